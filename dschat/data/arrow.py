@@ -1,0 +1,189 @@
+"""One source as memory-mapped Arrow on disk, made once and found again.
+
+Its folder `<kind>-<fingerprint>` holds train.arrow, eval.arrow and report.json. The fingerprint covers the source's
+files, what decides about a row, and the tokenizer: whatever changes a row makes a new folder, while new weights or
+other sources beside it do not. A folder is written under a temporary name and renamed when it is complete. Rows are
+streamed, so that data may be larger than memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from datasets.arrow_writer import ArrowWriter
+from transformers import PreTrainedTokenizerBase
+
+from .encoding import FEATURES, Encoded, Encoder
+from .files import SourceRow
+from .mixing import assign
+from .records import MissingColumn, parse_record
+from .report import SourceReport, refuse_many_bad
+from .sources import Source
+
+_FORMAT = 1  # raise it when the same rows would be encoded otherwise: old folders are then not found
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """Which rows of a source are used, and for what (see mixing.assign); eval_fraction 0 holds nothing out."""
+
+    phase: int
+    shares: tuple[float, float, float] | None
+    seed: int
+    eval_fraction: float
+    max_bad_rows: int
+
+
+@dataclass(frozen=True)
+class EncodedSource:
+    train: Dataset
+    eval: Dataset
+    report: SourceReport
+
+
+def encoded_source(source: Source, encoder: Encoder, plan: RowPlan, *, folder: str) -> EncodedSource:
+    """The rows of one source, from its folder inside `folder` or, if there is none yet, through it.
+
+    Raises:
+        ValueError: too many bad rows, no usable row, or a folder whose files do not fit its report.
+    """
+    place = Path(folder) / f"{encoder.kind}-{_fingerprint(source, encoder, plan)}"
+    if not place.exists():
+        _write(place, source, encoder, plan)
+    report = SourceReport(**json.loads((place / "report.json").read_text(encoding="utf-8")))
+    train, evaluation = (Dataset.from_file(str(place / f"{split}.arrow")) for split in ("train", "eval"))
+    if (len(train), len(evaluation)) != (report.train, report.eval):
+        raise ValueError(f"{place}: its files do not hold the rows that report.json counts; delete the folder.")
+    if plan.eval_fraction and not len(evaluation) and len(train) > 1:  # a small source still gives one row to evaluate
+        last = len(train) - 1
+        train, evaluation = train.select(range(last)), train.select([last])
+        report = replace(report, train=last, eval=1)
+    return EncodedSource(train, evaluation, report)
+
+
+def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any] | None:
+    """parse_record; a bad row is noted in the report and gives None."""
+    if row.fields is None:
+        report.add_bad(row.where, row.fault, missing_column=False)
+        return None
+    try:
+        return parse_record(row.fields, kind)
+    except ValueError as reason:
+        report.add_bad(row.where, str(reason), missing_column=isinstance(reason, MissingColumn))
+        return None
+
+
+def _write(place: Path, source: Source, encoder: Encoder, plan: RowPlan) -> None:
+    """Encode into a temporary folder and rename it; nothing is left behind on failure."""
+    unfinished = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.unfinished")
+    unfinished.mkdir(parents=True)
+    report = SourceReport(source.name)
+    try:
+        with ExitStack() as stack:
+            writers = {}
+            for split in ("train", "eval"):
+                writer = ArrowWriter(features=FEATURES[encoder.kind], path=str(unfinished / f"{split}.arrow"))
+                stack.callback(writer.close)
+                writers[split] = writer
+            for split, encoded in _encoded_rows(source, encoder, plan, report):
+                writers[split].write(encoded.features)
+            for writer in writers.values():
+                writer.finalize()
+        _refuse_nothing(report, source, plan)
+        (unfinished / "report.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
+        try:
+            os.rename(unfinished, place)
+        except OSError:
+            if not place.exists():  # else another process was faster, with the same rows
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _encoded_rows(
+    source: Source, encoder: Encoder, plan: RowPlan, report: SourceReport
+) -> Iterator[tuple[str, Encoded]]:
+    """(split, row) of every row that is kept; what happens to the others is counted in the report."""
+    for own_split in sorted(source.splits, reverse=True):  # train, eval
+        # Samples are named and drawn by this number: other sources and splits have others. Below 2^48, so that it
+        # can be multiplied by a number of samples, and is exact as a JSON number.
+        first_index = (zlib.crc32(f"{Path(source.name).name}/{own_split}".encode()) & 0xFFFF) << 32
+        for index, row in enumerate(source.rows(own_split)):
+            report.rows += 1
+            split: str | None = own_split
+            if own_split == "train":
+                split = assign(
+                    index, seed=plan.seed, shares=plan.shares, phase=plan.phase, eval_fraction=plan.eval_fraction
+                )
+            if split is None:
+                report.other_phases += 1
+                continue
+            encoded = _encode(row, first_index + index, encoder, report)
+            if encoded is not None and encoded.features is not None:
+                report.add_kept(split, encoded.features["length"], cut=encoded.cut)
+                yield split, encoded
+            if len(report.bad) > plan.max_bad_rows:
+                report.refuse_other_columns()
+                refuse_many_bad(report.bad, plan.max_bad_rows)
+
+
+def _encode(row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport) -> Encoded | None:
+    record = parse_row(row, encoder.kind, report)
+    if record is None:
+        return None
+    try:
+        encoded = encoder.encode(record, row.fields, row_index)
+    except ValueError as reason:
+        report.add_bad(row.where, str(reason), missing_column=False)
+        return None
+    if encoded.features is None:
+        report.add_dropped(encoded.dropped)
+    return encoded
+
+
+def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
+    """Raises ValueError if no row is left for what the source is used for."""
+    wanted = "train" if "train" in source.splits else "eval"
+    if report.train or (wanted == "eval" and report.eval):
+        return
+    report.refuse_other_columns()
+    if report.rows == 0:
+        raise ValueError(f"{source.name} has no rows.")
+    advice = "; see the reasons: " + " | ".join(report.bad[:5]) if report.bad else ""
+    if report.other_phases == report.rows:
+        advice = f": --data_split leaves nothing for step {plan.phase}, so bring more rows or another split"
+    elif report.dropped:
+        advice += ": raise the length limit, or cut over-long rows instead of dropping them"
+    raise ValueError(f"No row is left for {wanted}: {report.line()}{advice}.")
+
+
+def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
+    decisive = {
+        "format": _FORMAT,
+        "source": source.identity(),
+        "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction],
+        "encoder": [encoder.kind, encoder.max_tokens, encoder.drop_overlong, encoder.train_on_prompt],
+        "tokenizer": _tokenizer_content(encoder.tokenizer),
+    }
+    return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Everything by which two tokenizers could give other ids: vocabulary, merges, rules, special tokens, template."""
+    if tokenizer.is_fast:
+        vocabulary = tokenizer.backend_tokenizer.to_str()
+    else:
+        vocabulary = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
+    return hashlib.blake2b((vocabulary + json.dumps(special)).encode()).hexdigest()

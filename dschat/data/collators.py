@@ -1,0 +1,89 @@
+"""Rows → tensors of a micro-batch. Pure torch: masks come from lengths, never from comparing ids with the pad id.
+
+Masks are bool, True means "counts". An empty list of rows (a rank without work in this micro-batch) gives one row of
+one token that counts for nothing, so that the rank can run the same forward as the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Features = Sequence[Mapping[str, Any]]
+
+
+def collate_sft(features: Features, *, pad_token_id: int, pad_to_multiple_of: int = 8) -> dict[str, torch.Tensor]:
+    """Right-padded conversations.
+
+    Args:
+        features: rows with `input_ids` and `loss_mask` (lists of equal length).
+        pad_to_multiple_of: S is the longest row rounded up to this; 1 for no rounding.
+
+    Returns:
+        input_ids: [B, S] long; attention_mask: [B, S] bool; loss_mask: [B, S] bool, True on trained tokens.
+    """
+    rows = [feature["input_ids"] for feature in features] or [[pad_token_id]]
+    masks = [feature["loss_mask"] for feature in features] or [[False]]
+    input_ids, attention_mask = _pad_right(rows, pad_token_id, pad_to_multiple_of)
+    loss_mask = torch.zeros_like(attention_mask)
+    for i, mask in enumerate(masks):
+        loss_mask[i, : len(mask)] = torch.tensor(mask, dtype=torch.bool)
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+
+
+def collate_preferences(
+    features: Features, *, pad_token_id: int, pad_to_multiple_of: int = 8
+) -> dict[str, torch.Tensor]:
+    """Pairs for one forward: rows 0..B−1 are the chosen, rows B..2B−1 the rejected, in the same order.
+
+    Args:
+        features: rows with `chosen_ids`, `rejected_ids`, `prompt_length` (of both) and perhaps `margin`.
+
+    Returns:
+        input_ids: [2B, S] long, right-padded; attention_mask: [2B, S] bool; loss_mask: [2B, S] bool, True on the
+        response tokens (for DPO); margin: [B] float32, 0 where a row has none; pair_mask: [B] bool, False only for
+        the row that stands for an empty list.
+    """
+    pairs = features or [{"chosen_ids": [pad_token_id], "rejected_ids": [pad_token_id], "prompt_length": 1}]
+    rows = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
+    input_ids, attention_mask = _pad_right(rows, pad_token_id, pad_to_multiple_of)  # [2B, S]
+    prompt_length = torch.tensor([pair["prompt_length"] for pair in pairs] * 2)
+    after_prompt = torch.arange(input_ids.shape[1]) >= prompt_length[:, None]  # [2B, S]
+    margins = [pair.get("margin") for pair in pairs]
+    return {
+        "input_ids": input_ids,
+        "attention_mask": attention_mask,
+        "loss_mask": attention_mask & after_prompt,
+        "margin": torch.tensor([0.0 if margin is None else margin for margin in margins], dtype=torch.float32),
+        "pair_mask": torch.full((len(pairs),), len(features) > 0),
+    }
+
+
+def collate_prompts(features: Features) -> dict[str, list]:
+    """Prompts for generation, which pads them itself.
+
+    Returns:
+        prompts: lists of token ids; row_index: ints; messages: chat lists; rows: dicts of the rows' other columns
+        (what a judge needs, such as the true answer).
+    """
+    return {
+        "prompts": [list(feature["input_ids"]) for feature in features],
+        "row_index": [int(feature["row_index"]) for feature in features],
+        "messages": [json.loads(feature["prompt_text"]) for feature in features],
+        "rows": [json.loads(feature["row"]) for feature in features],
+    }
+
+
+def _pad_right(
+    rows: Sequence[Sequence[int]], pad_token_id: int, pad_to_multiple_of: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lists of ids → input_ids [B, S] long, attention_mask [B, S] bool."""
+    lengths = torch.tensor([len(row) for row in rows])
+    width = -(-int(lengths.max()) // pad_to_multiple_of) * pad_to_multiple_of
+    input_ids = torch.full((len(rows), width), pad_token_id, dtype=torch.long)  # [B, S]
+    for i, row in enumerate(rows):
+        input_ids[i, : len(row)] = torch.tensor(row, dtype=torch.long)
+    return input_ids, torch.arange(width) < lengths[:, None]

@@ -1,0 +1,174 @@
+"""The data of a step: what the user names → train and evaluation rows, mixed, with a report of what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from datasets import Dataset, concatenate_datasets
+from transformers import PreTrainedTokenizerBase
+
+from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
+from .encoding import Encoder
+from .mixing import mixed_rows, parse_data_split
+from .report import DataReport, SourceReport, refuse_many_bad
+from .sources import Source, load_source, parse_data_path
+
+PHASES = {"sft": 1, "preference": 2, "prompt": 3}
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """What decides about the rows of a step.
+
+    Args:
+        data_path: entries "PATH_OR_NAME[:WEIGHT]"; a weight is the fraction of the mixed epoch (see mixed_rows).
+        output_path: folder for the Arrow files.
+        max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
+        data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
+        phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
+        seed: of the split, the held-out rows and the mixture.
+        eval_data_path: entries whose rows are the evaluation data, all of them; then nothing is held out.
+        eval_fraction: held out of sources that bring no evaluation rows of their own.
+        overlong: "truncate" or "drop".
+        max_bad_rows: more bad rows than this, over all sources, stop the run. The default forgives a few damaged
+            lines, not a wrong file.
+        train_on_prompt: SFT on every token, not on responses only.
+    """
+
+    data_path: Sequence[str]
+    output_path: str
+    max_tokens: int
+    data_split: str | None = None
+    phase: int | None = None
+    seed: int = 1234
+    eval_data_path: Sequence[str] = ()
+    eval_fraction: float = 0.05
+    overlong: str = "truncate"
+    max_bad_rows: int = 10
+    train_on_prompt: bool = False
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """Rows of FEATURES[kind]; `length` is a row's number of tokens. eval may be empty (eval_fraction 0)."""
+
+    train: Dataset
+    eval: Dataset
+    report: DataReport
+
+
+def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
+    """The train and evaluation rows of a step, encoded on the first call and read from disk on later ones.
+
+    Call it on one process per machine first, then on the others, which find the files there. The tokenizer must have
+    a chat template (ensure_chat_template).
+
+    Args:
+        kind: "sft", "preference" or "prompt".
+
+    Raises:
+        ValueError: options out of range, sources that are missing, empty or of other columns (all of them named), too
+            many bad rows, a source that leaves no row for training.
+    """
+    _check(options)
+    encoder = Encoder.for_kind(
+        kind,
+        tokenizer,
+        max_tokens=options.max_tokens,
+        overlong=options.overlong,
+        train_on_prompt=options.train_on_prompt,
+    )
+    paths, weights = parse_data_path(options.data_path)
+    eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+    entries = [(path, False) for path in paths] + [(path, True) for path in eval_paths]
+    parts: list[EncodedSource] = []
+    problems: list[str] = []
+    for path, for_eval in entries:
+        try:
+            source = _with_role(load_source(path, for_eval=for_eval), options, for_eval)
+            parts.append(encoded_source(source, encoder, _plan(kind, source, options), folder=options.output_path))
+        except ValueError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ValueError("\n".join(problems))
+    reports = [part.report for part in parts]
+    refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
+    rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
+    train = [part.train if weights is None else part.train.select(r) for part, r in zip(parts, rows, strict=False)]
+    return DataSplits(
+        train=concatenate_datasets(train),
+        eval=concatenate_datasets([part.eval for part in parts]),
+        report=DataReport(reports, [len(r) for r in rows]),
+    )
+
+
+def data_problems(kind: str, options: DataOptions) -> list[str]:
+    """What is wrong with the sources, as far as their first rows show: a check before models are loaded."""
+    problems = []
+    try:
+        _check(options)
+        paths = parse_data_path(options.data_path)[0]
+        eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+    except ValueError as problem:
+        return [str(problem)]
+    for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
+        try:
+            source = load_source(path, for_eval=for_eval)
+            report = SourceReport(path)
+            for row in islice(source.rows(next(iter(source.splits))), options.max_bad_rows + 1):
+                report.rows += 1
+                if parse_row(row, kind, report) is not None:
+                    break  # one good row shows that it is the right file
+            if report.rows == 0:
+                raise ValueError(f"{path} has no rows.")
+            report.refuse_other_columns()
+            refuse_many_bad(report.bad, options.max_bad_rows)
+        except ValueError as problem:
+            problems.append(str(problem))
+    return problems
+
+
+def token_lengths(dataset: Dataset) -> np.ndarray:
+    """Tokens of each row, [rows] int64, for GlobalBatches."""
+    return np.asarray(dataset.with_format("numpy")["length"][:], dtype=np.int64)
+
+
+def _check(options: DataOptions) -> None:
+    """All mistakes in the options at once."""
+    problems = []
+    if options.data_split is not None:
+        try:
+            shares = parse_data_split(options.data_split)
+            if options.phase in (1, 2, 3) and shares[options.phase - 1] == 0:
+                problems.append(f"--data_split {options.data_split}: step {options.phase} gets no rows.")
+        except ValueError as problem:
+            problems.append(str(problem))
+    if options.phase not in (None, 1, 2, 3):
+        problems.append(f"phase {options.phase}: it must be 1, 2 or 3.")
+    if not 0 <= options.eval_fraction < 1:
+        problems.append(f"--eval_fraction {options.eval_fraction}: it must be at least 0 and less than 1.")
+    if options.max_bad_rows < 0:
+        problems.append(f"--max_bad_rows {options.max_bad_rows}: it must not be negative.")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:
+    """The source with the splits that this run uses: --eval_data_path takes the place of all other evaluation rows."""
+    if for_eval:
+        return Source(source.name, {"eval": source.splits.get("eval") or source.splits["train"]})
+    return Source(source.name, {"train": source.splits["train"]}) if options.eval_data_path else source
+
+
+def _plan(kind: str, source: Source, options: DataOptions) -> RowPlan:
+    holds_out = "eval" not in source.splits and not options.eval_data_path
+    return RowPlan(
+        phase=options.phase or PHASES[kind],
+        shares=None if options.data_split is None else parse_data_split(options.data_split),
+        seed=options.seed,
+        eval_fraction=options.eval_fraction if holds_out else 0.0,
+        max_bad_rows=options.max_bad_rows,
+    )

@@ -1,0 +1,184 @@
+"""Plain messages → token ids within the length limit: one row of a data set.
+
+A row that is too long is cut (prompts from the left, responses from the right, so that what is nearest to the border
+between them stays) or dropped, as the user chose. A BOS at the start of a prompt survives the cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from datasets import Features, Sequence, Value
+from transformers import PreTrainedTokenizerBase
+
+from .chat_template import encode_conversation, encode_prompt, encode_text, end_of_turn_id
+
+_IDS = Sequence(Value("int32"))
+FEATURES = {
+    "sft": Features({"input_ids": _IDS, "loss_mask": Sequence(Value("bool")), "length": Value("int32")}),
+    "preference": Features(
+        {
+            "chosen_ids": _IDS,
+            "rejected_ids": _IDS,
+            "prompt_length": Value("int32"),
+            "margin": Value("float32"),
+            "length": Value("int32"),
+        }
+    ),
+    "prompt": Features(
+        {
+            "input_ids": _IDS,
+            "row_index": Value("int64"),
+            "row": Value("large_string"),
+            "prompt_text": Value("large_string"),
+            "length": Value("int32"),
+        }
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One row of FEATURES[kind], or None with the reason why a good row is left out; `cut`: it was shortened."""
+
+    features: dict[str, Any] | None
+    cut: bool = False
+    dropped: str = ""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Encodes the records of one kind.
+
+    Args:
+        max_tokens: longest prompt (kind "prompt"), else longest sequence of prompt and response.
+        drop_overlong: drop longer rows instead of cutting them.
+        end_id: `end_of_turn_id(tokenizer)`.
+    """
+
+    kind: str
+    tokenizer: PreTrainedTokenizerBase
+    max_tokens: int
+    drop_overlong: bool
+    train_on_prompt: bool
+    end_id: int | None
+
+    @classmethod
+    def for_kind(
+        cls, kind: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, overlong: str, train_on_prompt: bool
+    ) -> Encoder:
+        """Raises ValueError for a kind, limit or treatment of over-long rows that does not exist."""
+        if kind not in FEATURES:
+            raise ValueError(f"kind {kind!r}: choose one of {', '.join(FEATURES)}")
+        if overlong not in ("truncate", "drop"):
+            raise ValueError(f"overlong {overlong!r}: choose 'truncate' (keep, cut) or 'drop'.")
+        least = 1 if kind == "prompt" else 2
+        if max_tokens < least:
+            flag = "--max_prompt_seq_len" if kind == "prompt" else "--max_seq_len"
+            raise ValueError(f"{flag} {max_tokens} leaves no room for a prompt: it must be at least {least} tokens.")
+        if not tokenizer.chat_template:
+            raise ValueError("The tokenizer has no chat template: call ensure_chat_template(tokenizer) first.")
+        end_id = end_of_turn_id(tokenizer)
+        return cls(kind, tokenizer, max_tokens, overlong == "drop", train_on_prompt, end_id)
+
+    def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
+        """Args: record: of parse_record; row: the whole row, its number. Raises ValueError for a bad row."""
+        if self.kind == "prompt":
+            return self._encode_prompt(record, row, row_index)
+        return self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)
+
+    def _encode_prompt(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
+        ids = encode_prompt(self.tokenizer, record["prompt"])
+        if not ids:
+            raise ValueError("the prompt has no tokens")
+        cut = len(ids) > self.max_tokens
+        if cut and self.drop_overlong:
+            return Encoded(None, dropped="too long")
+        ids = self._cut_left(ids, self.max_tokens)
+        others = {name: value for name, value in row.items() if name != "prompt"}
+        features = {
+            "input_ids": ids,
+            "row_index": row_index,
+            "row": json.dumps(others, ensure_ascii=False, default=str),
+            "prompt_text": json.dumps(record["prompt"], ensure_ascii=False),
+            "length": len(ids),
+        }
+        return Encoded(features, cut)
+
+    def _encode_sft(self, record: Mapping[str, Any]) -> Encoded:
+        if "text" in record:
+            ids, mask = encode_text(self.tokenizer, record["text"])
+        else:
+            ids, mask = encode_conversation(self.tokenizer, record["messages"], end_id=self.end_id)
+        cut = len(ids) > self.max_tokens
+        if cut and self.drop_overlong:
+            return Encoded(None, dropped="too long")
+        if cut and "text" in record:
+            ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
+        elif cut:
+            ids, mask = self._cut_conversation(ids, mask)
+        if self.train_on_prompt:
+            mask = [False] + [True] * (len(ids) - 1)
+        if True not in mask:
+            raise ValueError("no token of it would be trained")
+        return Encoded({"input_ids": ids, "loss_mask": mask, "length": len(ids)}, cut)
+
+    def _cut_conversation(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        """Cut to max_tokens; everything before the last response counts as its prompt."""
+        start = len(mask)  # becomes the first token of the last trained span
+        while mask[start - 1]:
+            start -= 1
+        room = self._prompt_room(start, len(ids) - start)
+        ids = self._cut_left(ids[:start], room) + ids[start:]
+        mask = [False] + mask[start - room + 1 :]  # nothing predicts the first token that is left
+        return ids[: self.max_tokens], mask[: self.max_tokens]
+
+    def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
+        prompt, chosen, rejected = self._pair(record)
+        longest = max(len(chosen), len(rejected))
+        cut = len(prompt) + longest > self.max_tokens
+        if cut and self.drop_overlong:
+            return Encoded(None, dropped="too long")
+        if cut:
+            prompt = self._cut_left(prompt, self._prompt_room(len(prompt), longest))
+            chosen, rejected = (answer[: self.max_tokens - len(prompt)] for answer in (chosen, rejected))
+        if chosen == rejected:
+            return Encoded(None, dropped="chosen and rejected are equal" + (" after cutting" if cut else ""))
+        features = {
+            "chosen_ids": prompt + chosen,
+            "rejected_ids": prompt + rejected,
+            "prompt_length": len(prompt),
+            "margin": record["margin"],
+            "length": 2 * len(prompt) + len(chosen) + len(rejected),
+        }
+        return Encoded(features, cut)
+
+    def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+        """Ids of the prompt and of the two responses, each with its end-of-turn token."""
+        prompt = encode_prompt(self.tokenizer, record["prompt"])
+        if not prompt:
+            raise ValueError("the prompt has no tokens")
+        answers = []
+        for name in ("chosen", "rejected"):
+            messages = [*record["prompt"], {"role": "assistant", "content": record[name]}]
+            ids, _ = encode_conversation(self.tokenizer, messages, end_id=self.end_id)
+            answers.append(ids[len(prompt) :])  # encode_conversation keeps the prompt's ids as they are
+        return prompt, answers[0], answers[1]
+
+    def _prompt_room(self, prompt: int, response: int) -> int:
+        """Tokens left for a prompt that is too long with its response: what the response leaves over.
+
+        A response that fills max_tokens alone is going to be cut anyway, so it gives half to the prompt.
+        """
+        return self.max_tokens - response if response < self.max_tokens else min(prompt, self.max_tokens // 2)
+
+    def _cut_left(self, prompt: list[int], room: int) -> list[int]:
+        if len(prompt) <= room:
+            return prompt
+        bos = self.tokenizer.bos_token_id
+        if room > 1 and prompt[0] == bos:
+            return [bos, *prompt[len(prompt) - room + 1 :]]
+        return prompt[len(prompt) - room :]

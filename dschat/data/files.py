@@ -1,0 +1,129 @@
+"""The rows of one file, as a stream: json, jsonl, parquet, csv.
+
+A row that cannot be read is reported with file and line and does not stop the reading; a file that cannot be read at
+all is a ValueError. Nothing is held in memory but the current row (a .json file with one big array excepted).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow
+import pyarrow.parquet
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+class SourceRow(NamedTuple):
+    fields: dict[str, Any] | None  # None: the row could not be read
+    where: str  # "file:line" of a text file, "file:row N" (from 0) of a table
+    fault: str  # "" or why it could not be read
+
+
+def file_rows(file: Path) -> Iterator[SourceRow]:
+    """All rows of the file, in its order; blank lines are no rows.
+
+    Raises:
+        ValueError: the file as a whole cannot be read (a broken array, broken parquet or CSV).
+    """
+    if file.suffix == ".parquet":
+        yield from _parquet_rows(file)
+    elif file.suffix == ".csv":
+        yield from _csv_rows(file)
+    elif file.suffix == ".json" and _first_byte(file) == b"[":
+        yield from _json_array_rows(file)
+    else:
+        yield from _json_lines(file)
+
+
+def _json_lines(file: Path) -> Iterator[SourceRow]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _json_row(line.removeprefix(b"\xef\xbb\xbf"), f"{file}:{number}")
+
+
+def _json_row(line: bytes, where: str) -> SourceRow:
+    try:
+        fields = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return SourceRow(None, where, f"not valid UTF-8 (byte {error.start + 1} of the line)")
+    except (json.JSONDecodeError, RecursionError) as error:
+        return SourceRow(None, where, f"not valid JSON ({error})")
+    if b"\\u" in line:  # half of a surrogate pair is valid JSON but no text: neither tokenizer nor Arrow takes it
+        try:
+            json.dumps(fields, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            return SourceRow(None, where, "not valid Unicode (a lone \\ud8xx escape)")
+    return _object_row(fields, where)
+
+
+def _object_row(fields: Any, where: str) -> SourceRow:
+    if isinstance(fields, dict):
+        return SourceRow(fields, where, "")
+    return SourceRow(None, where, f"not a JSON object but {type(fields).__name__}")
+
+
+def _json_array_rows(file: Path) -> Iterator[SourceRow]:
+    """Items of one big array, with the line on which each begins."""
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+        decoder, place, line = json.JSONDecoder(), text.index("[") + 1, 1
+        counted = 0
+        while text[(place := _skip(text, place))] != "]":
+            line, counted = line + text.count("\n", counted, place), place
+            item, place = decoder.raw_decode(text, place)
+            yield _object_row(item, f"{file}:{line}")
+            place = _skip(text, place)
+            if text[place] not in ",]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
+            place += text[place] == ","
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}:{error.lineno}: the JSON array breaks off ({error.msg}); mend it there.") from error
+    except IndexError:
+        raise ValueError(f"{file}: the JSON array has no end (`]`): was the file cut off?") from None
+
+
+def _skip(text: str, place: int) -> int:
+    match = re.compile(r"\s*").match(text, place)
+    return match.end() if match else place
+
+
+def _csv_rows(file: Path) -> Iterator[SourceRow]:
+    csv.field_size_limit(2**31 - 1)  # the module's own limit of 128 KiB is less than a long text
+    # surrogateescape lets the rows after an invalid byte be read
+    with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
+        reader = csv.DictReader(lines)
+        try:
+            for row in reader:
+                where = f"{file}:{reader.line_num}"
+                if None in row:
+                    yield SourceRow(None, where, "more fields than the header has")
+                elif any(re.search("[\udc80-\udcff]", text) for text in row.values() if text):
+                    yield SourceRow(None, where, "not valid UTF-8")
+                else:
+                    yield SourceRow(row, where, "")
+        except csv.Error as error:
+            raise ValueError(f"{file}:{reader.line_num}: not valid CSV ({error}).") from error
+
+
+def _parquet_rows(file: Path) -> Iterator[SourceRow]:
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
+            for number, row in enumerate(rows):
+                yield SourceRow(row, f"{file}:row {number}", "")
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file}: not a readable parquet file ({error}).") from error
+
+
+def _first_byte(file: Path) -> bytes:
+    with file.open("rb") as start:
+        return start.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]

@@ -1,0 +1,195 @@
+"""A row of a file → plain messages, or a short reason why it cannot be used.
+
+Three kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response) and
+a prompt, so that one file can feed all three steps.
+
+    prompt      prompt | messages (without its last answer) | chosen + rejected (what they share)
+    sft         messages | prompt + response | prompt + chosen | text
+    preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin]
+
+A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user message, unless
+it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which becomes its turns (the rows of DeepSpeed-Chat's data sets).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .chat_template import Message
+
+KINDS = ("prompt", "sft", "preference")
+ROLES = ("system", "user", "assistant", "tool")
+COLUMNS = {
+    "prompt": "prompt, or messages",
+    "sft": "messages, or prompt + response, or text",
+    "preference": "prompt + chosen + rejected",
+}
+
+
+class MissingColumn(ValueError):
+    """The row lacks the columns of its kind; if every row does, the file is the wrong one."""
+
+
+def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """The messages of one row.
+
+    Returns:
+        "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
+        "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
+
+    Raises:
+        MissingColumn: the columns of this kind are not there.
+        ValueError: a bad row, with a short reason.
+    """
+    if kind == "prompt":
+        return {"prompt": _prompt_record(row)}
+    if kind == "sft":
+        return _sft_record(row)
+    if kind == "preference":
+        return _preference_record(row)
+    raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
+
+
+def _prompt_record(row: Mapping[str, Any]) -> list[Message]:
+    if _has(row, "prompt"):
+        prompt = _messages(row["prompt"], "prompt", speaker="user")
+    elif _has(row, "messages"):
+        prompt = _messages(row["messages"], "messages", speaker="user")
+        prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+    elif _has(row, "chosen", "rejected"):
+        prompt = _preference_record(row)["prompt"]
+    else:
+        raise _missing(row, "prompt")
+    return _checked_prompt(prompt)
+
+
+def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    answer = next((name for name in ("response", "chosen") if _has(row, name)), None)
+    if _has(row, "messages"):
+        messages = _messages(row["messages"], "messages", speaker="user")
+    elif answer and _has(row, "prompt"):
+        prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
+        messages = prompt + [{"role": "assistant", "content": _answer(row[answer], answer, prompt)}]
+    elif answer == "chosen":
+        messages = _messages(row["chosen"], "chosen", speaker="assistant")
+    elif _has(row, "text"):
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise ValueError("text must be a string that is not empty")
+        return {"text": row["text"]}
+    else:
+        raise _missing(row, "sft")
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"the last message is of role {messages[-1]['role']!r}, not 'assistant'")
+    if len(messages) == 1:
+        raise ValueError("an answer without anything before it")
+    return {"messages": messages}
+
+
+def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    if not _has(row, "chosen", "rejected"):
+        raise _missing(row, "preference")
+    if _has(row, "prompt"):
+        prompt = _messages(row["prompt"], "prompt", speaker="user")
+    else:
+        chosen, rejected = (_messages(row[name], name, speaker="assistant") for name in ("chosen", "rejected"))
+        if len(chosen) == 1 and len(rejected) == 1:
+            raise MissingColumn("no prompt: neither a column of that name, nor shared by chosen and rejected")
+        shared = 0
+        while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+            shared += 1
+        prompt = chosen[:shared]
+    prompt = _checked_prompt(prompt)
+    return {
+        "prompt": prompt,
+        "chosen": _answer(row["chosen"], "chosen", prompt),
+        "rejected": _answer(row["rejected"], "rejected", prompt),
+        "margin": _margin(row.get("margin")),
+    }
+
+
+def _answer(value: Any, name: str, prompt: list[Message]) -> str:
+    """The text of the one assistant message that `value` adds to the prompt."""
+    messages = _messages(value, name, speaker="assistant")
+    if messages[: len(prompt)] == prompt:
+        messages = messages[len(prompt) :]
+    elif len(messages) > 1 and messages[0]["role"] != "assistant":
+        raise ValueError(f"{name} is a conversation that does not begin with the prompt")
+    if len(messages) != 1 or messages[0]["role"] != "assistant":
+        raise ValueError(f"{name} must add exactly one assistant message to the prompt, not {len(messages)} messages")
+    return messages[0]["content"]
+
+
+def _checked_prompt(prompt: list[Message]) -> list[Message]:
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("the prompt ends with an assistant message: nothing is left to answer")
+    return prompt
+
+
+def _messages(value: Any, name: str, *, speaker: str) -> list[Message]:
+    """A field as messages; a plain string is one message of the speaker."""
+    if isinstance(value, str):
+        if not value.strip():
+            raise ValueError(f"{name} is empty")
+        return _transcript(value) or [{"role": speaker, "content": value}]
+    if isinstance(value, Mapping):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name} must be a string or a list of messages, not {_kind_of(value)}")
+    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
+
+
+def _message(message: Any, name: str) -> Message:
+    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+        raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise ValueError(f"{name} has role {role!r}; known are {', '.join(ROLES)}")
+    if not isinstance(content, str):
+        raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
+    if not content.strip() and role != "system":
+        raise ValueError(f"{name} ({role}) is empty")
+    return {"role": role, "content": content}
+
+
+def _transcript(text: str) -> list[Message] | None:
+    """The turns of "Human: a\\n\\nAssistant: b\\n\\nHuman: c\\n\\nAssistant:"; None if the text is no transcript."""
+    if not re.match(r"\s*Human:", text) or "\n\nAssistant:" not in text:
+        return None
+    parts = re.split(r"(?:^|\n\n)(Human|Assistant):", "\n\n" + text.lstrip())
+    roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[1::2]]
+    contents = [part.strip() for part in parts[2::2]]
+    if contents[-1] == "" and roles[-1] == "assistant":  # the open turn at the end of a prompt
+        roles, contents = roles[:-1], contents[:-1]
+    if "" in contents:
+        raise ValueError("a turn of the Human/Assistant transcript is empty")
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def _margin(value: Any) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        margin = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not math.isfinite(margin):
+        raise ValueError(f"margin {value!r} is not a finite number")
+    return margin
+
+
+def _has(row: Mapping[str, Any], *names: str) -> bool:
+    return all(row.get(name) is not None for name in names)
+
+
+def _missing(row: Mapping[str, Any], kind: str) -> MissingColumn:
+    there = ", ".join(str(name) for name in row if row[name] is not None) or "none"
+    return MissingColumn(f"no usable column: a {kind} row needs {COLUMNS[kind]}; it has {there}")
+
+
+def _kind_of(value: Any) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,87 @@
+"""What became of the rows of a source: counted, and the bad ones named."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SourceReport:
+    """Counts of one source; every row read is in exactly one of other_phases, bad, dropped, train, eval."""
+
+    name: str
+    rows: int = 0
+    other_phases: int = 0
+    bad: list[str] = field(default_factory=list)  # "file:line: reason"
+    missing_columns: int = 0  # how many of the bad rows lack the columns of their kind
+    dropped: dict[str, int] = field(default_factory=dict)  # reason → rows
+    cut: int = 0  # of those kept
+    train: int = 0
+    eval: int = 0
+    tokens: int = 0  # of those kept
+    longest: int = 0
+
+    def add_bad(self, where: str, reason: str, *, missing_column: bool) -> None:
+        self.bad.append(f"{where}: {reason}")
+        self.missing_columns += missing_column
+
+    def add_dropped(self, reason: str) -> None:
+        self.dropped = dict(Counter(self.dropped) + Counter([reason]))
+
+    def add_kept(self, split: str, length: int, *, cut: bool) -> None:
+        self.train += split == "train"
+        self.eval += split == "eval"
+        self.cut += cut
+        self.tokens += length
+        self.longest = max(self.longest, length)
+
+    def refuse_other_columns(self) -> None:
+        """Raises ValueError if not one row so far had the columns of its kind: then the file is the wrong one."""
+        kept = self.train + self.eval + sum(self.dropped.values())
+        if kept == 0 and self.bad and self.missing_columns == len(self.bad):
+            raise ValueError(f"{self.name}: no row has the columns of this step. {self.bad[0]}.")
+
+    def line(self) -> str:
+        """One line for the console."""
+        kept = self.train + self.eval
+        dropped = "".join(f", {count} dropped ({reason})" for reason, count in self.dropped.items())
+        other = f", {self.other_phases} in other phases" if self.other_phases else ""
+        return (
+            f"{self.name}: {self.rows} rows read{other}, {len(self.bad)} bad{dropped}, {self.cut} cut; "
+            f"{self.train} train + {self.eval} eval, {self.tokens / max(kept, 1):.0f} tokens on average, "
+            f"{self.longest} at most"
+        )
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """All sources of a step, those of --eval_data_path last; `epoch_rows`: rows of each source in a mixed epoch."""
+
+    sources: Sequence[SourceReport]
+    epoch_rows: Sequence[int]
+
+    @property
+    def bad(self) -> list[str]:
+        return [bad for source in self.sources for bad in source.bad]
+
+    def summary(self) -> str:
+        """Lines for the console: every source, every bad row, and the epoch if weights changed it."""
+        lines = [source.line() for source in self.sources]
+        lines += [f"  set aside: {bad}" for bad in self.bad]
+        trained = [source for source in self.sources if source.train]
+        if [source.train for source in trained] != list(self.epoch_rows):
+            mixed = ", ".join(f"{rows} of {s.name}" for s, rows in zip(trained, self.epoch_rows, strict=True))
+            lines.append(f"mixed epoch: {mixed}")
+        return "\n".join(lines)
+
+
+def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
+    """Raises ValueError, with the first five named, if there are more bad rows than allowed."""
+    if len(bad) > max_bad_rows:
+        named = "".join(f"\n  {reason}" for reason in bad[:5])
+        raise ValueError(
+            f"More than --max_bad_rows {max_bad_rows} rows cannot be used. The first of them:{named}\n"
+            "Mend the file, or raise --max_bad_rows to set such rows aside."
+        )

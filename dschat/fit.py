@@ -1,0 +1,146 @@
+"""The part that the one-model steps share: engine, resume, epochs of global batches, evaluation, checkpoints."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from datasets import Dataset
+from torch import nn
+
+from dschat import arguments, checkpoint, launch
+from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.datasets import DataSplits
+from dschat.engines import Metrics, optimizer_step, sum_metrics
+from dschat.set_up import build_trainable, open_log
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What makes one step differ from another.
+
+    Attributes:
+        collate: rows → tensors of a micro-batch; no rows → one that counts for nothing.
+        count: what the loss is averaged over in a micro-batch: trained tokens, pairs.
+        loss_of: (engine, micro-batch, count of the whole step) → loss and metrics, both divided by that count.
+        evaluation: sums over the evaluation set (loss_of's with a count of 1, and "count") → metrics.
+    """
+
+    collate: Callable[[list], Batch]
+    count: Callable[[Batch], torch.Tensor]
+    loss_of: Callable[[deepspeed.DeepSpeedEngine, Batch, float], tuple[torch.Tensor, Metrics]]
+    evaluation: Callable[[Mapping[str, float]], dict[str, float]]
+
+
+def fit(
+    name: str,
+    splits: DataSplits,
+    objective: Objective,
+    *,
+    load: Callable[[dict[str, Any]], nn.Module],
+    model: arguments.ModelArguments,
+    optimizer: arguments.OptimizerArguments,
+    lora: arguments.LoraArguments,
+    devices: arguments.DeviceArguments,
+    run: arguments.RunArguments,
+    groups: tuple,
+) -> deepspeed.DeepSpeedEngine:
+    """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
+
+    Args:
+        name: of the step, for log and console.
+        load: DeepSpeed configuration → the network.
+        groups: every argument group, for run.json.
+    """
+    per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    batches = GlobalBatches(splits.train["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+    total = run.max_steps or run.num_train_epochs * len(batches)
+    engine = build_trainable(
+        load,
+        learning_rate=model.learning_rate,
+        weight_decay=model.weight_decay,
+        zero_stage=model.zero_stage,
+        lora_dim=model.lora_dim,
+        micro_batch_size=model.per_device_train_batch_size,
+        total_steps=total,
+        optimizer=optimizer,
+        lora=lora,
+        devices=devices,
+    )
+    resumed = checkpoint.find(run.output_dir, run.resume)
+    first_step = checkpoint.load(resumed, engines={"model": engine})["step"] if resumed else 0
+    log = open_log(name, groups, run, total_steps=total, finished_steps=first_step)
+    log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
+
+    def evaluate(step: int) -> None:
+        values = evaluation(
+            engine, splits.eval, objective, batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
+        )
+        if values:
+            log.metrics(step, values, phase="eval")
+
+    if first_step == 0:
+        evaluate(0)
+    rows_of_epoch: tuple[int, list[list[int]]] = (-1, [])
+    for step in range(first_step, total):
+        epoch, position = divmod(step, len(batches))
+        if rows_of_epoch[0] != epoch:
+            rows_of_epoch = (epoch, batches.epoch(epoch))
+        micro_batches = [
+            collated(objective, splits.train, rows, engine.device)
+            for rows in _share(rows_of_epoch[1][position], model.per_device_train_batch_size)
+        ]
+        count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
+        losses = [partial(objective.loss_of, engine, batch, count) for batch in micro_batches]
+        done = step + 1
+        log.metrics(done, optimizer_step(engine, losses))
+        if done == total or (run.eval_interval and done % run.eval_interval == 0):
+            evaluate(done)
+        if run.save_interval and done % run.save_interval == 0:
+            checkpoint.save(
+                run.output_dir, done, engines={"model": engine}, state={"step": done}, keep=run.keep_checkpoints
+            )
+    log.close()
+    return engine
+
+
+@torch.no_grad()
+def evaluation(
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, *, batch_size: int, max_batches: int
+) -> dict[str, float]:
+    """The objective's metrics over the evaluation rows of all ranks; every row counts once. {} without rows.
+
+    Args:
+        batch_size: rows per device and forward pass.
+        max_batches: forward passes per device; 0: all rows.
+    """
+    engine.eval()
+    longest_first = sorted(range(len(rows)), key=rows["length"][:].__getitem__, reverse=True)
+    size = batch_size * launch.world_size()
+    steps = [longest_first[start : start + size] for start in range(0, len(rows), size)]
+    if max_batches and max_batches < len(steps):
+        spread = len(steps) / max_batches  # batches of every length, not only the longest
+        steps = [steps[int(number * spread)] for number in range(max_batches)]
+    totals: Metrics = {}
+    for share in (share for step in steps for share in _share(step, batch_size)):
+        batch = collated(objective, rows, share, engine.device)
+        loss, metrics = objective.loss_of(engine, batch, 1.0)
+        for name, value in {"loss": loss, "count": objective.count(batch), **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + value.to(torch.float64)
+    return objective.evaluation(sum_metrics(totals)) if totals else {}
+
+
+def collated(objective: Objective, rows: Dataset, indices: list[int], device: torch.device) -> Batch:
+    return to_device(objective.collate([rows[index] for index in indices]), device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _share(step: list[int], micro_batch_size: int) -> list[list[int]]:
+    return rank_share(step, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=micro_batch_size)

@@ -1,0 +1,78 @@
+"""The keys and values of the rows being decoded: they grow in place, and finished rows can leave.
+
+transformers' own DynamicLayer concatenates, which copies the whole cache for every token.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
+
+GROWTH = 1.5
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of one full-attention layer, in buffers with room to spare.
+
+    `keys` and `values` are [B, heads, length, width] views of the filled part, as DynamicLayer has them. The buffers
+    grow by half (so a token is copied twice on average), but never beyond `limit` columns.
+    """
+
+    _layer_type = None
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+        self.buffers: tuple[Tensor, Tensor] | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
+        if start == 0:
+            # The prompts alone, without spare room: how many rows will share them is not known yet.
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        if self.buffers is None or self.buffers[0].shape[-2] < stop:
+            self._grow(stop)
+        key_buffer, value_buffer = self.buffers
+        key_buffer[:, :, start:stop] = key_states
+        value_buffer[:, :, start:stop] = value_states
+        self.keys, self.values = key_buffer[:, :, :stop], value_buffer[:, :, :stop]
+        return self.keys, self.values
+
+    def _grow(self, columns: int) -> None:
+        room = max(columns, min(self.limit, int(columns * GROWTH) + 16))
+        self.buffers = (_with_room(self.keys, room), _with_room(self.values, room))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        # The selected rows are a copy without spare room; the next token makes the new buffers.
+        super().reorder_cache(beam_idx)
+        self.buffers = None
+
+
+def _with_room(states: Tensor, room: int) -> Tensor:
+    """Copy [B, heads, length, width] into the front of a new [B, heads, room, width]."""
+    buffer = states.new_empty(*states.shape[:-2], room, states.shape[-1])
+    buffer[:, :, : states.shape[-2]] = states
+    return buffer
+
+
+def new_cache(config: PreTrainedConfig, *, limit: int) -> DynamicCache:
+    """An empty cache for a model: its full-attention layers grow in place, all others are what transformers makes them.
+
+    Args:
+        config: the model's.
+        limit: most columns a layer will ever hold.
+    """
+    cache = DynamicCache(config=config)
+    cache.layers = [GrowingLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache

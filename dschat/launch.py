@@ -1,0 +1,131 @@
+"""Joining the processes of a run: `deepspeed`, `torchrun` or plain `python`, on CUDA or CPU, through one code path."""
+
+import os
+import random
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import distributed as dist
+
+from dschat.command_line import SettingsError
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a step's main; a mistake in the settings is one message from one rank, not a stack from each."""
+    try:
+        main()
+    except SettingsError as mistakes:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(mistakes, file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
+    """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
+
+    All ranks get the same seed: what must differ between ranks (dropout aside) is drawn by position, not by rank.
+
+    Returns: this rank's device.
+    Raises: ValueError when the tools that DeepSpeed builds its CPU operations with are missing.
+    """
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    if "RANK" not in os.environ:
+        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        _check_build_tools()
+        _share_cores()
+        device = torch.device("cpu")
+    else:
+        accelerator.set_device(local_rank)
+        device = torch.device(accelerator.device_name(local_rank))
+    if not dist.is_initialized():
+        backend = accelerator.communication_backend_name()
+        deepspeed.init_distributed(
+            dist_backend="gloo" if accelerator.device_name() == "cpu" else backend,
+            timeout=timedelta(minutes=timeout_minutes),
+            verbose=False,
+        )
+    seed_all(seed)
+    return device
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (those of every device too)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """True on the one rank that writes files and speaks."""
+    return rank() == 0
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all ranks, in float64; the argument is left as it was."""
+    total = value.detach().to(torch.float64, copy=True)
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+@contextmanager
+def local_main_first() -> Iterator[None]:
+    """The first process of every node runs the block before the others: it prepares files that they then reuse."""
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if not first:
+        barrier()
+    yield
+    if first:
+        barrier()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _check_build_tools() -> None:
+    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool)]
+    if missing and not os.environ.get("CXX"):
+        raise ValueError(
+            f"DeepSpeed builds its CPU operations when first used and needs {' and '.join(missing)}: "
+            "install them (Debian: apt-get install g++; ninja also comes with `pip install ninja`)"
+        )
+
+
+def _share_cores() -> None:
+    """Threads per rank: the node's cores divided by its ranks, unless OMP_NUM_THREADS says otherwise."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun sets OMP_NUM_THREADS=1 by itself when it starts several ranks: not a user's choice.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None or ("TORCHELASTIC_RUN_ID" in os.environ and chosen == "1"):
+        torch.set_num_threads(max(1, cores // ranks))

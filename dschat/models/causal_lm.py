@@ -1,0 +1,223 @@
+"""Causal language models: tokenizer and weights from a folder, log-probs of tokens without a [B, S, V] tensor."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat.models.loading import load_pretrained, load_tokenizer
+from dschat.models.weights import is_partitioned
+from dschat.tensors import linear_logprobs, logprobs_of, position_ids
+
+__all__ = ["LogprobHead", "TokenLogprobs", "head_transform", "load_causal_lm", "load_tokenizer", "verify_head"]
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    deepspeed_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before giving it to an engine.
+
+    Args:
+        path: folder or hub name of a model with weights.
+        dtype: of the parameters.
+        tokenizer: embeddings grow to its size (never shrink), and its EOS and pad ids go into the generation config.
+        dropout: probability in [0, 1) put into every dropout field of the config; None keeps the config's own.
+        gradient_checkpointing: recompute activations of each layer in backward.
+        deepspeed_config: the config of the engine to come; under ZeRO stage 3 weights are partitioned as they are
+            loaded, which is a collective: all ranks call this together.
+
+    Raises:
+        ValueError: no model or no weights there, a bad dropout, or a head whose log-probs we would get wrong.
+    """
+    model = load_pretrained(
+        AutoModelForCausalLM,
+        path,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        dropout=dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        deepspeed_config=deepspeed_config,
+    )
+    if tokenizer is not None:
+        set_generation_tokens(model, tokenizer)
+    verify_head(model)
+    return model
+
+
+def set_generation_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let plain `generate` of the exported model stop at the tokenizer's EOS too, beside the ids it stopped at."""
+    generation = model.generation_config
+    stops = generation.eos_token_id
+    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
+    if tokenizer.eos_token_id not in stops:
+        stops.append(tokenizer.eos_token_id)
+    generation.eos_token_id = stops if len(stops) > 1 else stops[0]
+    generation.pad_token_id = tokenizer.pad_token_id
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        # Sampling fields without do_sample: published models have it, and saving a changed config refuses it.
+        generation.do_sample = True
+
+
+class LogprobHead(nn.Module):
+    """The output projection as log-probs: shares the Parameters of the model's own head.
+
+    It is a module because ZeRO-3 gathers parameters by module call: one call a forward, so the same number of
+    collectives on every rank, however many tokens a rank scores.
+    """
+
+    def __init__(self, output_embeddings: nn.Module, *, scale: float, softcap: float | None) -> None:
+        super().__init__()
+        self.weight = output_embeddings.weight  # [V, H]
+        self.bias = getattr(output_embeddings, "bias", None)  # [V]
+        self.scale = scale
+        self.softcap = softcap
+
+    def forward(
+        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """hidden [N, H], labels [N] → logprobs [N] float32, or (logprobs, entropy)."""
+        return linear_logprobs(
+            hidden,
+            self.weight,
+            labels,
+            bias=self.bias,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save nothing: the parameters are saved under the model's own names."""
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load nothing: see `_save_to_state_dict`."""
+
+
+class TokenLogprobs(nn.Module):
+    """A causal LM that answers with log-probs of its input tokens; the only logits that exist are chunks of rows.
+
+    `.model` is the Hugging Face model. Its `forward` is not used, so an engine around this module is enough for
+    training and scoring, with any ZeRO stage.
+
+    Raises:
+        ValueError: the model has no backbone or no output embedding of its own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        output_embeddings = model.get_output_embeddings()
+        if output_embeddings is None or model.base_model is model:
+            raise ValueError(
+                f"{type(model).__name__} has no output embedding apart from its backbone, but log-probs are computed "
+                "from hidden states and that embedding: load a decoder with AutoModelForCausalLM."
+            )
+        scale, softcap = head_transform(model)
+        self.model = model
+        self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
+        self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        loss_mask: Tensor,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Log p(token i | tokens < i) for the tokens that loss_mask names.
+
+        Args:
+            input_ids: [B, S] long, padded on either side.
+            attention_mask: [B, S] bool, True on real tokens.
+            loss_mask: [B, S] bool, True where a token's log-prob is wanted; the first real token of a row has no
+                prediction and counts as False. It may be empty: the result still has a graph, with zero gradients.
+            temperature: logits are divided by it.
+            with_entropy: return the entropy of the predicting distribution as well.
+
+        Returns:
+            logprobs [B, S] float32 in nats, zero where nothing was wanted; or (logprobs, entropy [B, S]).
+        """
+        hidden = self.hidden_states(input_ids, attention_mask).flatten(0, 1)  # [B·S, H]
+        # The first real token of a row is predicted by nothing, or by padding: it never counts.
+        wanted = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
+        tokens = wanted.flatten().nonzero().squeeze(1)  # [N]
+        labels = input_ids.flatten()[tokens]
+        # tokens - 1: a token is predicted by the state one column before it, in the same row as column 0 is out.
+        found = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
+
+        def spread(values: Tensor) -> Tensor:
+            return values.new_zeros(wanted.numel()).index_copy(0, tokens, values).view_as(wanted)  # [B, S]
+
+        return (spread(found[0]), spread(found[1])) if with_entropy else spread(found)
+
+    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Last hidden states [B, S, H], what the output embedding sees; positions count real tokens only."""
+        positions = {"position_ids": position_ids(attention_mask)} if self.takes_positions else {}
+        answer = self.model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
+        )
+        return answer.last_hidden_state
+
+
+def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
+    """What the model does to its logits after the projection: (scale, softcap), (1.0, None) for most.
+
+    logits = softcap · tanh(scale · (h Wᵀ + b) / softcap). Read off transformers' modelling files; `verify_head` finds
+    a model that does anything else.
+    """
+    config = model.config.get_text_config()
+    scale = 1.0
+    # Cohere. From the model, not the config: MPT's config has a field of that name that nothing reads.
+    if getattr(model, "logit_scale", None) is not None:
+        scale *= float(model.logit_scale)
+    if getattr(config, "logits_scaling", None) is not None:
+        # Granite divides by it, HyperCLOVA X multiplies.
+        scale *= config.logits_scaling if config.model_type.startswith("hyperclovax") else 1 / config.logits_scaling
+    for name in ("lm_head_multiplier", "output_multiplier"):  # Falcon-H1; µP models
+        scale *= getattr(config, name, None) or 1.0
+    return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
+
+
+@torch.no_grad()
+def verify_head(model: PreTrainedModel) -> None:
+    """Compare our log-probs with the model's own logits on a few tokens.
+
+    Nothing is checked where parameters are partitioned or not materialised: the model's own head would need a gather.
+
+    Raises:
+        ValueError: they differ, so the architecture does something to its logits that `head_transform` does not know.
+    """
+    if any(is_partitioned(p) or p.is_meta for p in model.parameters()):
+        return
+    ours = TokenLogprobs(model)
+    vocabulary, device = model.get_input_embeddings().num_embeddings, model.get_output_embeddings().weight.device
+    tokens = torch.randint(vocabulary, (1, 8), generator=torch.Generator().manual_seed(0)).to(device)
+    everything = torch.ones_like(tokens, dtype=torch.bool)
+    was_training = model.training
+    model.eval()
+    logits = model(input_ids=tokens, attention_mask=everything.long(), use_cache=False).logits
+    difference = ours(tokens, everything, everything)[:, 1:] - logprobs_of(logits[:, :-1], tokens[:, 1:])
+    model.train(was_training)
+    # Logits are rounded to their own precision, 2⁻⁸ of their size in bf16; and sums may run in another order.
+    tolerance = 16 * torch.finfo(model.dtype).eps * max(1.0, logits.abs().max().item())
+    worst = difference.abs().max().item()
+    if not worst <= tolerance:
+        raise ValueError(
+            f"{type(model).__name__}: log-probs from hidden states differ from the model's own logits by {worst:.3g} "
+            f"(tolerance {tolerance:.3g}), so it changes its logits in a way this suite does not know: "
+            "add it to head_transform in dschat/models/causal_lm.py."
+        )

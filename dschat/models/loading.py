@@ -1,0 +1,197 @@
+"""Reading a model and its tokenizer from a folder or the hub: dropout, partitioned weights, embeddings that grow."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from dschat.data.chat_template import ensure_chat_template
+from dschat.models.weights import full_shape
+
+logger = logging.getLogger(__name__)
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "vocab.json",
+    "vocab.txt",
+)
+WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+
+
+def load_tokenizer(path: str | Path, *, add_eot_token: bool = False) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that can end a response and has a chat template.
+
+    A missing pad token becomes the EOS token: masks are made from lengths here, so the two may be equal. A tokenizer
+    without a chat template gets the Human/Assistant one.
+
+    Args:
+        path: folder or hub name.
+        add_eot_token: add "<|endoftext|>" and make it the EOS token, as DeepSpeed-Chat's flag did. The model then needs
+            a row for it: pass this tokenizer to `load_causal_lm`.
+
+    Raises:
+        ValueError: no tokenizer files there, or a tokenizer without EOS token.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}), but text cannot be read without one: "
+            "save the tokenizer into the folder with tokenizer.save_pretrained, or name a folder that has one."
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except OSError as problem:
+        raise ValueError(f"no tokenizer could be loaded from {path}: {problem}") from problem
+    if add_eot_token:
+        tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {path} has no eos_token, but a response that cannot end cannot be trained: "
+            f'pass --add_eot_token (adds "{END_OF_TEXT}"), or set eos_token in its tokenizer_config.json.'
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+        logger.info("%s has no pad token, its EOS %r is used: padding is known by masks", path, tokenizer.pad_token)
+    ensure_chat_template(tokenizer)
+    return tokenizer
+
+
+def read_config(path: str | Path) -> PreTrainedConfig:
+    """The model's config.
+
+    Raises:
+        ValueError: no config there, or one of an architecture that transformers does not know.
+    """
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as problem:
+        raise ValueError(
+            f"{path} is not a model that can be loaded: {problem} "
+            "Name a folder with config.json, weights and tokenizer, or a model of the Hugging Face hub."
+        ) from problem
+
+
+def load_pretrained(
+    auto_class: type,
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    deepspeed_config: dict[str, Any] | None = None,
+    new_head: bool = False,
+) -> PreTrainedModel:
+    """Load a model with transformers' auto class; the arguments are those of `load_causal_lm`.
+
+    Args:
+        auto_class: AutoModelForCausalLM or AutoModelForSequenceClassification (gets num_labels = 1).
+        new_head: parameters outside the backbone may be missing from the weights.
+
+    Raises:
+        ValueError: no model or no weights there, parameters missing from them, or a bad dropout.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        raise ValueError(
+            f"{path} has no weights (no {' or '.join(WEIGHT_FILES[::2])}), but training starts from a pretrained "
+            "model: save one there with model.save_pretrained, also to start from random weights."
+        )
+    config = read_config(path)
+    if auto_class.__name__ == "AutoModelForSequenceClassification":
+        config.num_labels = 1
+    if dropout is not None:
+        set_dropout(config, dropout)
+    with partitioned_loading(deepspeed_config):
+        model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        _require_weights(model, info["missing_keys"], path, new_head=new_head)
+        if tokenizer is not None:
+            grow_embeddings(model, tokenizer)
+    # An embedding's padding_idx gets no gradient, and pad may equal EOS; masks keep padding out of the loss anyway.
+    model.get_input_embeddings().padding_idx = None
+    if gradient_checkpointing:
+        # The method's name since transformers 5.23, and its name before.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def _require_weights(model: PreTrainedModel, missing: set[str], path: str | Path, *, new_head: bool) -> None:
+    backbone = f"{model.base_model_prefix}."
+    lost = sorted(k for k in missing if not new_head or (k.startswith(backbone) and ".pooler." not in k))
+    if lost:
+        raise ValueError(
+            f"the weights in {path} lack {len(lost)} parameters of {type(model).__name__} ({', '.join(lost[:3])}, …), "
+            "which would be random: name a complete model of this kind."
+        )
+
+
+def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
+    """Put one probability into every dropout field of a config (attention_dropout, resid_pdrop, …), in place.
+
+    Raises:
+        ValueError: not in [0, 1).
+    """
+    if not 0 <= dropout < 1:
+        raise ValueError(f"--dropout {dropout} is no probability in [0, 1): 0 switches dropout off, 0.1 is common.")
+    found = False
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):
+            is_probability = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_probability and ("dropout" in name or name.endswith("pdrop")):
+                setattr(part, name, dropout)
+                found = True
+    if not found:
+        logger.warning("--dropout %s has no effect: %s has no dropout", dropout, config.model_type)
+
+
+def is_zero3(deepspeed_config: dict[str, Any] | None) -> bool:
+    """True if this DeepSpeed config partitions parameters."""
+    return bool(deepspeed_config) and deepspeed_config.get("zero_optimization", {}).get("stage") == 3
+
+
+@contextlib.contextmanager
+def partitioned_loading(deepspeed_config: dict[str, Any] | None) -> Iterator[None]:
+    """Inside, `from_pretrained` partitions parameters as it makes them, if the config has ZeRO stage 3.
+
+    transformers looks for a live HfDeepSpeedConfig; it is unset on leaving, so that the next model is not partitioned.
+    """
+    if not is_zero3(deepspeed_config):
+        yield
+        return
+    alive = HfDeepSpeedConfig(copy.deepcopy(deepspeed_config))
+    try:
+        yield
+    finally:
+        unset_hf_deepspeed_config()
+        del alive
+
+
+def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Add embedding rows for tokens that the model has none for; models with spare rows keep them.
+
+    New rows are drawn around the mean of the old ones by transformers, from torch's initial seed here: the same on
+    every rank, as ZeRO-3 keeps of each rank's copy that rank's part.
+    """
+    rows = full_shape(model.get_input_embeddings().weight)[0]
+    needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
+    if needed <= rows:
+        return
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(torch.initial_seed())
+        model.resize_token_embeddings(needed)
+    logger.info("%d embedding rows added for new tokens: %d in all", needed - rows, needed)

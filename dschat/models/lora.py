@@ -1,0 +1,136 @@
+"""Low-rank adapters inside a model (LoRA), and the parameter groups an optimizer needs with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from dschat.models.weights import full_shape, pretrained_model
+
+HEADS = ("score", "classifier")  # of scalar-head models: small, and trained as they are
+
+
+def add_lora(
+    module: nn.Module,
+    *,
+    dim: int,
+    module_name: str,
+    only_optimize_lora: bool,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+) -> None:
+    """Put adapters beside linear layers, in place: y = W x + (alpha / dim) · B A x, with B = 0 at first.
+
+    A is a function of torch's seed and of the layer's place, so ranks with one seed agree on it.
+
+    Args:
+        module: a Hugging Face model, or TokenLogprobs or TokenScores around it; not yet in an engine.
+        dim: rank r of A [r, in] and B [out, r], ≥ 1.
+        module_name: part of the names of the layers to adapt ("q_proj", "decoder.layers."), or "all". The output
+            embedding and a scalar head are never adapted.
+        only_optimize_lora: freeze everything but the adapters (and a scalar head); otherwise all is trained.
+        alpha: the numerator of the scaling; None is 2 · dim.
+        dropout: on the input of A.
+
+    Raises:
+        ValueError: dim < 1, or no layer has this name.
+
+    Source: Hu et al. 2021, eq. 3 (arXiv:2106.09685).
+    """
+    if dim < 1:
+        raise ValueError(f"--lora_dim {dim}: the rank of an adapter is at least 1; leave LoRA out with 0.")
+    model = pretrained_model(module)
+    targets = lora_targets(model, module_name)
+    trained_before = {id(p): p.requires_grad for p in model.parameters()}
+    config = LoraConfig(
+        r=dim,
+        lora_alpha=2 * dim if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules=targets,
+        # GPT-2's Conv1D keeps its weight as [in, out].
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+    )
+    inject_adapter_in_model(config, model)
+    _seed_adapters(model)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            continue
+        is_head = name.split(".")[0] in HEADS
+        keep_trained = is_head or not only_optimize_lora
+        parameter.requires_grad_(keep_trained and trained_before[id(parameter)])
+
+
+def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
+    """Full names of the linear layers whose name contains module_name ("all" takes all of them).
+
+    Raises:
+        ValueError: none; the message lists what there is.
+    """
+    output = model.get_output_embeddings()
+    layers = [
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, (nn.Linear, Conv1D)) and part is not output and name.split(".")[0] not in HEADS
+    ]
+    targets = layers if module_name == "all" else [name for name in layers if module_name in name]
+    if not targets:
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in layers})
+        raise ValueError(
+            f"--lora_module_name {module_name!r} is in no name of a linear layer of {type(model).__name__}, so nothing "
+            f"would be adapted: use one of {', '.join(kinds)}, a longer part of a name such as {layers[0]!r}, or 'all'."
+        )
+    return targets
+
+
+@torch.no_grad()
+def _seed_adapters(model: PreTrainedModel) -> None:
+    """A uniform in ±1/√in as PEFT has it, but from torch's initial seed, whatever was drawn before on this rank."""
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            for a in layer.lora_A.values():
+                bound = a.in_features**-0.5
+                a.weight.copy_((2 * torch.rand(a.weight.shape, generator=generator) - 1) * bound)
+
+
+def optimizer_groups(
+    module: nn.Module, *, learning_rate: float, lora_learning_rate: float | None = None, weight_decay: float = 0.0
+) -> list[dict[str, Any]]:
+    """Parameter groups of the trainable parameters: no weight decay on biases and norms, LoRA with its own rate.
+
+    Args:
+        module: any module; frozen parameters are left out, empty groups too.
+        learning_rate: of everything but adapters.
+        lora_learning_rate: of adapters; None is learning_rate.
+        weight_decay: of parameters with two dimensions or more (as the model defined them, also under ZeRO-3).
+
+    Raises:
+        ValueError: nothing is trainable.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    adapters = [p for name, p in named if "lora_" in name]
+    others = [p for name, p in named if "lora_" not in name]
+    lora_rate = learning_rate if lora_learning_rate is None else lora_learning_rate
+
+    def group(name: str, parameters: Iterable[nn.Parameter], lr: float, decay: float) -> dict[str, Any]:
+        return {"name": name, "params": list(parameters), "lr": lr, "weight_decay": decay}
+
+    groups = [
+        group("weights", (p for p in others if len(full_shape(p)) > 1), learning_rate, weight_decay),
+        group("biases_and_norms", (p for p in others if len(full_shape(p)) <= 1), learning_rate, 0.0),
+        group("lora", adapters, lora_rate, weight_decay),
+    ]
+    groups = [g for g in groups if g["params"]]
+    if not groups:
+        raise ValueError(
+            f"{type(module).__name__} has no trainable parameter, but an optimizer needs one: "
+            "leave --only_optimize_lora out, or set --lora_dim."
+        )
+    return groups

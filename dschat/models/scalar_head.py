@@ -1,0 +1,183 @@
+"""Scalar-head models: a sequence classifier with one output, read at every token (critic) or the last (reward)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from dschat.models.loading import load_pretrained, read_config
+from dschat.models.weights import full_shape, gathered
+from dschat.tensors import position_ids
+
+logger = logging.getLogger(__name__)
+
+
+def has_scalar_head(path: str | Path) -> bool:
+    """True if the folder (or hub name) is a saved classifier, False if it is a model that needs a new head.
+
+    Raises:
+        ValueError: no model there, or a classifier with more than one output.
+    """
+    return _is_classifier(read_config(path), path)
+
+
+def _is_classifier(config: PreTrainedConfig, path: str | Path) -> bool:
+    if not any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+        return False
+    if config.num_labels != 1:
+        raise ValueError(
+            f"{path} is a classifier with num_labels = {config.num_labels}, but a score is one number: "
+            "choose a reward model with num_labels = 1, or a causal language model (it gets a new head)."
+        )
+    return True
+
+
+def load_scalar_head(
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    dropout: float | None = None,
+    gradient_checkpointing: bool = False,
+    deepspeed_config: dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """Load an AutoModelForSequenceClassification with num_labels = 1; wrap it in `TokenScores`.
+
+    From a saved classifier the head is loaded; from a causal LM's folder it is new: normal with standard deviation
+    1/√(H+1), a function of torch's seed alone. The log says which; `has_scalar_head` answers it beforehand.
+
+    Args:
+        path, dtype, tokenizer, dropout, gradient_checkpointing, deepspeed_config: as for `load_causal_lm`; the
+            tokenizer's pad id goes into the config, where plain transformers looks for the last token.
+
+    Raises:
+        ValueError: no model or no weights there, or a classifier with more than one output.
+    """
+    had_head = has_scalar_head(path)
+    model = load_pretrained(
+        AutoModelForSequenceClassification,
+        path,
+        dtype=dtype,
+        tokenizer=tokenizer,
+        dropout=dropout,
+        gradient_checkpointing=gradient_checkpointing,
+        deepspeed_config=deepspeed_config,
+        new_head=not had_head,
+    )
+    if tokenizer is not None:
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    if had_head:
+        logger.info("%s: a saved classifier, its scalar head was loaded", path)
+    else:
+        init_scalar_head(model)
+        logger.warning("%s: no scalar head there, a new one was initialised; its scores mean nothing yet", path)
+    return model
+
+
+def init_scalar_head(model: PreTrainedModel) -> None:
+    """Draw the weights of a new `score` head: normal, standard deviation 1/√(H+1), zero bias.
+
+    The numbers depend on torch's initial seed and nothing else, so every ZeRO stage and world size starts alike.
+
+    Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appendix B.1 (arXiv:2009.01325).
+    """
+    head = getattr(model, "score", None)
+    if head is None:
+        return  # encoders keep the initialisation of their own, deeper heads
+    generator = torch.Generator().manual_seed(torch.initial_seed())
+    shape = full_shape(head.weight)
+    values = torch.randn(shape, generator=generator) / (shape[1] + 1) ** 0.5
+    with gathered(list(head.parameters()), modifier_rank=0), torch.no_grad():
+        head.weight.copy_(values)
+        if getattr(head, "bias", None) is not None:
+            head.bias.zero_()
+
+
+class TokenScores(nn.Module):
+    """A scalar-head model that answers with a score at every token; `.model` is the Hugging Face classifier."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+
+    @property
+    def scores_tokens(self) -> bool:
+        """True for decoders, whose head reads single tokens; False for encoders with a pooled head."""
+        return hasattr(self.model, "score") and self.model.base_model is not self.model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, whole_sequence: bool = False) -> Tensor:
+        """Scores of all prefixes: column i judges the tokens up to and including i.
+
+        Args:
+            input_ids: [B, S] long, padded on either side.
+            attention_mask: [B, S] bool, True on real tokens.
+            whole_sequence: the answer is `sequence_scores`, for callers that must go through an engine's forward.
+
+        Returns:
+            [B, S] float32, meaningless where attention_mask is False; [B] with whole_sequence.
+
+        Raises:
+            ValueError: the model has no head for single tokens.
+        """
+        if whole_sequence:
+            return self.sequence_scores(input_ids, attention_mask)
+        if not self.scores_tokens:
+            raise ValueError(
+                f"{type(self.model).__name__} scores whole sequences only, but a critic needs a score at every token: "
+                "use it as reward model, and choose a decoder (OPT, Llama, Qwen2, GPT-2, …) for the critic."
+            )
+        positions = {"position_ids": position_ids(attention_mask)} if self.takes_positions else {}
+        answer = self.model.base_model(
+            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
+        )
+        return self.model.score(answer.last_hidden_state)[..., 0].float()  # [B, S]
+
+    def sequence_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Score of each whole sequence, at its last real token.
+
+        Args:
+            input_ids: [B, S] long, padded on either side.
+            attention_mask: [B, S] bool, True on real tokens, at least one in a row.
+
+        Returns:
+            [B] float32.
+        """
+        if self.scores_tokens:
+            return last_token_scores(self(input_ids, attention_mask), attention_mask)
+        # Encoders count positions from the left edge: move the real tokens there, the pad id behind them.
+        order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
+        mask = attention_mask.gather(1, order)
+        tokens = input_ids.gather(1, order).masked_fill(~mask, self.model.config.pad_token_id or 0)
+        return self.model(input_ids=tokens, attention_mask=mask.long()).logits[:, 0].float()
+
+
+def last_token_scores(scores: Tensor, attention_mask: Tensor) -> Tensor:
+    """The score at each row's last real token.
+
+    Args:
+        scores: [B, S] float.
+        attention_mask: [B, S] bool, True on real tokens, padded on either side.
+
+    Returns:
+        [B], the dtype of scores.
+
+    Raises:
+        ValueError: a row without a real token has no score.
+    """
+    if not attention_mask.any(dim=1).all():
+        raise ValueError("a row of attention_mask is all False, but an empty sequence has no score: drop such rows.")
+    columns = torch.arange(scores.shape[1], device=scores.device)
+    last = (columns * attention_mask).argmax(dim=1, keepdim=True)  # [B, 1]
+    return scores.gather(1, last).squeeze(1)

@@ -1,0 +1,174 @@
+"""The weights of a model as plain Hugging Face would name and shape them, whatever ZeRO-3 and LoRA made of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def is_partitioned(parameter: Tensor) -> bool:
+    """True if ZeRO-3 owns the parameter and its values are spread over the ranks at the moment."""
+    return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
+
+
+def full_shape(parameter: Tensor) -> torch.Size:
+    """The parameter's shape as the model defined it, also while ZeRO-3 has it partitioned."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+@contextlib.contextmanager
+def gathered(parameters: list[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
+    """Full values of these parameters inside the context; no-op for those that are whole already.
+
+    A collective under ZeRO-3. What is changed inside is lost unless modifier_rank names the rank whose values count.
+    """
+    partitioned = [p for p in parameters if is_partitioned(p)]
+    if not partitioned:
+        yield
+        return
+    import deepspeed  # slow to import, and only ZeRO-3 needs it here
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=modifier_rank):
+        yield
+
+
+def pretrained_model(module: nn.Module) -> PreTrainedModel:
+    """The Hugging Face model inside an engine (`.module`) and inside TokenLogprobs or TokenScores (`.model`).
+
+    Raises:
+        ValueError: there is none.
+    """
+    inner: object = module
+    while not isinstance(inner, PreTrainedModel):
+        below = getattr(inner, "module", None) or getattr(inner, "model", None)
+        if below is None:
+            raise ValueError(
+                f"{type(module).__name__} holds no Hugging Face model, but weights are named after one: "
+                "pass a PreTrainedModel, a TokenLogprobs, a TokenScores, or an engine around one of them."
+            )
+        inner = below
+    return inner
+
+
+def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over what the state dict of a plain, freshly loaded model would hold.
+
+    Names are those of the Hugging Face model without adapters. A tied parameter comes once, under the name that
+    `from_pretrained` fills the others from (the embedding, not the head). Persistent buffers are included.
+
+    Under ZeRO-3 each module's parameters are gathered for one step of the iteration: all ranks iterate in step and to
+    the end, and a tensor is valid until the next step (clone it to keep it). A layer with LoRA comes folded, computed
+    in float32 and rounded once into a new tensor; training weights are never written. Everything else is the live
+    parameter itself, an alias.
+
+    Args:
+        module: what `pretrained_model` accepts.
+    """
+    model = pretrained_model(module)
+    chosen = _names_to_keep(model)
+    for path, part in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if ".lora_" in f".{path}":
+            continue
+        own = [(n, p) for n, p in part.named_parameters(recurse=False) if prefix + n in chosen]
+        layer = _lora_layer(model, path)
+        adapters = [] if layer is None else [p for n, p in layer.named_parameters() if n.startswith("lora_")]
+        with gathered([p for _, p in own] + adapters):
+            for name, parameter in own:
+                folds = layer is not None and name == "weight"
+                yield plain_name(prefix + name), folded_weight(layer) if folds else parameter
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield plain_name(prefix + name), buffer
+
+
+def plain_name(name: str) -> str:
+    """The Hugging Face name of a parameter that LoRA moved into a base layer."""
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def folded_weight(layer: LoraLayer) -> Tensor:
+    """W + scaling · B A of a LoRA layer as a new tensor, in float32 and rounded once to the dtype of W.
+
+    Linear keeps W as [out, in], GPT-2's Conv1D as [in, out]; its parameters must be gathered.
+
+    Source: Hu et al. 2021, eq. 3 (arXiv:2106.09685).
+    """
+    base = layer.get_base_layer().weight
+    folded = base.detach().to(torch.float32, copy=True)
+    for adapter in layer.active_adapters:
+        delta = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()  # [out, in]
+        folded += layer.scaling[adapter] * (delta.T if layer.fan_in_fan_out else delta)
+    return folded.to(base.dtype)
+
+
+def _lora_layer(model: PreTrainedModel, path: str) -> LoraLayer | None:
+    """The LoRA layer whose base layer stands at this path; None for anything else, and where it must not be folded."""
+    if not path.endswith(".base_layer"):
+        return None
+    layer = model.get_submodule(path.removesuffix(".base_layer"))
+    folds = isinstance(layer, LoraLayer) and not layer.merged and not layer.disable_adapters
+    return layer if folds else None
+
+
+def _names_to_keep(model: PreTrainedModel) -> set[str]:
+    """One name for each parameter object: of tied names the first that is not declared a copy of another."""
+    copies = set(model.all_tied_weights_keys)
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = names.setdefault(id(parameter), name)
+        if plain_name(known) in copies and plain_name(name) not in copies:
+            names[id(parameter)] = name
+    return set(names.values())
+
+
+def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write a plain Hugging Face folder: safetensors in the training dtype, LoRA folded in, config, tokenizer.
+
+    All ranks call it; rank 0 holds one full copy at most and writes, the others wait until the files are there.
+
+    Args:
+        module: what `pretrained_model` accepts.
+        folder: made if missing; files of the same names are overwritten.
+        tokenizer: saved beside the weights, with its chat template.
+
+    Raises:
+        RuntimeError: on every rank, if rank 0 could not write.
+    """
+    model = pretrained_model(module)
+    distributed = dist.is_available() and dist.is_initialized()
+    writes = not distributed or dist.get_rank() == 0
+    state: dict[str, Tensor] = {}
+    for name, tensor in full_weights(model):
+        if writes:
+            # ZeRO-3 frees what it gathered at the next step; a live CPU parameter needs no copy.
+            state[name] = tensor.detach().to("cpu", copy=hasattr(tensor, "ds_id"))
+    problem = None
+    if writes:
+        problem = _write_folder(model, Path(folder), tokenizer, state)
+    if distributed:
+        answer = [problem]
+        dist.broadcast_object_list(answer, src=0)
+        problem = answer[0]
+    if problem is not None:
+        raise RuntimeError(f"the model could not be written to {folder}: {problem}")
+
+
+def _write_folder(
+    model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor]
+) -> str | None:
+    """Save everything; the answer is None or what went wrong, so that all ranks can be told."""
+    try:
+        model.save_pretrained(folder, state_dict=state)
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # whatever it is, the other ranks are waiting for the answer
+        return f"{type(error).__name__}: {error}"
+    return None

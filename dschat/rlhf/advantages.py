@@ -1,0 +1,134 @@
+"""From log-probs, scores and values to rewards, advantages and returns: plain functions of tensors.
+
+[B, T] tensors are indexed by response token. response_mask is bool, True on generated tokens (the final EOS too); it
+may have holes (text that the model did not write). Whatever stands under False, NaN included, is never read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+
+def kl_estimate(
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, response_mask: Tensor | None = None
+) -> Tensor:
+    """Per-token estimate of KL(π_actor ‖ π_ref) from tokens that π_actor sampled.
+
+    With Δ = logprob − ref_logprob: k1 = Δ (unbiased), k2 = Δ²/2 (biased, low variance),
+    k3 = e^(−Δ) − 1 + Δ (unbiased, never negative; its −Δ is clamped to ±20 in the exponential).
+
+    Args:
+        logprobs, ref_logprobs: [B, T] float, in nats. Gradient flows into both.
+        estimator: "k1", "k2" or "k3".
+        response_mask: [B, T] bool, True where the estimate counts. Needed where other positions may be NaN or inf and
+            a gradient is taken.
+
+    Returns:
+        [B, T] float32 (float64 for float64), in nats; 0 where response_mask is given and False.
+
+    Raises:
+        ValueError: unknown estimator; shapes that differ; a mask that is not bool.
+
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    if logprobs.shape != ref_logprobs.shape:
+        raise ValueError(
+            f"logprobs has shape {tuple(logprobs.shape)}, but ref_logprobs {tuple(ref_logprobs.shape)}: "
+            "KL compares the same tokens, so pass log-probs of the same responses."
+        )
+    delta = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
+    if response_mask is not None:
+        require_mask(response_mask, logprobs=logprobs)
+        delta = torch.where(response_mask, delta, 0.0)
+    if estimator == "k1":
+        return delta
+    if estimator == "k2":
+        return delta.square() / 2
+    if estimator == "k3":
+        # expm1 keeps the digits of small Δ, where e^(−Δ) − 1 + Δ would round to noise.
+        return torch.expm1((-delta).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta
+    raise ValueError(f'kl estimator "{estimator}" is not known: choose one of {", ".join(KL_ESTIMATORS)}.')
+
+
+@torch.no_grad()
+def token_rewards(
+    scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float, score_clip: float | None = None
+) -> Tensor:
+    """Reward of each response token: −kl_coef · kl everywhere, plus the score at the last response token.
+
+    Args:
+        scores: [B] float, the reward source's judgement of each whole response. The score of a row with an empty
+            response is dropped: there is no token to carry it.
+        kl: [B, T] float, in nats.
+        response_mask: [B, T] bool, True on generated tokens.
+        kl_coef: reward per nat of KL.
+        score_clip: > 0 clips scores to [−score_clip, score_clip]; None leaves them.
+
+    Returns:
+        [B, T] float32 (float64 for float64), no graph, zero where response_mask is False.
+
+    Raises:
+        ValueError: shapes that do not fit, a mask that is not bool, a score_clip that is not positive.
+
+    Source: Ziegler et al. 2019, eq. 2 (arXiv:1909.08593), with the KL spread over the tokens.
+    """
+    require_mask(response_mask, kl=kl)
+    if scores.shape != response_mask.shape[:1]:
+        raise ValueError(
+            f"scores has shape {tuple(scores.shape)}, but response_mask {tuple(response_mask.shape)} asks for "
+            f"({response_mask.shape[0]},): one score per whole response."
+        )
+    scores = at_least_float32(scores)
+    if score_clip is not None:
+        if not score_clip > 0:
+            raise ValueError(f"score_clip is {score_clip}, but it is a bound on |score|, so > 0: None does not clip.")
+        scores = scores.clamp(-score_clip, score_clip)
+    tokens_from_here = response_mask.long().flip(-1).cumsum(-1).flip(-1)  # [B, T]
+    last = response_mask & (tokens_from_here == 1)  # [B, T]
+    penalty = torch.where(response_mask, -kl_coef * at_least_float32(kl), 0.0)
+    return penalty + torch.where(last, scores.unsqueeze(-1), 0.0)
+
+
+@torch.no_grad()
+def gae(
+    rewards: Tensor, values: Tensor, response_mask: Tensor, *, gamma: float, gae_lambda: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over response tokens.
+
+    δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γ·λ·A_{t+1},  return_t = A_t + V_t; value and advantage after the last
+    response token are 0. Masked positions are stepped over, so a row with holes gives what its compact row gives.
+
+    Args:
+        rewards: [B, T] float, KL penalty included.
+        values: [B, T] float, V of the state before each response token.
+        response_mask: [B, T] bool, True on generated tokens (the final EOS too).
+        gamma: discount γ per token, in [0, 1].
+        gae_lambda: λ in [0, 1]; 0 is the one-step TD error, 1 the discounted return minus V.
+
+    Returns:
+        advantages, returns: [B, T] float32 (float64 for float64), no graph, zero where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, γ or λ outside [0, 1].
+
+    Source: Schulman et al. 2016, eq. 16 (arXiv:1506.02438).
+    """
+    require_mask(response_mask, rewards=rewards, values=values)
+    for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}, but it weighs the future, so it must lie in [0, 1]: try 0.95 or 1.0.")
+    rewards, values = at_least_float32(rewards), at_least_float32(values)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(values.shape[0])  # [B]
+    for t in reversed(range(values.shape[1])):
+        counts = response_mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(counts, delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(counts, values[:, t], next_value)
+        advantages[:, t] = torch.where(counts, next_advantage, 0.0)
+    return advantages, torch.where(response_mask, advantages + values, 0.0)

@@ -1,0 +1,76 @@
+"""What is said of rollouts: means over all ranks, in training and on held-out prompts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+
+from dschat import launch
+from dschat.data.batches import rank_share
+from dschat.data.collators import collate_prompts
+from dschat.engines import Metrics, sum_metrics
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+
+# Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
+EVALUATION = 2**31 - 1
+
+
+def experience_sums(experience: Experience, samples: Sequence[dict[str, Any]], weight: float = 1.0) -> Metrics:
+    """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
+
+    Args:
+        samples: of the trainer, for the judge's scores.
+        weight: 0 for rows that only keep a rank busy.
+    """
+    mask = experience.response_mask
+    sums = {
+        "sequences": torch.tensor(len(experience)),
+        "tokens": mask.sum(),
+        "score": experience.scores.sum(),
+        "reward": experience.rewards.sum(),
+        "kl": experience.kl[mask].sum(),
+        "entropy": experience.entropy[mask].sum(),
+        "ended_by_eos": experience.ended.sum(),
+        "rollout_gap": (experience.rollout_logprobs - experience.old_logprobs)[mask].abs().sum(),
+    }
+    if samples and samples[0]["judge"] is not None:
+        sums["judge"] = torch.tensor(sum(sample["judge"] for sample in samples))
+    return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
+
+
+def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
+    """Means over all ranks and rollout batches. A collective.
+
+    score, judge, reward, kl (nats), response_length (tokens) and ended_by_eos are per response; entropy and
+    rollout_gap (absolute difference of the decoder's and the actor's log-probs) are per token, in nats.
+    """
+    total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0]})
+    sequences, tokens = total.pop("sequences"), total.pop("tokens")
+    per_token = {name: total.pop(name) / max(tokens, 1.0) for name in ("entropy", "rollout_gap")}
+    means = {name: value / sequences for name, value in total.items()}
+    return means | {"response_length": tokens / sequences} | per_token
+
+
+def evaluate(
+    trainer: DeepSpeedPPOTrainer, rows: Dataset, *, batch_size: int, max_batches: int
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """Metrics over held-out prompts, one sampled response each, and this rank's samples. ({}, []) without rows.
+
+    Args:
+        batch_size: prompts per device and rollout.
+        max_batches: rollouts per device; 0: all prompts.
+    """
+    size = batch_size * launch.world_size()
+    starts = range(0, len(rows), size)[: max_batches or None]
+    sums, samples = [], []
+    for start in starts:
+        indices = range(start, min(start + size, len(rows)))
+        share = rank_share(indices, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch_size)[0]
+        prompts = collate_prompts([rows[index] for index in share or indices[:1]])  # a rank without rows joins in
+        experience = trainer.generate_experience(prompts, iteration=EVALUATION)
+        sums.append(experience_sums(experience, trainer.samples, weight=1.0 if share else 0.0))
+        samples += trainer.samples if share else []
+    trainer.take_seconds()
+    return (experience_metrics(sums) if sums else {}), samples

@@ -1,0 +1,225 @@
+"""Losses of the three steps: plain functions of tensors, each → (loss, metrics).
+
+Normaliser. A loss is a sum over tokens (or pairs) divided by `normalizer`: their number in the whole optimizer step,
+over all micro-batches and ranks. Every metric is divided by the same number, so *summing* losses, gradients and
+metrics over micro-batches and ranks gives the exact mean over the step, however the batch was cut. normalizer=None
+means the number in this batch alone. A step in which nothing counts has loss 0 and zero gradients, never NaN.
+
+Masks are bool, True means "counts"; what stands under False, NaN and inf included, changes neither value nor
+gradient. Inputs of any precision are computed in float32 (float64 stays). Metrics are detached scalar tensors.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
+
+Normalizer = float | Tensor | None
+Metrics = dict[str, Tensor]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_range: float | tuple[float, float],
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """PPO's clipped surrogate, to be minimised: Σ max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)) / normalizer.
+
+    Args:
+        logprobs: [B, T] float, of the policy being trained; the only input that receives a gradient.
+        old_logprobs: [B, T] float, of the policy that the experience was taken with.
+        advantages: [B, T] float.
+        response_mask: [B, T] bool, True on generated tokens.
+        clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
+        normalizer: response tokens of the whole step (see the top of this module).
+
+    Returns:
+        loss: scalar.
+        metrics: clip_fraction (share of tokens whose clipped branch is the strictly larger one, so their gradient
+            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ).
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, a clip_range or normalizer out of range.
+
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two-sided clip_range: DAPO, section 3.1 (arXiv:2503.14476).
+    """
+    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(
+            f"clip_range is {clip_range}, but the ratio is clipped to [1 − low, 1 + high], which asks for "
+            "0 ≤ low ≤ 1 and high ≥ 0: 0.2 is usual."
+        )
+    count = _count(response_mask, normalizer)
+    # The mask comes before exp: inf·0 in the backward pass would be NaN.
+    log_ratio = torch.where(response_mask, at_least_float32(logprobs) - at_least_float32(old_logprobs).detach(), 0.0)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    advantages = torch.where(response_mask, at_least_float32(advantages).detach(), 0.0)
+    ratio = log_ratio.exp()  # [B, T]
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(unclipped, clipped).sum() / count
+    with torch.no_grad():
+        metrics = {
+            "clip_fraction": (clipped > unclipped).sum() / count,
+            "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
+            "ratio": torch.where(response_mask, ratio, 0.0).sum() / count,
+        }
+    return loss, metrics
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    *,
+    value_clip_range: float | None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """Clipped value regression: Σ ½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²) / normalizer.
+
+    Args:
+        values: [B, T] float, of the critic being trained; the only input that receives a gradient.
+        old_values: [B, T] float, of the critic at experience time.
+        returns: [B, T] float, the targets.
+        response_mask: [B, T] bool, True on generated tokens.
+        value_clip_range: ε ≥ 0, in units of reward; None does not clip.
+        normalizer: response tokens of the whole step (see the top of this module).
+
+    Returns:
+        loss: scalar.
+        metrics: value_clip_fraction (share of tokens whose clipped branch is the strictly larger one), value_mean,
+            return_mean, value_error (mean (V − R)²), return_square (mean R²); the last four, summed over the step,
+            are what explained_variance takes.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, a value_clip_range or normalizer out of range.
+
+    Source: Schulman et al. 2017, eq. 9 (arXiv:1707.06347); its clipping:
+        Engstrom et al. 2020 (arXiv:2005.12729).
+    """
+    require_mask(response_mask, values=values, old_values=old_values, returns=returns)
+    if value_clip_range is not None and not value_clip_range >= 0:
+        raise ValueError(f"value_clip_range is {value_clip_range}, but it bounds |V − V_old|, so ≥ 0: None is none.")
+    count = _count(response_mask, normalizer)
+    values = torch.where(response_mask, at_least_float32(values), 0.0)
+    old_values = torch.where(response_mask, at_least_float32(old_values).detach(), 0.0)
+    returns = torch.where(response_mask, at_least_float32(returns).detach(), 0.0)
+    unclipped = (values - returns).square()  # [B, T]
+    clipped = unclipped
+    if value_clip_range is not None:
+        near_old = old_values + (values - old_values).clamp(-value_clip_range, value_clip_range)
+        clipped = (near_old - returns).square()
+    loss = 0.5 * torch.maximum(unclipped, clipped).sum() / count
+    with torch.no_grad():
+        metrics = {
+            "value_clip_fraction": (clipped > unclipped).sum() / count,
+            "value_mean": values.sum() / count,
+            "return_mean": returns.sum() / count,
+            "value_error": unclipped.sum() / count,
+            "return_square": returns.square().sum() / count,
+        }
+    return loss, metrics
+
+
+def explained_variance(metrics: Metrics) -> Tensor:
+    """Share of the returns' variance that the critic predicts: 1 − Var(R − V) / Var(R).
+
+    Args:
+        metrics: those of value_loss, already summed over every micro-batch and rank of the step. (It does not add up
+            itself, so it comes last.)
+
+    Returns:
+        scalar: 1 is perfect, 0 no better than a constant, negative worse; 0 where all returns are equal.
+    """
+    mean_error = metrics["return_mean"] - metrics["value_mean"]
+    error_variance = metrics["value_error"] - mean_error.square()
+    variance = metrics["return_square"] - metrics["return_mean"].square()
+    # E[R²] − E[R]² of equal returns is rounding noise, not exactly 0.
+    varied = variance > 1e-6 * metrics["return_square"]
+    return torch.where(varied, 1 - error_variance / torch.where(varied, variance, 1.0), 0.0)
+
+
+def pairwise_loss(
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    *,
+    margin: Tensor | None = None,
+    centering_coef: float = 0.0,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """Bradley–Terry loss of a reward model: Σ (−log σ(c − r − margin) + coef·(c + r)²) / normalizer.
+
+    Args:
+        chosen_scores, rejected_scores: [B] float, one score per sequence, at its last real token.
+        margin: [B] float, how much better the chosen one is, in units of score; None is 0.
+        centering_coef: weight that keeps scores centred at 0, which the pairs alone leave open.
+        normalizer: pairs of the whole step (see the top of this module).
+
+    Returns:
+        loss: scalar.
+        metrics: accuracy (share of pairs with c > r; margin plays no part, a tie is wrong), chosen_score,
+            rejected_score, margin (mean c − r).
+
+    Raises:
+        ValueError: shapes that differ, a normalizer out of range.
+
+    Source: Ouyang et al. 2022, eq. 1 (arXiv:2203.02155); margin: Touvron et al. 2023, eq. 2 (arXiv:2307.09288);
+        centring: Eisenstein et al. 2023 (arXiv:2312.09244).
+    """
+    pairs = {"chosen_scores": chosen_scores, "rejected_scores": rejected_scores}
+    if margin is not None:
+        pairs["margin"] = margin
+    if chosen_scores.dim() != 1 or len({x.shape for x in pairs.values()}) != 1:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in pairs.items())
+        raise ValueError(f"{shapes}: all must be [B], one number per pair: read scores at their last real token first.")
+    count = _count(torch.ones_like(chosen_scores, dtype=torch.bool), normalizer)
+    chosen, rejected = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
+    lead = chosen - rejected if margin is None else chosen - rejected - at_least_float32(margin)
+    loss = (-F.logsigmoid(lead) + centering_coef * (chosen + rejected).square()).sum() / count
+    with torch.no_grad():
+        metrics = {
+            "accuracy": (chosen > rejected).sum() / count,
+            "chosen_score": chosen.sum() / count,
+            "rejected_score": rejected.sum() / count,
+            "margin": (chosen - rejected).sum() / count,
+        }
+    return loss, metrics
+
+
+def sft_loss(logprobs: Tensor, loss_mask: Tensor, *, normalizer: Normalizer = None) -> tuple[Tensor, Metrics]:
+    """Negative log-likelihood of the trained tokens: −Σ logprob / normalizer.
+
+    Args:
+        logprobs: [B, S] float, log-prob of token i given the tokens before it.
+        loss_mask: [B, S] bool, True on tokens to be learnt (the closing EOS too).
+        normalizer: trained tokens of the whole step (see the top of this module).
+
+    Returns:
+        loss: scalar.
+        metrics: nll, the same number detached, nats per token; perplexity is exp of its sum over the step.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, a normalizer out of range.
+    """
+    require_mask(loss_mask, logprobs=logprobs)
+    loss = -torch.where(loss_mask, at_least_float32(logprobs), 0.0).sum() / _count(loss_mask, normalizer)
+    return loss, {"nll": loss.detach()}
+
+
+def _count(mask: Tensor, normalizer: Normalizer) -> float | Tensor:
+    """The divisor of a loss: normalizer, or the True positions of mask; 1 where either is 0, so 0/0 is 0."""
+    count = mask.sum() if normalizer is None else normalizer
+    if isinstance(count, Tensor):
+        return torch.where(count == 0, 1, count)
+    if count < 0:
+        raise ValueError(f"normalizer is {count}, but it is the number of tokens or pairs of the step, so ≥ 0.")
+    return count or 1.0

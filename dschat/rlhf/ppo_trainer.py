@@ -1,0 +1,202 @@
+"""Proximal policy optimisation from a reward model: experience, then updates."""
+
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from dschat.arguments import PPOArguments, RolloutArguments
+from dschat.data.chat_template import stop_token_ids
+from dschat.engines import Metrics, optimizer_step
+from dschat.generation import Rollout
+from dschat.launch import sum_over_ranks
+from dschat.rlhf.advantages import gae, kl_estimate, token_rewards
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.losses import explained_variance, policy_loss, sft_loss, value_loss
+from dschat.rlhf.rewards import Judge, RewardModel
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+
+Prompts = Mapping[str, list]  # of collate_prompts
+
+
+class DeepSpeedPPOTrainer:
+    """`generate_experience`, then `train_rlhf`.
+
+    Args:
+        engine: the four models.
+        rollouts, ppo: settings of both halves.
+        seed: of sampling.
+        judge: scores that are watched and never trained on.
+
+    Attributes:
+        samples: prompt, response and scores of the newest rollout of this rank, for people to read.
+        seconds: {"rollout", "scoring", "update"} since `take_seconds` was last called.
+    """
+
+    def __init__(self, engine: DeepSpeedRLHFEngine, *, rollouts: RolloutArguments, ppo: PPOArguments, seed: int,
+                 judge: Judge | None = None):  # fmt: skip
+        self.engine, self.rollouts, self.ppo, self.seed, self.judge = engine, rollouts, ppo, seed, judge
+        self.tokenizer = engine.tokenizer
+        self.stop_ids = stop_token_ids(self.tokenizer, engine.actor.engine.module.model.generation_config.eos_token_id)
+        self.reward_model = RewardModel(
+            engine.reward, tokenizer=engine.reward_tokenizer, actor_tokenizer=self.tokenizer
+        )
+        self.samples: list[dict[str, Any]] = []
+        self.seconds = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
+
+    @torch.no_grad()
+    def generate_experience(self, prompts: Prompts, *, iteration: int = 0) -> Experience:
+        """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts."""
+        ppo = self.ppo
+        rollout = self.timed("rollout", lambda: self.roll_out(prompts, iteration=iteration))
+        scored = self.timed("scoring", lambda: self.score(rollout, prompts))
+        old_logprobs, entropy, ref_logprobs, values, scores = scored
+        mask = rollout.response_mask
+        kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask)
+        shaped = scores - ppo.missing_eos_penalty * (~rollout.ended)
+        rewards = token_rewards(shaped, kl, mask, kl_coef=ppo.kl_coef, score_clip=ppo.reward_clip or None)
+        advantages, returns = gae(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
+        return Experience(
+            sequences=rollout.sequences,
+            attention_mask=rollout.attention_mask,
+            response_mask=mask,
+            rollout_logprobs=rollout.logprobs,
+            old_logprobs=old_logprobs,
+            ref_logprobs=ref_logprobs,
+            entropy=entropy,
+            values=values,
+            scores=scores,
+            ended=rollout.ended,
+            kl=kl,
+            rewards=rewards,
+            advantages=advantages,
+            returns=returns,
+        )
+
+    def train_rlhf(
+        self, minibatch: Experience, unsupervised: list[dict[str, Tensor]] | None = None
+    ) -> dict[str, float]:
+        """One optimizer step of the actor and one of the critic.
+
+        Args:
+            minibatch: this rank's rows of the step; cut into micro-batches here.
+            unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
+
+        Returns: metrics of the whole step, the same on all ranks.
+        """
+        return self.timed("update", lambda: self._train_rlhf(minibatch, unsupervised or []))
+
+    def _train_rlhf(self, minibatch: Experience, unsupervised: list[dict[str, Tensor]]) -> dict[str, float]:
+        size = self.ppo.per_device_training_batch_size
+        parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
+        tokens = float(sum_over_ranks(minibatch.response_mask.sum()))
+        texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), torch.tensor(0))))
+        actor = optimizer_step(
+            self.engine.actor.engine,
+            [partial(self.actor_loss, part, tokens) for part in parts]
+            + [partial(self.unsupervised_loss, batch, texts) for batch in unsupervised],
+        )
+        critic = optimizer_step(self.engine.critic, [partial(self.critic_loss, part, tokens) for part in parts])
+        self.engine.update_ema(self.engine.models.ema_decay)
+        variance = explained_variance({name: torch.tensor(value) for name, value in critic.items()})
+        return {
+            "policy_loss": actor["loss"],
+            "value_loss": critic["loss"],
+            "explained_variance": float(variance),
+            "value": critic["value_mean"],
+            "actor_grad_norm": actor["grad_norm"],
+            "critic_grad_norm": critic["grad_norm"],
+            "actor_learning_rate": actor["learning_rate"],
+            **{
+                name: actor[name]
+                for name in ("clip_fraction", "approx_kl", "ratio", "unsupervised_loss")
+                if name in actor
+            },
+        }
+
+    def actor_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
+        logprobs = self.engine.actor.engine(
+            part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature
+        )  # [B, P+T]
+        return policy_loss(
+            _response(logprobs, part.response_mask), part.old_logprobs, part.advantages, part.response_mask,
+            clip_range=self.ppo.clip_range, normalizer=tokens,
+        )  # fmt: skip
+
+    def critic_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
+        values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
+        return value_loss(
+            values, part.values, part.returns, part.response_mask,
+            value_clip_range=self.ppo.value_clip_range, normalizer=tokens,
+        )  # fmt: skip
+
+    def unsupervised_loss(self, batch: dict[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
+        logprobs = self.engine.actor.engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
+        loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
+        return self.ppo.unsup_coef * loss, {"unsupervised_loss": loss}
+
+    def roll_out(self, prompts: Prompts, *, iteration: int) -> Rollout:
+        """Sample one response to each prompt. The row's own number seeds its sampling, so ranks and order do not."""
+        actor, rollouts = self.engine.actor, self.rollouts
+        with actor.generation():
+            return actor.generate(
+                prompts["prompts"],
+                max_new_tokens=rollouts.max_answer_seq_len,
+                eos_token_ids=self.stop_ids,
+                pad_token_id=self.tokenizer.pad_token_id,
+                temperature=rollouts.temperature,
+                top_k=rollouts.top_k,
+                top_p=rollouts.top_p,
+                seed=self.seed,
+                iteration=iteration,
+                sample_ids=torch.tensor(prompts["row_index"]),
+            )
+
+    def score(self, rollout: Rollout, prompts: Prompts) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """old_logprobs, entropy, ref_logprobs, values [B, T] and scores [B] of a rollout; dropout is off."""
+        engine, mask = self.engine, rollout.response_mask
+        engine.actor.engine.eval()
+        engine.critic.eval()
+        ids, attended = rollout.sequences, rollout.attention_mask
+        loss_mask = torch.nn.functional.pad(mask, (rollout.prompt_length, 0))
+        old_logprobs, entropy = engine.actor.engine(ids, attended, loss_mask, self.rollouts.temperature, True)
+        ref_logprobs = engine.ref(ids, attended, loss_mask, self.rollouts.temperature)
+        values = _states(engine.critic(ids, attended), mask)
+        scores = self.reward_model.score(rollout, prompts["messages"])
+        self.samples = self._samples(rollout, prompts, scores)
+        return _response(old_logprobs, mask), _response(entropy, mask), _response(ref_logprobs, mask), values, scores
+
+    def timed(self, what: str, work: Callable[[], Any]) -> Any:
+        """Run the work and add its seconds to those of the rollout, the scoring or the update."""
+        start = time.perf_counter()
+        result = work()
+        get_accelerator().synchronize()
+        self.seconds[what] += time.perf_counter() - start
+        return result
+
+    def take_seconds(self) -> dict[str, float]:
+        """The seconds of each part since the last call."""
+        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
+        return {f"seconds_{what}": value for what, value in taken.items()}
+
+    def _samples(self, rollout: Rollout, prompts: Prompts, scores: Tensor) -> list[dict[str, Any]]:
+        texts = self.tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
+        questions = ["\n".join(message["content"] for message in chat) for chat in prompts["messages"]]
+        judged = list(self.judge(questions, texts, prompts["rows"])) if self.judge else [None] * len(texts)
+        rows = zip(questions, texts, scores.tolist(), judged, rollout.ended.tolist(), prompts["row_index"], strict=True)
+        names = ("prompt", "response", "score", "judge", "ended", "row_index")
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _response(per_token: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, P+T] → [B, T]: what is said of the response tokens."""
+    return per_token[:, -response_mask.shape[1] :]
+
+
+def _states(per_token: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, P+T] → [B, T]: what is said before each response token; its state ends at column P + t − 1."""
+    return per_token[:, -response_mask.shape[1] - 1 : -1]

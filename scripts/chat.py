@@ -1,0 +1,250 @@
+"""Talk with an exported model in the terminal.
+
+    python scripts/chat.py OUTPUT_DIR [--temperature 0.7] [--system "Be brief."]
+
+Ctrl-C stops the answer that is being written, Ctrl-C at the prompt leaves. /reset forgets the conversation, /quit
+leaves. Lines may be piped in: each is one turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import TextIO
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedTokenizerBase
+
+from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
+from dschat.generation import HybridEngine
+from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
+
+
+class StreamedText:
+    """Token ids in, printable text out, without ever printing half a character.
+
+    A byte-level token may hold part of a character; it decodes to U+FFFD until the rest has come. So text is held
+    back while it ends with U+FFFD, and each piece is the difference of two decodings that start at the same
+    earlier token, because a tokenizer may write a token differently at the start of a text (no leading space).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self._start = 0  # both decodings begin at this token
+        self._printed = 0  # tokens whose text has been handed out
+
+    def add(self, token_id: int) -> str:
+        """Text that this token completes; empty while a character is still incomplete."""
+        self.ids.append(token_id)
+        piece = self._unprinted()
+        if not piece or piece.endswith("\ufffd"):
+            return ""
+        self._start, self._printed = self._printed, len(self.ids)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back: bytes that never became a character come out as U+FFFD."""
+        piece = self._unprinted()
+        self._printed = len(self.ids)
+        return piece
+
+    def _unprinted(self) -> str:
+        printed = self._decode(self.ids[self._start : self._printed])
+        return self._decode(self.ids[self._start :])[len(printed) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Conversation:
+    """Messages so far, and the ids of a prompt that fits into the model's positions.
+
+    Args:
+        system: system message kept at the start, or None.
+        positions: of the model; None: no limit known.
+        max_new_tokens: room to keep for the answer, at most half the positions.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        positions: int | None = None,
+        max_new_tokens: int = 256,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.positions = positions
+        self.max_new_tokens = max_new_tokens
+        self.turns: list[list[Message]] = []  # each [user] or [user, assistant]
+        self.count = 0  # turns ever begun: names the random numbers of an answer
+
+    def reset(self) -> None:
+        self.turns = []
+
+    def ask(self, text: str) -> tuple[list[int], int, int]:
+        """Append a user message; the oldest turns are dropped until prompt and answer fit.
+
+        Returns:
+            prompt ids, room for new tokens, number of turns dropped.
+
+        Raises:
+            ValueError: this message alone does not fit, or the chat template refuses it; it is not kept.
+        """
+        turns = [*self.turns, [{"role": "user", "content": text}]]
+        limit = None if self.positions is None else self.positions - min(self.max_new_tokens, self.positions // 2)
+        dropped = 0
+        ids = self._encode(turns)
+        while limit is not None and len(ids) > limit and len(turns) > 1:
+            turns.pop(0)
+            dropped += 1
+            ids = self._encode(turns)
+        if limit is not None and len(ids) > limit:
+            raise ValueError(
+                f"this message makes a prompt of {len(ids)} tokens, but {limit} of the model's {self.positions} "
+                "positions are left beside the answer: shorten it, or lower --max_new_tokens."
+            )
+        self.turns = turns
+        self.count += 1
+        room = self.max_new_tokens if self.positions is None else min(self.max_new_tokens, self.positions - len(ids))
+        return ids, room, dropped
+
+    def answered(self, text: str) -> None:
+        """Keep the answer; an empty one removes its question, because templates want the roles to alternate."""
+        if text.strip():
+            self.turns[-1].append({"role": "assistant", "content": text.strip()})
+        else:
+            self.turns.pop()
+
+    def _encode(self, turns: list[list[Message]]) -> list[int]:
+        return encode_prompt(self.tokenizer, self.system + [message for turn in turns for message in turn])
+
+
+def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, stops: list[int], out: TextIO) -> str:
+    """Print an answer as its tokens come, and return it; Ctrl-C ends it there and keeps what has been printed."""
+    streamed, answer = StreamedText(tokenizer), ""
+
+    def show(piece: str) -> None:
+        nonlocal answer
+        piece = piece if answer else piece.lstrip()
+        answer += piece
+        out.write(piece)
+        out.flush()
+
+    try:
+        for token in tokens:
+            if token not in stops:
+                show(streamed.add(token))
+        show(streamed.finish())
+    except KeyboardInterrupt:
+        out.write(" [stopped]")
+    out.write("\n")
+    out.flush()
+    return answer
+
+
+def lines_of(source: TextIO, *, out: TextIO) -> Iterator[str]:
+    """Lines until end of input, /quit, or Ctrl-C at the prompt; asks for them only when someone sits there."""
+    interactive = source.isatty()
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input(); absent on some systems)
+    while True:
+        try:
+            line = input("\nyou> ") if interactive else source.readline()
+        except (EOFError, KeyboardInterrupt):
+            out.write("\n")
+            return
+        if (not interactive and not line) or line.strip() == "/quit":
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def chat(
+    engine: HybridEngine,
+    conversation: Conversation,
+    lines: Iterator[str],
+    *,
+    stops: list[int],
+    sampling: dict[str, float | int],
+    out: TextIO,
+) -> None:
+    """Answer every line until there are no more. `sampling`: keywords of HybridEngine.stream."""
+    tokenizer = conversation.tokenizer
+    with engine.generation():
+        for line in lines:
+            if line == "/reset":
+                conversation.reset()
+                out.write("[forgotten]\n")
+                continue
+            if line.startswith("/"):
+                out.write(f"[no command {line.split()[0]}: {HELP}]\n")
+                continue
+            try:
+                ids, room, dropped = conversation.ask(line)
+            except ValueError as error:
+                out.write(f"[{error}]\n")
+                continue
+            if dropped:
+                out.write(f"[{dropped} oldest turn(s) forgotten: the model's positions are full]\n")
+            tokens = engine.stream(
+                ids, max_new_tokens=room, eos_token_ids=stops, iteration=conversation.count, **sampling
+            )
+            conversation.answered(write_answer(tokens, tokenizer, stops=stops, out=out))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=HELP)
+    parser.add_argument("model", help="folder of an exported model, or a hub name")
+    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
+    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
+    parser.add_argument("--top_p", type=float, default=0.95, help="sample from the likeliest tokens of this share")
+    parser.add_argument("--top_k", type=int, default=0, help="sample from this many likeliest tokens; 0: all")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed and lines give the same answers")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    try:
+        tokenizer = load_tokenizer(options.model)
+        dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
+        model = load_causal_lm(options.model, dtype=dtype, tokenizer=tokenizer).to(accelerator.device_name()).eval()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    config = vars(model.config)
+    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    conversation = Conversation(
+        tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens
+    )
+    stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
+    if sys.stdin.isatty():
+        print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")
+    sampling = {
+        "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed
+    }
+    try:
+        lines = lines_of(sys.stdin, out=sys.stdout)
+        chat(HybridEngine(model), conversation, lines, stops=stops, sampling=sampling, out=sys.stdout)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,102 @@
+#!/usr/bin/env bash
+# Makes a Python environment for this repository, or brings one up to date. Safe to run again: it does nothing when
+# the requirement files have not changed.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash scripts/install.sh [EXTRA ...]
+
+Installs dschat (editable) with requirements.txt at the versions of constraints.txt, and the extras named:
+  test      pytest, pytest-xdist, ruff
+  smollm2   gguf
+
+The environment is $VENV if set, else the active virtualenv, else .venv in the repository (made if it is absent).
+PYTHON chooses the interpreter that makes it (3.10 to 3.13). pip's own variables are honoured: on a machine without a
+GPU, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may name a place with a CPU build of torch, which saves gigabytes of CUDA.
+CONSTRAINTS= (empty) installs the newest versions that requirements.txt allows.
+
+Progress goes to standard error; standard output is the environment's bin folder, for
+  bin=$(bash scripts/install.sh test) && export PATH="$bin:$PATH"
+TEXT
+}
+
+say() { echo "install: $*" >&2; }
+fail() { say "$*"; exit 1; }
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+constraints=${CONSTRAINTS-$root/constraints.txt}
+extras=()
+for word in "$@"; do
+    case $word in
+        -h | --help) usage; exit 0 ;;
+        test | smollm2) extras+=("$word") ;;
+        *) fail "unknown extra '$word': choose from test, smollm2 (or --help)" ;;
+    esac
+done
+
+supported='import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))'
+
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+        if "$candidate" -c "$supported" >/dev/null 2>&1; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python 3.10 to 3.13 found (${PYTHON:-python3}: $(${PYTHON:-python3} --version 2>&1 || true)): install one, or name it: PYTHON=/path/to/python"
+}
+
+check_tools() {
+    local missing=()
+    command -v "${CXX:-g++}" >/dev/null || missing+=("g++ (Debian: apt-get install g++, Fedora: dnf install gcc-c++)")
+    if [[ ! -x $venv/bin/python ]] && ! "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        missing+=("Python's venv module (Debian: apt-get install python3-venv)")
+    fi
+    # DeepSpeed compiles against Python.h.
+    "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' \
+        || missing+=("Python.h (Debian: apt-get install python3-dev)")
+    ((${#missing[@]} == 0)) || fail "missing on this machine: $(IFS=';'; echo "${missing[*]}")"
+}
+
+venv=${VENV:-${VIRTUAL_ENV:-$root/.venv}}
+if [[ -x $venv/bin/python ]]; then
+    python=$venv/bin/python
+    "$python" -c "$supported" || fail "$venv has $("$python" --version), but 3.10 to 3.13 is needed: remove it, or set VENV to another folder"
+else
+    python=$(find_python)
+fi
+check_tools
+if [[ ! -x $venv/bin/python ]]; then
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv "$venv"
+fi
+python=$venv/bin/python
+
+files=("$root/requirements.txt" "$root/setup.py")
+[[ -z $constraints ]] || files+=("$constraints")
+checksum=$({ cat "${files[@]}"; echo "$root"; "$python" --version; } | "$python" -c \
+    'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest()[:16])')
+stamps=()
+for extra in base "${extras[@]}"; do
+    stamps+=("$venv/.dschat-$extra-$checksum")
+done
+missing=0
+for stamp in "${stamps[@]}"; do
+    [[ -e $stamp ]] || missing=1
+done
+
+if ((missing)); then
+    say "installing into $venv (a few minutes the first time)"
+    wanted=$root
+    ((${#extras[@]} == 0)) || wanted="$root[$(IFS=,; echo "${extras[*]}")]"
+    started=$SECONDS
+    "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$wanted" >&2 \
+        || fail "pip could not install the requirements; its message stands above"
+    # ninja came with the requirements: DeepSpeed finds it through PATH only.
+    PATH="$venv/bin:$PATH" command -v ninja >/dev/null || fail "ninja is not in $venv/bin: $python -m pip install ninja"
+    touch "${stamps[@]}"
+    say "installed in $((SECONDS - started)) s"
+fi
+echo "$venv/bin"

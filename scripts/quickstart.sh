@@ -1,0 +1,133 @@
+#!/usr/bin/env bash
+# From nothing to a model whose reward has risen: installs, then trains a tiny Llama on chats about small sums,
+# SFT -> sampled and judged pairs -> reward model -> PPO. Run again, it skips what is done.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--output DIR]
+
+  --seed N       seed of the data, the weights and the training (default 1)
+  --fresh        start over
+  --short        a few steps of everything: shows that it runs, teaches the model nothing
+  --output DIR   where everything goes (default output/quickstart)
+
+The environment is made by scripts/install.sh (see its --help). PROCESSES=N sets the processes of each training step
+(default: the GPUs of this machine, at most 8; one on CPU).
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+seed=1 fresh=0 short=0 output=$root/output/quickstart
+while (($#)); do
+    case $1 in
+        --seed) seed=${2:?--seed wants a number}; shift ;;
+        --output) output=${2:?--output wants a folder}; shift ;;
+        --fresh) fresh=1 ;;
+        --short) short=1 ;;
+        -h | --help) usage; exit 0 ;;
+        *) echo "quickstart: unknown option '$1' (--help lists them)" >&2; exit 2 ;;
+    esac
+    shift
+done
+[[ $seed =~ ^[0-9]+$ ]] || { echo "quickstart: --seed $seed: wants a whole number" >&2; exit 2; }
+mkdir -p "$output"
+output=$(cd "$output" && pwd)
+
+# Sizes. Batches are over all processes.
+sft_steps=400 sft_batch=64 sft_lr=3e-3
+pair_prompts=2000 samples_per_prompt=4 pairs_per_prompt=3
+reward_epochs=1 reward_batch=64 reward_lr=1e-3
+ppo_iterations=50 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.1
+eval_prompts=160 eval_every=10
+if ((short)); then
+    sft_steps=20 pair_prompts=64 ppo_iterations=3 eval_prompts=32 eval_every=3
+fi
+max_prompt=48 max_answer=32
+
+bin=$(bash "$root/scripts/install.sh")
+export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+cd "$root"
+
+gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
+processes=${PROCESSES:-$((gpus > 8 ? 8 : gpus > 0 ? gpus : 1))}
+while ((sft_batch % processes || ppo_minibatch % processes)); do processes=$((processes - 1)); done
+per_device() { echo $(($1 / processes)); }
+step() { deepspeed --num_accelerators "$processes" "training/$1/main.py" "${@:2}"; }
+
+if ((fresh)); then
+    # Only what this script made: --output may be a folder with other things in it.
+    rm -rf "$output"/{data,model,sft,pairs,reward,ppo,stages,logs,summary.json,report.html}
+fi
+mkdir -p "$output"/{stages,logs}
+earlier_ran=0
+
+# stage NAME COMMAND...: skipped when it finished before with the same command and nothing before it ran anew.
+# Its folder is $output/NAME, its log $output/logs/NAME.log, its stamp (seconds, command) $output/stages/NAME.
+stage() {
+    local name=$1 stamp=$output/stages/$1 started=$SECONDS
+    shift
+    if ((!earlier_ran)) && [[ -f $stamp && -d $output/$name && $(tail -n +2 "$stamp") == "$*" ]]; then
+        echo "== $name: done already ($(head -n 1 "$stamp") s)"
+        return
+    fi
+    earlier_ran=1
+    echo "== $name"
+    rm -rf "$stamp" "${output:?}/$name"
+    if ! "$@" 2>&1 | tee "$output/logs/$name.log"; then
+        echo "quickstart: $name failed; its log is $output/logs/$name.log" >&2
+        exit 1
+    fi
+    printf '%s\n' "$((SECONDS - started))" "$*" >"$stamp"
+}
+
+stage data python scripts/quickstart/arithmetic_chats.py --output "$output/data" --seed "$seed" \
+    --sft_examples $((sft_steps * sft_batch)) --pair_prompts $pair_prompts \
+    --rl_prompts $((ppo_iterations * ppo_batch)) --eval_prompts $eval_prompts
+
+stage model python scripts/quickstart/make_model.py --data "$output/data/sft_train.jsonl" --output "$output/model" --seed "$seed"
+
+stage sft step step1_supervised_finetuning \
+    --model_name_or_path "$output/model" --output_dir "$output/sft" --seed "$seed" --dtype fp32 \
+    --data_path "$output/data/sft_train.jsonl" --eval_data_path "$output/data/sft_eval.jsonl" --data_split 1,0,0 \
+    --max_seq_len $((max_prompt + max_answer)) --per_device_train_batch_size "$(per_device $sft_batch)" \
+    --per_device_eval_batch_size "$(per_device $sft_batch)" --eval_iters 4 --eval_interval 100 \
+    --learning_rate $sft_lr --num_warmup_steps $((sft_steps / 20)) --zero_stage 0
+
+stage pairs python training/step2_reward_model_finetuning/make_preferences.py \
+    --model_name_or_path "$output/sft" --output_dir "$output/pairs" --seed "$seed" --dtype fp32 \
+    --data_path "$output/data/prompts_train.jsonl" --data_split 0,0,1 \
+    --judge scripts/quickstart/arithmetic_chats.py:judge \
+    --num_samples_per_prompt $samples_per_prompt --pairs_per_prompt $pairs_per_prompt \
+    --max_prompt_seq_len $max_prompt --max_answer_seq_len $max_answer --per_device_generation_batch_size 64
+
+stage reward step step2_reward_model_finetuning \
+    --model_name_or_path "$output/sft" --output_dir "$output/reward" --seed "$seed" --dtype fp32 \
+    --data_path "$output/pairs/preferences.jsonl" --data_split 0,1,0 --eval_fraction 0.1 \
+    --max_seq_len $((max_prompt + max_answer)) --per_device_train_batch_size "$(per_device $reward_batch)" \
+    --per_device_eval_batch_size "$(per_device $reward_batch)" --num_train_epochs $reward_epochs \
+    --learning_rate $reward_lr --num_warmup_steps 10 --zero_stage 0
+
+stage ppo step step3_rlhf_finetuning \
+    --actor_model_name_or_path "$output/sft" --reward_model_name_or_path "$output/reward" \
+    --output_dir "$output/ppo" --seed "$seed" --dtype fp32 \
+    --data_path "$output/data/prompts_rl.jsonl" --eval_data_path "$output/data/prompts_eval.jsonl" --data_split 0,0,1 \
+    --max_prompt_seq_len $max_prompt --max_answer_seq_len $max_answer \
+    --per_device_generation_batch_size "$(per_device $ppo_batch)" \
+    --per_device_training_batch_size "$(per_device $ppo_minibatch)" --ppo_epochs $ppo_epochs \
+    --actor_learning_rate $actor_lr --critic_learning_rate $critic_lr --kl_coef $kl_coef \
+    --lr_scheduler_type constant --missing_eos_penalty 1 --actor_zero_stage 0 --critic_zero_stage 0 \
+    --judge scripts/quickstart/arithmetic_chats.py:judge --eval_interval $eval_every
+
+echo "== summary"
+python scripts/quickstart/summarize.py --output "$output" --sft "$output/sft" --ppo "$output/ppo" \
+    --prompts "$output/data/prompts_eval.jsonl" --reward_run "$output/reward" --stages "$output/stages" --seed "$seed"
+python scripts/report.py "$output/sft" "$output/reward" "$output/ppo" -o "$output/report.html"
+
+cat <<TEXT
+
+The curves, and answers before and after:   $output/report.html
+Talk with the model:                        $bin/python scripts/chat.py $output/ppo
+Train your own, step by step:               training/step1_supervised_finetuning/README.md
+A real model on real conversations:         bash scripts/smollm2.sh
+TEXT

@@ -1,0 +1,97 @@
+"""A tiny Llama with random weights and a BPE tokenizer trained on the spot, saved as a Hugging Face folder.
+
+    python scripts/quickstart/make_model.py --data DIR/sft_train.jsonl --output MODEL --seed 1
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from dschat.data.chat_template import ensure_chat_template
+
+EOS, PAD = "<|end|>", "<|pad|>"
+VOCABULARY_SIZE = 512
+MAX_POSITIONS = 256
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """`tokenizer` as a transformers tokenizer with a chat template, an end token and a pad token of its own."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    ensure_chat_template(wrapped)
+    return wrapped
+
+
+def train_tokenizer(conversations: Iterable[list[dict]]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE over `conversations` as the chat template writes them; every digit is a token of its own.
+
+    Bytes are the fallback: any text can be encoded and decoded again. Single digits let the model see
+    the same token for the 7 of 7, 17 and 70.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    template = wrap(tokenizer)
+    texts = (template.apply_chat_template(messages, tokenize=False).replace(EOS, "") for messages in conversations)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return wrap(tokenizer)
+
+
+def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
+    """About 0.9 million parameters: 4 layers of width 128, weights random by `seed`."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="jsonl file with a `messages` column")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+
+    with options.data.open(encoding="utf-8") as lines:
+        conversations = [json.loads(line)["messages"] for line in lines]
+    tokenizer = train_tokenizer(conversations)
+    model = tiny_llama(tokenizer, seed=options.seed)
+    tokenizer.save_pretrained(options.output)
+    model.save_pretrained(options.output)
+    print(f"{options.output}: Llama, {model.num_parameters() / 1e6:.2f}M parameters, {len(tokenizer)} tokens")
+
+
+if __name__ == "__main__":
+    main()

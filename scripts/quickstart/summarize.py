@@ -1,0 +1,123 @@
+"""The end of the quickstart: what PPO changed, on held-out prompts, by the gold reward that it never saw.
+
+    python scripts/quickstart/summarize.py --sft SFT --ppo PPO --prompts prompts_eval.jsonl --reward_run REWARD \\
+        --stages STAGES --output output/quickstart
+
+writes `summary.json` into the output folder and prints answers before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from arithmetic_chats import accuracy, judge
+from deepspeed.accelerator import get_accelerator
+
+from dschat.data.chat_template import encode_prompt, stop_token_ids
+from dschat.generation import HybridEngine
+from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+
+MAX_NEW_TOKENS = 32
+SHOWN = 6
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) -> list[str]:
+    """One response a prompt from the exported model in `folder`; temperature 0 is greedy."""
+    tokenizer = load_tokenizer(folder)
+    model = load_causal_lm(folder, dtype=torch.float32, tokenizer=tokenizer)
+    engine = HybridEngine(model.to(get_accelerator().current_device_name()).eval())
+    with engine.generation():
+        rollout = engine.generate(
+            [encode_prompt(tokenizer, [{"role": "user", "content": prompt}]) for prompt in prompts],
+            max_new_tokens=MAX_NEW_TOKENS,
+            eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
+            pad_token_id=tokenizer.pad_token_id,
+            temperature=temperature,
+            seed=seed,
+        )
+    return [text.strip() for text in tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)]
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[dict[str, float], list[str]]:
+    """Gold reward and accuracy of a model: sampled at temperature 1 (the headline figures) and greedy.
+
+    Returns:
+        figures, and one sampled response for each row.
+    """
+    figures, first = {}, []
+    for suffix, temperature, repeats in (("", 1.0, samples), ("_greedy", 0.0, 1)):
+        asked = [row for row in rows for _ in range(repeats)]
+        prompts = [row["prompt"] for row in asked]
+        responses = respond(folder, prompts, temperature=temperature, seed=seed)
+        figures[f"gold_reward{suffix}"] = mean(judge(prompts, responses, asked))
+        figures[f"accuracy{suffix}"] = mean(accuracy(prompts, responses, asked))
+        first = first or responses[::repeats]
+    return figures, first
+
+
+def reward_model_accuracy(run: Path) -> float | None:
+    """Held-out pair accuracy of the reward model: the last evaluation that its run wrote."""
+    evaluations = [row for row in read_jsonl(run / "metrics.jsonl") if row["phase"] == "eval" and "accuracy" in row]
+    return evaluations[-1]["accuracy"] if evaluations else None
+
+
+def stage_seconds(folder: Path) -> dict[str, int]:
+    """Seconds of every finished stage: the first line of its stamp."""
+    stamps = sorted(folder.glob("*"), key=lambda stamp: stamp.stat().st_mtime)
+    return {stamp.name: int(stamp.read_text(encoding="utf-8").splitlines()[0]) for stamp in stamps}
+
+
+def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
+    for row, sft, ppo in list(zip(rows, before, after, strict=True))[:SHOWN]:
+        print(f"\n  {row['prompt']}\n    SFT: {sft}\n    PPO: {ppo}")
+    print("\n                     SFT     PPO    (held-out prompts, sampled at temperature 1)")
+    print(f"  gold reward     {summary['gold_reward_sft']:6.3f}  {summary['gold_reward_ppo']:6.3f}")
+    print(f"  accuracy        {summary['accuracy_sft']:6.3f}  {summary['accuracy_ppo']:6.3f}")
+    known = summary["reward_model_accuracy"]
+    print(f"  reward model's pair accuracy: {'unknown' if known is None else f'{known:.3f}'}")
+    print(f"  seconds: {', '.join(f'{name} {seconds}' for name, seconds in summary['seconds'].items())}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for summary.json")
+    parser.add_argument("--sft", type=Path, required=True, help="exported model of step 1")
+    parser.add_argument("--ppo", type=Path, required=True, help="exported actor of step 3")
+    parser.add_argument("--prompts", type=Path, required=True, help="jsonl with held-out prompts and their answers")
+    parser.add_argument("--reward_run", type=Path, required=True, help="output folder of step 2")
+    parser.add_argument("--stages", type=Path, required=True, help="folder with the stamps of the stages")
+    parser.add_argument("--samples", type=int, default=4, help="responses sampled for each prompt")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+
+    rows = read_jsonl(options.prompts)
+    sft, before = exam(options.sft, rows, samples=options.samples, seed=options.seed)
+    ppo, after = exam(options.ppo, rows, samples=options.samples, seed=options.seed)
+    figures = {f"{name}_sft": round(value, 4) for name, value in sft.items()}
+    figures |= {f"{name}_ppo": round(value, 4) for name, value in ppo.items()}
+    summary = figures | {
+        "reward_model_accuracy": reward_model_accuracy(options.reward_run),
+        "prompts": len(rows),
+        "samples_per_prompt": options.samples,
+        "seed": options.seed,
+        "seconds": stage_seconds(options.stages),
+    }
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    show(summary, rows, before, after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Human conversations → the files of the three steps.
+
+The conversations are the package `chitchat-dataset` (MIT): 7,168 chats of two people. Every conversation belongs to one
+part by a hash of its id: held out for evaluation, or training for step 1 (SFT), step 2 (preferences) or step 3
+(prompts). So no conversation is trained on twice, and none that is evaluated on is trained on.
+
+The preference pairs are DERIVED, not judged by people: the reply that was given, over a reply given in another
+conversation on another topic. Within a part, every reply is the chosen one of one pair and the rejected one of another,
+of about the same length: looking at the reply alone, no reward model can beat one half.
+"""
+
+import argparse
+import hashlib
+import json
+import random
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from wheel_file import WheelFile
+
+CONVERSATIONS = WheelFile(
+    package="chitchat-dataset",
+    version="0.9.0",
+    member="chitchat_dataset/dataset.json",
+    size=40_303_934,
+    sha256="d2a5d0bf6acf354fef51f3af39cbece2220d3b8f6086b658c3d335105798312a",
+)
+EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
+LINK = re.compile(r"https?://|\bwww\.\w")
+SYSTEM = "You are chatting with a friend."
+# Shares of the conversations; what a part does not need is left out by its size flag.
+PARTS = {"eval": 0.10, "sft": 0.45, "preferences": 0.30, "prompts": 0.15}
+BLOCK = 24  # replies of neighbouring length among which the rejected ones are exchanged
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Example:
+    """A stretch of a conversation: a system message, then user and assistant in turn; the assistant ends it."""
+
+    conversation: str
+    topic: str
+    messages: tuple[Message, ...]
+
+    @property
+    def prompt(self) -> list[Message]:
+        return list(self.messages[:-1])
+
+    @property
+    def reply(self) -> str:
+        return self.messages[-1]["content"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("output/smollm2/data"), help="folder of the jsonl files")
+    parser.add_argument("--downloads", type=Path, help="where the conversations are kept; default: OUTPUT/../downloads")
+    parser.add_argument("--seed", type=int, default=0, help="part of every hash, so of every choice")
+    parser.add_argument("--sft", type=int, default=0, help="SFT examples to write; 0: all there are")
+    parser.add_argument("--preferences", type=int, default=0, help="preference pairs to write; 0: all there are")
+    parser.add_argument("--prompts", type=int, default=0, help="prompts to write; 0: all there are")
+    parser.add_argument("--eval", type=int, default=256, help="held-out rows of each kind; 0: all there are")
+    parser.add_argument("--max_turns", type=int, default=6, help="messages of an example: the prompt's and the reply")
+    parser.add_argument("--max_chars", type=int, default=600, help="characters of an example, roughly four a token")
+    arguments = parser.parse_args()
+    try:
+        if arguments.max_turns < 2 or arguments.max_chars < 100:
+            raise ValueError("--max_turns wants at least 2 (a message and its reply), and --max_chars at least 100")
+        source = CONVERSATIONS.fetch(arguments.downloads or arguments.output.parent / "downloads")
+        prepare(json.loads(source.read_text(encoding="utf-8")), arguments)
+    except ValueError as error:
+        sys.exit(f"prepare_data: {error}")
+
+
+def prepare(conversations: dict[str, dict], arguments: argparse.Namespace) -> None:
+    """Clean, cut, split and write; prints and keeps the counts."""
+    counts: Counter[str] = Counter()
+    parts: dict[str, list[Example]] = {name: [] for name in PARTS}
+    for key, conversation in conversations.items():
+        examples = examples_of(key, conversation, counts, arguments.max_turns, arguments.max_chars)
+        counts["conversations used" if examples else "conversations too short"] += 1
+        parts[part_of(uniform(key, seed=arguments.seed))] += examples
+    for examples in parts.values():
+        # In an order by hash, a smaller file is a fair sample of a larger one, from as many conversations as can be.
+        examples.sort(key=lambda example: uniform(repr(example), seed=arguments.seed))
+    sizes = {"sft": arguments.sft, "preferences": arguments.preferences, "prompts": arguments.prompts}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    for kind, size in sizes.items():
+        for name, part, limit in ((kind, kind, size), (f"{kind}_eval", "eval", arguments.eval)):
+            rows = rows_of(kind, parts[part][: limit or None], seed=arguments.seed)
+            write_rows(arguments.output / f"{name}.jsonl", rows)
+            counts[f"rows in {name}.jsonl"] = len(rows)
+    (arguments.output / "counts.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(f"{number:9,} {name}" for name, number in counts.items()))
+
+
+def uniform(key: str, *, seed: int) -> float:
+    """A number in [0, 1) that depends on the key and the seed alone."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{key}".encode()).digest()[:8], "big") / 2**64
+
+
+def part_of(share: float) -> str:
+    """The part whose interval of [0, 1) holds `share`."""
+    reached = 0.0
+    for name, width in PARTS.items():
+        reached += width
+        if share < reached:
+            return name
+    return name
+
+
+def clean(text: str, counts: Counter[str]) -> str:
+    """One line, single spaces, e-mail addresses replaced and counted."""
+    text, found = EMAIL.subn("[email]", " ".join(text.split()))
+    counts["e-mail addresses scrubbed"] += found
+    return text
+
+
+def turns_of(messages: Iterable[Sequence[dict]], counts: Counter[str]) -> list[str]:
+    """What the two said in turn: messages of one author in a row become lines of one turn, empty ones are dropped."""
+    turns: list[tuple[str, str]] = []
+    for message in (message for group in messages for message in group):
+        text = clean(message["text"], counts)
+        counts["messages"] += 1
+        if not text:
+            counts["messages empty"] += 1
+        elif turns and turns[-1][0] == message["sender"]:
+            turns[-1] = message["sender"], f"{turns[-1][1]}\n{text}"
+        else:
+            turns.append((message["sender"], text))
+    return [text for _, text in turns]
+
+
+def examples_of(key: str, conversation: dict, counts: Counter[str], max_turns: int, max_chars: int) -> list[Example]:
+    """The conversation cut into examples that do not overlap, at most six, in order."""
+    turns = turns_of(conversation["messages"], counts)
+    topic = clean(conversation.get("prompt") or "", counts)
+    examples = []
+    for start, window in windows(turns, max_turns=max_turns, max_chars=max_chars):
+        # Both saw the topic as an opener; later on they have usually left it.
+        system = f"{SYSTEM} Topic: {topic}" if topic and start == 0 else SYSTEM
+        roles = ("user", "assistant") * (len(window) // 2)
+        said = [{"role": role, "content": text} for role, text in zip(roles, window, strict=True)]
+        examples.append(Example(key, topic, ({"role": "system", "content": system}, *said)))
+    return examples[:6]
+
+
+def windows(turns: Sequence[str], *, max_turns: int, max_chars: int) -> Iterator[tuple[int, Sequence[str]]]:
+    """(start, turns[start:end]): an even number of turns, at most max_turns, that is fit to learn from."""
+    start = 0
+    while start + 2 <= len(turns):
+        end = min(start + max_turns - max_turns % 2, start + (len(turns) - start) // 2 * 2)
+        while end > start and not fit(turns[start:end], max_chars=max_chars):
+            end -= 2
+        if end > start:
+            yield start, turns[start:end]
+        # Moving on by one turn exchanges the roles, which is as good: both are people.
+        start = max(end, start + 1)
+
+
+def fit(window: Sequence[str], *, max_chars: int) -> bool:
+    """Whether this is worth learning from: something said, something answered, not too long, no links."""
+    said, reply = " ".join(window[:-1]), window[-1]
+    return (
+        sum(map(len, window)) <= max_chars
+        and not any(LINK.search(turn) for turn in window)
+        and len(said.split()) >= 5
+        and len(reply.split()) >= 4
+        and 15 <= len(reply) <= max_chars // 2
+        and sum(map(str.isalpha, reply)) >= len(reply) // 2
+    )
+
+
+def rows_of(kind: str, examples: Sequence[Example], *, seed: int) -> list[dict]:
+    """The rows of one file: `messages`, or `prompt`, or `prompt`, `chosen`, `rejected`."""
+    if kind == "sft":
+        return [{"messages": list(example.messages)} for example in examples]
+    if kind == "prompts":
+        return [{"prompt": example.prompt} for example in examples]
+    return [
+        {
+            "prompt": example.prompt,
+            "chosen": [{"role": "assistant", "content": example.reply}],
+            "rejected": [{"role": "assistant", "content": other.reply}],
+            "source": "derived",
+        }
+        for example, other in derived_pairs(examples, seed=seed)
+    ]
+
+
+def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Example, Example]]:
+    """(example, another whose reply is the wrong one here), in the order of `examples`.
+
+    Sorted by length of reply and cut into blocks; inside a block, the replies are exchanged so that nobody keeps his
+    own, nor gets one of the same conversation or topic, nor the same words. A block where 200 draws do not manage that
+    is left out.
+    """
+    generator = random.Random(seed)
+    order = sorted(range(len(examples)), key=lambda index: (len(examples[index].reply), index))
+    rejected: dict[int, int] = {}
+    for begin in range(0, len(order), BLOCK):
+        block = order[begin : begin + BLOCK]
+        for _ in range(200):
+            exchanged = generator.sample(block, len(block))
+            if all(foreign(examples[own], examples[other]) for own, other in zip(block, exchanged, strict=True)):
+                rejected.update(zip(block, exchanged, strict=True))
+                break
+    return [(example, examples[rejected[index]]) for index, example in enumerate(examples) if index in rejected]
+
+
+def foreign(example: Example, other: Example) -> bool:
+    """Whether the other's reply can be taken for a wrong one here."""
+    same_topic = example.topic != "" and example.topic == other.topic
+    same_words = example.reply.casefold() == other.reply.casefold()
+    return example.conversation != other.conversation and not same_topic and not same_words
+
+
+def write_rows(path: Path, rows: Iterable[dict]) -> None:
+    """One JSON object a line, complete or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as sink:
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=False)
+            assert not EMAIL.search(line), f"an e-mail address was left in {line}"
+            sink.write(line + "\n")
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Installs the package `dschat`; the programs of the steps stay in `training/` and run from there."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def requirements() -> list[str]:
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+def version() -> str:
+    source = (ROOT / "dschat" / "__init__.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE).group(1)
+
+
+setup(
+    name="dschat",
+    version=version(),
+    description="Post-training of language models with DeepSpeed: SFT, reward model or DPO, PPO",
+    license="Apache-2.0",
+    packages=find_packages(include=["dschat", "dschat.*"]),
+    python_requires=">=3.10,<3.14",
+    install_requires=requirements(),
+    extras_require={
+        "test": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.12"],
+        "smollm2": ["gguf>=0.17"],
+    },
+)

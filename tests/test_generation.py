@@ -1,0 +1,247 @@
+"""The decoder against transformers' generate and against full forwards, on tiny random models of many architectures."""
+
+import pytest
+import torch
+import transformers
+
+from dschat.generation import Decoder, SamplingParams
+from dschat.models.causal_lm import TokenLogprobs
+
+COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2}
+ARCHITECTURES = {
+    "llama": lambda: transformers.LlamaConfig(**GROUPED),
+    "qwen2": lambda: transformers.Qwen2Config(**GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**GROUPED, head_dim=8),
+    "mistral": lambda: transformers.MistralConfig(**GROUPED, sliding_window=6),
+    "gpt2": lambda: transformers.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3, eos_token_id=None
+    ),
+    "opt": lambda: transformers.OPTConfig(
+        vocab_size=97,
+        hidden_size=32,
+        ffn_dim=64,
+        word_embed_proj_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        init_std=0.15,
+        eos_token_id=None,
+    ),
+    "gpt_neox": lambda: transformers.GPTNeoXConfig(**COMMON),
+    "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),  # every other layer slides
+    "bloom": lambda: transformers.BloomConfig(
+        vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
+    ),  # no position ids
+    "mamba": lambda: transformers.MambaConfig(
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, initializer_range=0.3, eos_token_id=None
+    ),  # no key-value cache
+}
+# One token, equal prompts, ids 0 and 1 that serve as pad and EOS elsewhere.
+PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [0, 0]]
+EOS = list(range(0, 97, 7))  # so many that some response ends early
+GREEDY = SamplingParams(temperature=0)
+
+
+def tiny(name: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(1)
+    return transformers.AutoModelForCausalLM.from_config(ARCHITECTURES[name]()).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> transformers.PreTrainedModel:
+    return tiny("llama")
+
+
+def transformers_greedy(model, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Left padding and masks made here, so that they share no code with ours."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[11] * (longest - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+    out = model.generate(ids, attention_mask=mask, do_sample=False, max_new_tokens=new_tokens, pad_token_id=11)
+    return out[:, longest:].tolist()
+
+
+def cut_at(rows: list[list[int]], eos: int) -> list[list[int]]:
+    return [row[: row.index(eos) + 1] if eos in row else row for row in rows]
+
+
+def sampled(decoder: Decoder, prompts=PROMPTS, **changes):
+    settings = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3, "iteration": 2}
+    return decoder.generate(prompts, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.filterwarnings("ignore:.*takes no past_key_values")
+def test_greedy_tokens_equal_transformers_generate_with_and_without_an_eos(name):
+    model = tiny(name)
+    decoder = Decoder(model)
+    expected = transformers_greedy(model, PROMPTS, 12)
+    assert len({token for row in expected for token in row}) > 2, "a model that repeats one token proves nothing"
+    rollout = sampled(decoder, sampling=GREEDY)
+    assert rollout.responses() == expected
+    assert not rollout.ended.any()
+
+    eos = expected[2][4]  # greedy decoding really says it, in mid-response
+    rollout = sampled(decoder, sampling=GREEDY, eos_token_ids=[96, eos], pad_token_id=eos)
+    expected = [cut_at(cut_at([row], eos), 96)[0] for row in expected]
+    assert rollout.responses() == expected
+    assert rollout.ended.tolist() == [row[-1] in (eos, 96) for row in expected]
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2", "opt", "gemma2"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_full_forward_at_the_same_temperature(name, temperature):
+    model = tiny(name)
+    rollout = sampled(Decoder(model), sampling=SamplingParams(temperature=temperature), eos_token_ids=7)
+    loss_mask = rollout.attention_mask.clone()
+    loss_mask[:, : rollout.prompt_length] = False
+    with torch.no_grad():
+        full = TokenLogprobs(model)(rollout.sequences, rollout.attention_mask, loss_mask, temperature)
+    torch.testing.assert_close(rollout.logprobs, full[:, rollout.prompt_length :], atol=1e-5, rtol=1e-5)
+    assert (rollout.logprobs[rollout.response_mask] < 0).all()
+
+
+def test_masks_come_from_lengths_though_pad_is_a_real_token(llama):
+    greedy = transformers_greedy(llama, PROMPTS, 12)
+    eos = greedy[2][4]
+    rollout = sampled(Decoder(llama), sampling=GREEDY, eos_token_ids=eos, pad_token_id=eos)
+    lengths = [len(row) for row in cut_at(greedy, eos)]
+    assert rollout.prompt_length == 9 and rollout.response_mask.shape == (5, max(lengths))
+    assert rollout.response_mask.sum(1).tolist() == lengths
+    for row, (prompt, length) in enumerate(zip(PROMPTS, lengths, strict=True)):
+        padded = 9 - len(prompt)
+        assert rollout.attention_mask[row].tolist() == [
+            padded <= column < 9 + length for column in range(9 + max(lengths))
+        ]
+        assert rollout.sequences[row, padded:9].tolist() == prompt
+        assert (rollout.sequences[row, 9 + length :] == eos).all()
+        assert (rollout.logprobs[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, top_p=0.9)])
+def test_tokens_do_not_depend_on_batch_size_or_order(llama, sampling):
+    decoder = Decoder(llama)
+    whole = sampled(decoder, sampling=sampling, eos_token_ids=EOS)
+    assert len({len(r) for r in whole.responses()}) > 1, "responses of one length would hide a shifted row"
+    for batch_size in (1, 2, 3):
+        assert sampled(decoder, sampling=sampling, eos_token_ids=EOS, batch_size=batch_size).responses() == (
+            whole.responses()
+        )
+    order = [3, 1, 4, 0, 2]
+    shuffled = sampled(
+        decoder,
+        [PROMPTS[i] for i in order],
+        sampling=sampling,
+        eos_token_ids=EOS,
+        sample_ids=torch.tensor(order),
+    )
+    assert shuffled.responses() == [whole.responses()[i] for i in order]
+    torch.testing.assert_close(shuffled.logprobs, whole.logprobs[order], atol=1e-5, rtol=1e-5)
+
+
+def test_seed_iteration_and_sample_id_each_change_the_tokens(llama):
+    decoder = Decoder(llama)
+    first = sampled(decoder).responses()
+    assert sampled(decoder).responses() == first
+    assert first[0] != first[3], "samples of one prompt have ids of their own"
+    assert sampled(decoder, seed=4).responses() != first
+    assert sampled(decoder, iteration=3).responses() != first
+    assert sampled(decoder, sample_ids=torch.arange(5) + 5).responses() != first
+
+
+def test_first_tokens_follow_the_softmax_of_the_model(llama):
+    count = 4000
+    rollout = sampled(Decoder(llama), [[5, 6, 7]] * count, max_new_tokens=1)
+    with torch.no_grad():
+        expected = llama(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1) * count
+    common = expected >= 5
+    observed = rollout.sequences[:, -1].bincount(minlength=97).float()
+    observed = torch.cat([observed[common], observed[~common].sum().reshape(1)])
+    expected = torch.cat([expected[common], expected[~common].sum().reshape(1)])
+    degrees = len(expected) - 1
+    statistic = ((observed - expected) ** 2 / expected).sum().item()
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def test_samples_of_one_prompt_share_one_prefill(llama):
+    decoder = Decoder(llama)
+    together = sampled(decoder, [[5, 6, 7]] * 4 + [[9]])
+    assert decoder.prefilled_tokens == 4
+    alone = [sampled(decoder, [[5, 6, 7]], sample_ids=torch.tensor([i])).responses()[0] for i in range(4)]
+    assert together.responses()[:4] == alone
+
+
+def test_finished_rows_leave_the_batch(llama):
+    prompts = [[token] for token in range(40)]
+    decoder = Decoder(llama)
+    rollout = sampled(decoder, prompts, max_new_tokens=40, eos_token_ids=list(range(0, 97, 10)))
+    needed = sum(len(response) - 1 for response in rollout.responses())
+    # More than three quarters of the rows fed are live at any step.
+    assert needed <= decoder.decoded_rows <= needed / 0.75
+    assert decoder.decoded_rows < 0.6 * 40 * (rollout.response_mask.shape[1] - 1)
+
+
+def test_a_batch_whose_rows_all_end_at_once_stops_there(llama):
+    greedy = transformers_greedy(llama, [[5, 6, 7]], 12)[0]
+    decoder = Decoder(llama)
+    rollout = sampled(decoder, [[5, 6, 7]] * 3, sampling=GREEDY, eos_token_ids=greedy[0])
+    assert rollout.responses() == [[greedy[0]]] * 3
+    assert rollout.response_mask.tolist() == [[True]] * 3
+    assert rollout.ended.all()
+    assert decoder.decoded_rows == 0
+
+
+def test_a_response_may_be_longer_than_the_room_first_made_for_it(llama):
+    """The cache grows several times on the way to 60 tokens."""
+    assert sampled(Decoder(llama), [[5], [6, 7]], sampling=GREEDY, max_new_tokens=60).responses() == (
+        transformers_greedy(llama, [[5], [6, 7]], 60)
+    )
+
+
+def test_a_stream_yields_what_generate_returns(llama):
+    decoder = Decoder(llama)
+    rollout = sampled(decoder, [[5, 6, 7]], eos_token_ids=[8, 20, 30], sample_ids=torch.tensor([6]))
+    stream = decoder.stream([5, 6, 7], max_new_tokens=12, eos_token_ids=[8, 20, 30], seed=3, iteration=2, sample_id=6)
+    assert list(stream) == rollout.responses()[0]
+
+
+def test_results_can_enter_a_graph_and_gradients_stay_on_while_streaming(llama):
+    decoder = Decoder(llama)
+    rollout = sampled(decoder)
+    weight = torch.ones(12, requires_grad=True)
+    (rollout.logprobs * weight).sum().backward()
+    assert weight.grad is not None and torch.is_grad_enabled()
+    stream = decoder.stream([5], max_new_tokens=2, eos_token_ids=None)
+    next(stream)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def test_a_model_without_a_cache_is_announced():
+    with pytest.warns(UserWarning, match="takes no past_key_values"):
+        Decoder(tiny("mamba"))
+
+
+def test_bad_calls_say_what_is_wrong(llama):
+    decoder = Decoder(llama)
+    with pytest.raises(ValueError, match=r"prompts \[1\] hold no token.*BOS"):
+        sampled(decoder, [[5], [], [6]])
+    with pytest.raises(ValueError, match="list of prompts is empty"):
+        sampled(decoder, [])
+    with pytest.raises(ValueError, match="max_new_tokens is 0.*batch_size is 0.*sample_ids has shape"):
+        sampled(decoder, max_new_tokens=0, batch_size=0, sample_ids=torch.arange(4))
+    with pytest.raises(ValueError, match="9 tokens.*57.*66.*64 positions"):
+        sampled(decoder, max_new_tokens=57)
+    assert sampled(decoder, [PROMPTS[2]], max_new_tokens=56, sampling=GREEDY).response_mask.shape == (1, 56)

@@ -1,0 +1,127 @@
+import math
+
+import pytest
+
+from dschat.data.records import MissingColumn, parse_record
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"prompt": "q"}, [user("q")]),
+        ({"prompt": [user("a"), assistant("b"), user("c")], "answer": 3}, [user("a"), assistant("b"), user("c")]),
+        ({"messages": [user("a"), assistant("b")]}, [user("a")]),
+        ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [user("a")]),
+        ({"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"}, [user("a"), assistant("b"), user("c")]),
+        ({"prompt": "Human: who?"}, [user("Human: who?")]),  # no transcript: nobody answers
+    ],
+)
+def test_prompts(row, messages):
+    assert parse_record(row, "prompt") == {"prompt": messages}
+
+
+@pytest.mark.parametrize(
+    ("row", "record"),
+    [
+        ({"messages": [user("a"), assistant("b")]}, {"messages": [user("a"), assistant("b")]}),
+        ({"prompt": "a", "response": "b"}, {"messages": [user("a"), assistant("b")]}),
+        ({"prompt": [user("a")], "response": assistant("b")}, {"messages": [user("a"), assistant("b")]}),
+        ({"prompt": "a", "response": [user("a"), assistant("b")]}, {"messages": [user("a"), assistant("b")]}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, {"messages": [user("a"), assistant("b")]}),
+        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, {"messages": [user("a"), assistant("b")]}),
+        ({"text": "abc"}, {"text": "abc"}),
+        ({"text": "abc", "messages": None, "prompt": None}, {"text": "abc"}),  # parquet fills columns with null
+    ],
+)
+def test_sft_examples(row, record):
+    assert parse_record(row, "sft") == record
+
+
+TURN = [user("a"), assistant("b")]
+PAIR = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "margin": None}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "chosen": "b", "rejected": "c"},
+        {"prompt": [user("a")], "chosen": assistant("b"), "rejected": [assistant("c")]},
+        {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+        {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")], "margin": ""},
+        {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
+    ],
+)
+def test_all_spellings_of_a_preference_give_the_same_pair(row):
+    assert parse_record(row, "preference") == PAIR
+
+
+def test_equal_conversations_share_all_but_their_answer():
+    record = parse_record({"chosen": TURN, "rejected": TURN}, "preference")
+    assert record == {"prompt": [user("a")], "chosen": "b", "rejected": "b", "margin": None}
+
+
+@pytest.mark.parametrize(("margin", "value"), [(0.5, 0.5), (2, 2.0), ("0.25", 0.25), (-1, -1.0)])
+def test_margins(margin, value):
+    row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    assert parse_record(row, "preference")["margin"] == value
+
+
+@pytest.mark.parametrize("margin", [math.nan, math.inf, "wide", True, [1]])
+def test_margin_that_is_no_finite_number_is_bad(margin):
+    with pytest.raises(ValueError, match="margin .* is not a finite number"):
+        parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, "preference")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "reason"),
+    [
+        ("prompt", {"prompt": "  "}, "prompt is empty"),
+        ("prompt", {"prompt": 7}, "string or a list of messages, not int"),
+        ("prompt", {"prompt": []}, "not list"),
+        ("prompt", {"prompt": [user("a"), assistant("b")]}, "ends with an assistant message"),
+        ("prompt", {"prompt": [{"role": "narrator", "content": "x"}]}, "role 'narrator'"),
+        ("prompt", {"prompt": [{"role": "user"}]}, r"prompt\[0\] must be"),
+        ("prompt", {"prompt": [{"role": "user", "content": None}]}, "type null"),
+        ("sft", {"prompt": "a", "response": ""}, "response is empty"),
+        ("sft", {"messages": [user("a"), assistant("b"), user("c")]}, "last message is of role 'user'"),
+        ("sft", {"messages": [assistant("b")]}, "without anything before it"),
+        ("sft", {"messages": [user("a"), assistant(" ")]}, r"messages\[1\] \(assistant\) is empty"),
+        ("sft", {"text": " "}, "text must be"),
+        ("preference", {"prompt": "x", "chosen": TURN, "rejected": "c"}, "not begin with the prompt"),
+        ("preference", {"prompt": "a", "chosen": TURN[::-1], "rejected": "c"}, "exactly one assistant"),
+        ("preference", {"chosen": TURN, "rejected": [user("z"), assistant("c")]}, "prompt is empty"),
+    ],
+)
+def test_bad_rows_say_why(kind, row, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        parse_record(row, kind)
+    assert not isinstance(caught.value, MissingColumn)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [("prompt", {"text": "a"}), ("sft", {"prompt": "a"}), ("preference", {"prompt": "a", "chosen": "b"})],
+)
+def test_missing_columns_are_told_apart_and_named(kind, row):
+    with pytest.raises(MissingColumn, match=f"a {kind} row needs .*; it has {', '.join(row)}"):
+        parse_record(row, kind)
+
+
+def test_pair_of_strings_without_prompt_lacks_a_column():
+    with pytest.raises(MissingColumn, match="no prompt"):
+        parse_record({"chosen": "b", "rejected": "c"}, "preference")
+
+
+def test_rows_are_not_changed():
+    messages = [user("a"), assistant("b")]
+    parse_record({"messages": messages}, "prompt")
+    assert messages == [user("a"), assistant("b")]

@@ -1,0 +1,85 @@
+"""Step 1: supervised fine-tuning of a causal language model on the responses of conversations."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+
+from dschat import arguments, launch
+from dschat.command_line import parse
+from dschat.data.collators import collate_sft
+from dschat.deepspeed_config import DTYPES
+from dschat.engines import Metrics
+from dschat.fit import Batch, Objective, fit
+from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
+from dschat.models.weights import export_model
+from dschat.rlhf.losses import sft_loss
+from dschat.set_up import data_options, load_splits, one_model_problems
+
+GROUPS = (
+    arguments.ModelArguments,
+    arguments.SupervisedArguments,
+    arguments.DataArguments,
+    arguments.OptimizerArguments,
+    arguments.LoraArguments,
+    arguments.DeviceArguments,
+    arguments.RunArguments,
+)
+
+
+def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:
+    """Negative log-likelihood of the trained tokens, over the trained tokens of the whole step."""
+    logprobs = engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])  # [B, S]
+    loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
+    return loss, {}
+
+
+def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
+    nll = sums["loss"] / sums["count"]
+    return {"eval_loss": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": sums["count"]}
+
+
+def main() -> None:
+    # Set up
+    groups = parse(
+        GROUPS, description=__doc__,
+        check=lambda model, _, data, *rest: one_model_problems("sft", model, data, rest[-1]),
+    )  # fmt: skip
+    model, supervised, data, optimizer, lora, devices, run = groups
+    launch.join(seed=run.seed)
+    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    options = data_options(data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt)
+    splits = load_splits("sft", tokenizer, options)
+    objective = Objective(
+        collate=partial(collate_sft, pad_token_id=tokenizer.pad_token_id),
+        count=lambda batch: batch["loss_mask"].sum(),
+        loss_of=loss_of,
+        evaluation=evaluation,
+    )
+
+    def load(config: dict[str, Any]) -> TokenLogprobs:
+        network = load_causal_lm(
+            model.model_name_or_path,
+            dtype=DTYPES[devices.dtype],
+            tokenizer=tokenizer,
+            dropout=model.dropout,
+            gradient_checkpointing=devices.gradient_checkpointing,
+            deepspeed_config=config,
+        )
+        return TokenLogprobs(network)
+
+    # Fit and evaluate
+    engine = fit(
+        "step1_supervised_finetuning", splits, objective, load=load, groups=groups,
+        model=model, optimizer=optimizer, lora=lora, devices=devices, run=run,
+    )  # fmt: skip
+
+    # Export
+    export_model(engine.module.model, run.output_dir, tokenizer)
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,89 @@
+"""Step 2: a reward model, trained on pairs of a chosen and a rejected response."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+
+from dschat import arguments, launch
+from dschat.command_line import parse
+from dschat.data.collators import collate_preferences
+from dschat.deepspeed_config import DTYPES
+from dschat.engines import Metrics
+from dschat.fit import Batch, Objective, fit
+from dschat.models.causal_lm import load_tokenizer
+from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
+from dschat.models.weights import export_model
+from dschat.rlhf.losses import pairwise_loss
+from dschat.set_up import data_options, load_splits, one_model_problems
+
+GROUPS = (
+    arguments.ModelArguments,
+    arguments.RewardModelArguments,
+    arguments.DataArguments,
+    arguments.OptimizerArguments,
+    arguments.LoraArguments,
+    arguments.DeviceArguments,
+    arguments.RunArguments,
+)
+
+
+def pairwise(
+    engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, centering_coef: float
+) -> tuple[torch.Tensor, Metrics]:
+    """Bradley–Terry loss over the pairs of the whole step, chosen and rejected in one forward pass."""
+    scores = engine(batch["input_ids"], batch["attention_mask"])  # [2B, S]
+    chosen, rejected = last_token_scores(scores, batch["attention_mask"]).chunk(2)  # [B], [B]
+    real = batch["pair_mask"]
+    return pairwise_loss(
+        chosen[real], rejected[real], margin=batch["margin"][real], centering_coef=centering_coef, normalizer=pairs
+    )
+
+
+def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
+    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+    return {"eval_loss": means.pop("loss"), **means, "pairs": sums["count"]}
+
+
+def main() -> None:
+    # Set up
+    groups = parse(
+        GROUPS, description=__doc__,
+        check=lambda model, _, data, *rest: one_model_problems("preference", model, data, rest[-1]),
+    )  # fmt: skip
+    model, reward, data, optimizer, lora, devices, run = groups
+    launch.join(seed=run.seed)
+    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    splits = load_splits("preference", tokenizer, data_options(data, run, max_tokens=model.max_seq_len))
+    objective = Objective(
+        collate=partial(collate_preferences, pad_token_id=tokenizer.pad_token_id),
+        count=lambda batch: batch["pair_mask"].sum(),
+        loss_of=partial(pairwise, centering_coef=reward.centering_coef),
+        evaluation=evaluation,
+    )
+
+    def load(config: dict[str, Any]) -> TokenScores:
+        network = load_scalar_head(
+            model.model_name_or_path,
+            dtype=DTYPES[devices.dtype],
+            tokenizer=tokenizer,
+            dropout=model.dropout,
+            gradient_checkpointing=devices.gradient_checkpointing,
+            deepspeed_config=config,
+        )
+        return TokenScores(network)
+
+    # Fit and evaluate
+    engine = fit(
+        "step2_reward_model_finetuning", splits, objective, load=load, groups=groups,
+        model=model, optimizer=optimizer, lora=lora, devices=devices, run=run,
+    )  # fmt: skip
+
+    # Export
+    export_model(engine.module.model, run.output_dir, tokenizer)
+
+
+if __name__ == "__main__":
+    launch.run(main)

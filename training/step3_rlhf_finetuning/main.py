@@ -1,0 +1,141 @@
+"""Step 3: PPO of an actor against a reward model, with a KL penalty towards the reference model."""
+
+from pathlib import Path
+
+from dschat import arguments, checkpoint, launch
+from dschat.command_line import parse
+from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.collators import collate_prompts
+from dschat.models.causal_lm import load_tokenizer
+from dschat.models.weights import export_model
+from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
+from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rewards import load_judge
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
+from dschat.set_up import data_options, load_splits, open_log, rlhf_problems
+
+GROUPS = (
+    arguments.RLHFModelArguments,
+    arguments.RolloutArguments,
+    arguments.PPOArguments,
+    arguments.DataArguments,
+    arguments.OptimizerArguments,
+    arguments.LoraArguments,
+    arguments.DeviceArguments,
+    arguments.RunArguments,
+)
+
+
+def main() -> None:
+    # Set up
+    groups = parse(GROUPS, description=__doc__, check=rlhf_problems)
+    models, rollouts, ppo, data, optimizer, lora, devices, run = groups
+    device = launch.join(seed=run.seed)
+    tokenizer = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
+    reward_tokenizer = load_tokenizer(models.reward_model_name_or_path or models.critic_model_name_or_path)
+    options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
+    prompts = load_splits("prompt", tokenizer, options)
+
+    rows_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
+    minibatch_size = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
+    updates_per_iteration = ppo.ppo_epochs * rows_per_rank // minibatch_size
+    batches = GlobalBatches(
+        prompts.train["length"],
+        global_batch_size=rows_per_rank * launch.world_size(),
+        seed=run.seed,
+        group_by_length=False,
+    )
+    iterations = run.max_steps or run.num_train_epochs * len(batches)
+
+    engine = DeepSpeedRLHFEngine(
+        tokenizer, reward_tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices,
+        total_steps=iterations * updates_per_iteration,
+    )  # fmt: skip
+    trainer = DeepSpeedPPOTrainer(
+        engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=load_judge(rollouts.judge) if rollouts.judge else None
+    )
+    dataset = MiniDataset(
+        generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
+        rank=launch.rank(), world_size=launch.world_size(), seed=run.seed, whiten_advantages=ppo.whiten_advantages,
+    )  # fmt: skip
+    unsupervised = None
+    if ppo.unsupervised_dataset_name:
+        texts = load_splits(
+            "sft", tokenizer, text_options(options, ppo.unsupervised_dataset_name, rollouts.max_answer_seq_len)
+        )
+        unsupervised = UnsupervisedBatches(
+            texts.train, micro_batch_size=ppo.per_device_training_batch_size, minibatch_size=minibatch_size,
+            seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
+        )  # fmt: skip
+
+    resumed = checkpoint.find(run.output_dir, run.resume)
+    first = checkpoint.load(resumed, engines=engine.trained)["iteration"] if resumed else 0
+    if resumed:
+        engine.load_ema(resumed)
+    log = open_log("step3_rlhf_finetuning", groups, run, total_steps=iterations, finished_steps=first)
+
+    def look(iteration: int) -> None:
+        metrics, samples = evaluate(
+            trainer, prompts.eval, batch_size=rollouts.per_device_generation_batch_size, max_batches=run.eval_iters
+        )
+        if metrics:
+            log.metrics(iteration, metrics, phase="eval")
+            log.samples(iteration, samples, phase="eval")
+
+    # Fit
+    if first == 0:
+        look(0)
+    update = first * updates_per_iteration
+    for iteration in range(first, iterations):
+        epoch, position = divmod(iteration, len(batches))
+        share = rank_share(
+            batches.epoch(epoch)[position], rank=launch.rank(), world_size=launch.world_size(),
+            micro_batch_size=rollouts.per_device_generation_batch_size,
+        )  # fmt: skip
+        sums, samples, minibatches = [], [], None
+        for rows in share:
+            experience = trainer.generate_experience(
+                collate_prompts([prompts.train[row] for row in rows]), iteration=iteration
+            )
+            sums.append(experience_sums(experience, trainer.samples))
+            samples += trainer.samples
+            minibatches = dataset.add(experience, iteration=iteration)
+        updates = []
+        for minibatch in minibatches:
+            updates.append(trainer.train_rlhf(minibatch, unsupervised.of_update(update) if unsupervised else None))
+            update += 1
+
+        # Evaluate
+        done = iteration + 1
+        metrics = experience_metrics(sums) | mean_of(updates) | trainer.take_seconds()
+        tokens = metrics["response_length"] * batches.global_batch_size
+        log.metrics(done, metrics | {"tokens_per_second": tokens / metrics["seconds_rollout"]})
+        log.samples(done, samples)
+        if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
+            for sample in samples[:3]:
+                log.say(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
+        if done == iterations or (run.eval_interval and done % run.eval_interval == 0):
+            look(done)
+        if run.save_interval and done % run.save_interval == 0:
+            checkpoint.save(
+                run.output_dir, done, engines=engine.trained, state={"iteration": done}, keep=run.keep_checkpoints,
+                also=engine.save_ema,
+            )  # fmt: skip
+
+    # Export
+    export_model(engine.actor.engine.module.model, run.output_dir, tokenizer)
+    export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
+    if engine.actor_ema is not None:
+        export_model(engine.actor_ema.module.model, Path(run.output_dir, "actor_ema"), tokenizer)
+    log.say(f"the actor is in {run.output_dir}")
+    log.close()
+
+
+def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+
+
+if __name__ == "__main__":
+    launch.run(main)
