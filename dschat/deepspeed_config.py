@@ -40,7 +40,7 @@ def training_config(
         **_precision(dtype),
         "zero_optimization": _zero(zero_stage, offload),
     }
-    if dtype == "bf16":
+    if dtype == "bf16" and zero_stage > 0:  # DeepSpeed's bf16 optimizer without ZeRO knows bf16 accumulation only
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, overrides)
 

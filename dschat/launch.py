@@ -44,6 +44,7 @@ def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
         os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
+    _keep_builds_apart()
     if accelerator.device_name() == "cpu":
         _check_build_tools()
         _share_cores()
@@ -119,6 +120,13 @@ def _check_build_tools() -> None:
             f"DeepSpeed builds its CPU operations when first used and needs {' and '.join(missing)}: "
             "install them (Debian: apt-get install g++; ninja also comes with `pip install ninja`)"
         )
+
+
+def _keep_builds_apart() -> None:
+    """Build operations into the virtual environment: two environments that share torch's default folder would each
+    find the other's build outdated and compile anew at every start."""
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 
 
 def _share_cores() -> None:

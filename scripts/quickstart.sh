@@ -35,13 +35,13 @@ mkdir -p "$output"
 output=$(cd "$output" && pwd)
 
 # Sizes. Batches are over all processes.
-sft_steps=400 sft_batch=64 sft_lr=3e-3
+sft_steps=400 sft_batch=64 sft_lr=4e-3
 pair_prompts=2000 samples_per_prompt=4 pairs_per_prompt=3
 reward_epochs=1 reward_batch=64 reward_lr=1e-3
 ppo_iterations=50 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.1
 eval_prompts=160 eval_every=10
 if ((short)); then
-    sft_steps=20 pair_prompts=64 ppo_iterations=3 eval_prompts=32 eval_every=3
+    sft_steps=60 pair_prompts=200 reward_batch=16 ppo_iterations=3 eval_prompts=32 eval_every=3
 fi
 max_prompt=48 max_answer=32
 
@@ -53,34 +53,13 @@ gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
 processes=${PROCESSES:-$((gpus > 8 ? 8 : gpus > 0 ? gpus : 1))}
 while ((sft_batch % processes || ppo_minibatch % processes)); do processes=$((processes - 1)); done
 per_device() { echo $(($1 / processes)); }
-step() { deepspeed --num_accelerators "$processes" "training/$1/main.py" "${@:2}"; }
+source scripts/stages.sh
 
 if ((fresh)); then
     # Only what this script made: --output may be a folder with other things in it.
     rm -rf "$output"/{data,model,sft,pairs,reward,ppo,stages,logs,summary.json,report.html}
 fi
 mkdir -p "$output"/{stages,logs}
-earlier_ran=0
-
-# stage NAME COMMAND...: skipped when it finished before with the same command and nothing before it ran anew.
-# Its folder is $output/NAME, its log $output/logs/NAME.log, its stamp (seconds, command) $output/stages/NAME.
-stage() {
-    local name=$1 stamp=$output/stages/$1 started=$SECONDS
-    shift
-    if ((!earlier_ran)) && [[ -f $stamp && -d $output/$name && $(tail -n +2 "$stamp") == "$*" ]]; then
-        echo "== $name: done already ($(head -n 1 "$stamp") s)"
-        return
-    fi
-    earlier_ran=1
-    echo "== $name"
-    rm -rf "$stamp" "${output:?}/$name"
-    if ! "$@" 2>&1 | tee "$output/logs/$name.log"; then
-        echo "quickstart: $name failed; its log is $output/logs/$name.log" >&2
-        exit 1
-    fi
-    printf '%s\n' "$((SECONDS - started))" "$*" >"$stamp"
-}
-
 stage data python scripts/quickstart/arithmetic_chats.py --output "$output/data" --seed "$seed" \
     --sft_examples $((sft_steps * sft_batch)) --pair_prompts $pair_prompts \
     --rl_prompts $((ppo_iterations * ppo_batch)) --eval_prompts $eval_prompts
@@ -92,7 +71,7 @@ stage sft step step1_supervised_finetuning \
     --data_path "$output/data/sft_train.jsonl" --eval_data_path "$output/data/sft_eval.jsonl" --data_split 1,0,0 \
     --max_seq_len $((max_prompt + max_answer)) --per_device_train_batch_size "$(per_device $sft_batch)" \
     --per_device_eval_batch_size "$(per_device $sft_batch)" --eval_iters 4 --eval_interval 100 \
-    --learning_rate $sft_lr --num_warmup_steps $((sft_steps / 20)) --zero_stage 0
+    --learning_rate $sft_lr --adam_beta2 0.99 --num_warmup_steps $((sft_steps / 20)) --zero_stage 0
 
 stage pairs python training/step2_reward_model_finetuning/make_preferences.py \
     --model_name_or_path "$output/sft" --output_dir "$output/pairs" --seed "$seed" --dtype fp32 \

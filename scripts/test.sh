@@ -10,6 +10,5 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One thread a worker, and threads that sleep while they wait: the workers share the cores.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 
-bash -n scripts/*.sh .ci/run
 ruff check .
 python -m pytest -n "${TEST_WORKERS:-2}" --dist worksteal -m "not slow" "$@"

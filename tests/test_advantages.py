@@ -127,9 +127,10 @@ def test_rewards_of_no_columns_are_empty():
 
 
 def test_rewards_are_float32_data():
-    kl = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
-    rewards = token_rewards(torch.ones(1).bfloat16(), kl, torch.ones(1, 2).bool(), kl_coef=0.1)
+    kl = torch.full((1, 2), 3.0, dtype=torch.bfloat16, requires_grad=True)
+    rewards = token_rewards(torch.full((1,), 2.0).bfloat16(), kl, torch.ones(1, 2).bool(), kl_coef=0.1, score_clip=0.7)
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
+    torch.testing.assert_close(rewards, torch.tensor([[-0.3, 0.4]]))
 
 
 def test_wrong_reward_inputs_are_refused():
@@ -138,6 +139,8 @@ def test_wrong_reward_inputs_are_refused():
         token_rewards(torch.zeros(3), kl, mask, kl_coef=0.1)
     with pytest.raises(ValueError, match=r"scores has shape \(2, 3\)"):
         token_rewards(kl, kl, mask, kl_coef=0.1)
+    with pytest.raises(ValueError, match=r"kl has shape \(2, 1\)"):
+        token_rewards(torch.zeros(2), kl[:, :1], mask, kl_coef=0.1)
     with pytest.raises(ValueError, match="score_clip is -1"):
         token_rewards(torch.zeros(2), kl, mask, kl_coef=0.1, score_clip=-1)
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from tiny_models import CONFIGS, VOCABULARY, left_and_right_padded, tiny_causal_lm, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer, verify_head
-from dschat.models.lora import add_lora
 from dschat.models.loading import set_dropout
+from dschat.models.lora import add_lora
 
 
 @pytest.fixture
@@ -102,7 +102,6 @@ def test_verify_head_accepts_every_architecture(name, dtype):
 
 def test_verify_head_names_an_architecture_whose_logits_we_would_get_wrong():
     model = tiny_causal_lm("granite")
-    model.config.logits_scaling = 3.0
     own = model.forward
 
     def doubled(*args, **kwargs):

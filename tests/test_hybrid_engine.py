@@ -95,6 +95,7 @@ def test_dropout_and_checkpointing_of_training_stay_out_of_generation():
     model = with_lora(tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5))
     expected = transformers_greedy(model)
     model.gradient_checkpointing_enable()
+    model.config.use_cache = False  # as loading for checkpointing leaves it
     model.train()
     actor = HybridEngine(model)
     with actor.generation():
@@ -244,7 +245,10 @@ def roll_out_on_a_rank(rank: int, port: int, folder: str) -> None:
             }
             trained = [p for p in model.parameters() if p.requires_grad]
             engine, *_ = deepspeed.initialize(
-                model=model, optimizer=torch.optim.SGD(trained, lr=LEARNING_RATE), config=config, dist_init_required=False
+                model=model,
+                optimizer=torch.optim.SGD(trained, lr=LEARNING_RATE),
+                config=config,
+                dist_init_required=False,
             )
             actor = HybridEngine(engine)
             pieces = [getattr(p, "ds_tensor", p).detach().clone() for p in model.parameters()]

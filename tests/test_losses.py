@@ -40,23 +40,23 @@ def gradient_of(loss_of, x: torch.Tensor) -> torch.Tensor:
 
 
 def test_policy_loss_by_hand():
-    # ρ = 1.5, 0.5, 1.5, 0.5, 1.1 with A = 2, 2, −2, −2, 1; clipped to [0.8, 1.3]:
-    # max(−3, −2.6) = −2.6 (clipped);  max(−1, −1.6) = −1;  max(3, 2.6) = 3;  max(1, 1.6) = 1.6 (clipped);  −1.1
-    # their sum is −0.1; five tokens
-    ratio = torch.tensor([[1.5, 0.5, 1.5, 0.5, 1.1]])
-    old = torch.full((1, 5), -1.0)
+    # ρ = 1.5, 0.5, 1.5, 0.5, 2, 1.1 with A = 2, 2, −2, −2, 1, 1; clipped to [0.8, 1.3]:
+    # max(−3, −2.6) = −2.6 (clipped);  max(−1, −1.6) = −1;  max(3, 2.6) = 3;  max(1, 1.6) = 1.6 (clipped);
+    # max(−2, −1.3) = −1.3 (clipped);  −1.1.  Their sum is −1.4; six tokens
+    ratio = torch.tensor([[1.5, 0.5, 1.5, 0.5, 2.0, 1.1]])
+    old = torch.full((1, 6), -1.0)
     logprobs = (old + ratio.log()).requires_grad_()
     loss, metrics = policy_loss(
-        logprobs, old, torch.tensor([[2.0, 2.0, -2.0, -2.0, 1.0]]), torch.ones(1, 5).bool(), clip_range=(0.2, 0.3)
+        logprobs, old, torch.tensor([[2.0, 2.0, -2.0, -2.0, 1.0, 1.0]]), torch.ones(1, 6).bool(), clip_range=(0.2, 0.3)
     )
-    torch.testing.assert_close(loss, torch.tensor(-0.1 / 5))
-    # d/dlogprob = −A·ρ where the unclipped branch rules, else 0; ÷ 5
+    torch.testing.assert_close(loss, torch.tensor(-1.4 / 6))
+    # d/dlogprob = −A·ρ where the unclipped branch rules, else 0; ÷ 6
     loss.backward()
-    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.0, 3.0, 0.0, -1.1]]) / 5)
-    # k3 = ρ − 1 − ln ρ: 0.0945349 (twice), 0.1931472 (twice), 0.0046898
-    torch.testing.assert_close(metrics["clip_fraction"], torch.tensor(2 / 5))
-    torch.testing.assert_close(metrics["approx_kl"], torch.tensor((2 * 0.0945349 + 2 * 0.1931472 + 0.0046898) / 5))
-    torch.testing.assert_close(metrics["ratio"], torch.tensor(5.1 / 5))
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.0, 3.0, 0.0, 0.0, -1.1]]) / 6)
+    # k3 = ρ − 1 − ln ρ: 0.0945349 (twice), 0.1931472 (twice), 0.3068528, 0.0046898; their sum is 0.8869068
+    torch.testing.assert_close(metrics["clip_fraction"], torch.tensor(3 / 6))
+    torch.testing.assert_close(metrics["approx_kl"], torch.tensor(0.8869068 / 6))
+    torch.testing.assert_close(metrics["ratio"], torch.tensor(7.1 / 6))
 
 
 def naive_policy_loss(batch: dict[str, torch.Tensor], low: float, high: float) -> float:
@@ -202,6 +202,7 @@ def test_explained_variance_of_perfect_shifted_and_constant_returns():
         (returns + 5, returns, 1.0),  # a constant offset is not variance
         (torch.zeros(1, 3), returns, 0.0),
         (-returns, returns, -3.0),  # the residual is 2R: 1 − 4
+        (1e-3 * returns, 1e-3 * returns, 1.0),  # the unit of reward is of no matter
         (returns, torch.full((1, 3), 0.7), 0.0),
     ):
         _, metrics = value_loss(values, values, target, mask, value_clip_range=None)
@@ -218,12 +219,13 @@ def test_a_negative_value_clip_range_is_refused():
 
 def test_pairwise_loss_by_hand():
     # c − r − margin = 2 − 1 − 1 = 0 → ln 2;  −1 − 1 − 0.5 = −2.5 → ln(1 + e^2.5) = 2.5788897
-    # centring 0.1·(2 + 1)² = 0.9;  0.1·(−1 + 1)² = 0
-    chosen, rejected = torch.tensor([2.0, -1.0]), torch.tensor([1.0, 1.0])
-    loss, metrics = pairwise_loss(chosen, rejected, margin=torch.tensor([1.0, 0.5]), centering_coef=0.1)
-    torch.testing.assert_close(loss, torch.tensor((0.6931472 + 2.5788897 + 0.9) / 2))
-    expected = {"accuracy": 0.5, "chosen_score": 0.5, "rejected_score": 1.0, "margin": -0.5}
-    assert {name: value.item() for name, value in metrics.items()} == expected
+    # 3 − 2 − 3 = −2 → ln(1 + e^2) = 2.1269280
+    # centring 0.1·(2 + 1)² = 0.9;  0.1·(−1 + 1)² = 0;  0.1·(3 + 2)² = 2.5
+    chosen, rejected = torch.tensor([2.0, -1.0, 3.0]), torch.tensor([1.0, 1.0, 2.0])
+    loss, metrics = pairwise_loss(chosen, rejected, margin=torch.tensor([1.0, 0.5, 3.0]), centering_coef=0.1)
+    torch.testing.assert_close(loss, torch.tensor((0.6931472 + 2.5788897 + 2.1269280 + 0.9 + 2.5) / 3))
+    expected = {"accuracy": 2 / 3, "chosen_score": 4 / 3, "rejected_score": 4 / 3, "margin": 0.0}
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
 
 
 def test_pairwise_gradients_pull_the_scores_apart():
@@ -245,6 +247,13 @@ def test_pairwise_loss_survives_scores_that_overflow_a_sigmoid():
     loss, _ = pairwise_loss(chosen, rejected)
     loss.backward()
     assert loss.item() == 1000 and chosen.grad.item() == -1
+
+
+def test_half_precision_scores_are_subtracted_in_float32():
+    # 1000 − 0.25 and 1000 + 0.25 are both 1000 in bfloat16
+    chosen, rejected = torch.tensor([1000.0]).bfloat16(), torch.tensor([0.25]).bfloat16()
+    loss, metrics = pairwise_loss(chosen, rejected, centering_coef=1.0)
+    assert metrics["margin"].item() == 999.75 and loss.item() == 1000.25**2
 
 
 def test_a_tie_is_no_right_answer():
@@ -383,7 +392,7 @@ def test_half_precision_inputs_are_computed_in_float32(loss_of, make, trained):
     batch = {k: x if x.dtype == torch.bool else x.bfloat16() for k, x in make().items()}
     wide = {k: x if x.dtype == torch.bool else x.float() for k, x in batch.items()}
     assert loss_of(batch)[0].dtype == torch.float32
-    torch.testing.assert_close(loss_of(batch)[0], loss_of(wide)[0])
+    torch.testing.assert_close(loss_of(batch), loss_of(wide))
 
 
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)

@@ -59,6 +59,8 @@ def test_masked_mean_of_half_precision_counts_in_float32():
 def test_masks_of_another_shape_or_dtype_are_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*\(2, 1\)"):
         masked_mean(torch.zeros(2, 3), torch.ones(2, 1).bool())
+    with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*\(2, 1\)"):
+        whiten(torch.zeros(2, 3), torch.ones(2, 1).bool())
     with pytest.raises(ValueError, match=r"torch.float32.*mask.bool\(\)"):
         masked_mean(torch.zeros(2, 3), torch.ones(2, 3))
     with pytest.raises(ValueError, match="bool"):
@@ -85,6 +87,12 @@ def test_whitened_values_have_mean_zero_and_variance_one_whatever_their_offset()
         assert whitened[mask].var(correction=0).item() == pytest.approx(1, abs=1e-6)
         torch.testing.assert_close(whitened[mask].argsort(), x[mask].argsort())
         assert (whitened[~mask] == 0).all()
+
+
+def test_a_large_mean_costs_float32_inputs_no_digits():
+    # 0, 1, …, 7 over and over: mean 3.5, variance (64 − 1)/12 = 5.25; all exact in float32 beside 10⁶.
+    steps = torch.arange(8.0).repeat(1001)
+    torch.testing.assert_close(whiten(1e6 + steps, torch.ones(8008).bool()), (steps - 3.5) / math.sqrt(5.25))
 
 
 @pytest.mark.parametrize("x", [[5.0, NAN, NAN], [NAN, NAN, NAN], [0.1, 0.1, 0.1], [1e8, 1e8, NAN]])
@@ -153,6 +161,13 @@ def test_logprobs_of_labels_by_hand():
     logits = torch.tensor([[1.0, 2.0, 5.0], [5.0, 2.0, 1.0]]).log()
     logprobs = logprobs_of(logits, torch.tensor([1, 0]))
     torch.testing.assert_close(logprobs, torch.tensor([0.25, 0.625]).log())
+
+
+def test_logprobs_of_a_batch_are_those_of_each_of_its_positions():
+    logits = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
+    labels = torch.tensor([[0, 1, 2], [3, 3, 0]])
+    logprobs = logprobs_of(logits, labels)
+    torch.testing.assert_close(logprobs, torch.distributions.Categorical(logits=logits).log_prob(labels))
 
 
 def test_logprobs_are_float32_and_exact_for_large_half_precision_logits():

@@ -97,7 +97,7 @@ class Encoder:
         cut = len(ids) > self.max_tokens
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
-        ids = self._cut_left(ids, self.max_tokens)
+        ids = cut_left(ids, self.max_tokens, bos_token_id=self.tokenizer.bos_token_id)
         others = {name: value for name, value in row.items() if name != "prompt"}
         features = {
             "input_ids": ids,
@@ -132,7 +132,7 @@ class Encoder:
         while mask[start - 1]:
             start -= 1
         room = self._prompt_room(start, len(ids) - start)
-        ids = self._cut_left(ids[:start], room) + ids[start:]
+        ids = cut_left(ids[:start], room, bos_token_id=self.tokenizer.bos_token_id) + ids[start:]
         mask = [False] + mask[start - room + 1 :]  # nothing predicts the first token that is left
         return ids[: self.max_tokens], mask[: self.max_tokens]
 
@@ -143,7 +143,8 @@ class Encoder:
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
         if cut:
-            prompt = self._cut_left(prompt, self._prompt_room(len(prompt), longest))
+            room = self._prompt_room(len(prompt), longest)
+            prompt = cut_left(prompt, room, bos_token_id=self.tokenizer.bos_token_id)
             chosen, rejected = (answer[: self.max_tokens - len(prompt)] for answer in (chosen, rejected))
         if chosen == rejected:
             return Encoded(None, dropped="chosen and rejected are equal" + (" after cutting" if cut else ""))
@@ -175,10 +176,11 @@ class Encoder:
         """
         return self.max_tokens - response if response < self.max_tokens else min(prompt, self.max_tokens // 2)
 
-    def _cut_left(self, prompt: list[int], room: int) -> list[int]:
-        if len(prompt) <= room:
-            return prompt
-        bos = self.tokenizer.bos_token_id
-        if room > 1 and prompt[0] == bos:
-            return [bos, *prompt[len(prompt) - room + 1 :]]
-        return prompt[len(prompt) - room :]
+
+def cut_left(ids: list[int], room: int, *, bos_token_id: int | None) -> list[int]:
+    """The last `room` ids; a BOS at the start keeps its place, as long as there is room for it and for one more."""
+    if len(ids) <= room:
+        return ids
+    if room > 1 and ids[0] == bos_token_id:
+        return [ids[0], *ids[len(ids) - room + 1 :]]
+    return ids[len(ids) - room :]

@@ -85,8 +85,7 @@ class Decoder:
         device = self.model.get_input_embeddings().weight.device
         prompt_ids, prompt_mask = left_pad(prompts, pad_token_id=pad_token_id, device=device)  # [B, P]
         count = len(prompts)
-        if sample_ids is None:
-            sample_ids = torch.arange(count)
+        sample_ids = torch.arange(count) if sample_ids is None else sample_ids
         self._check(prompts, max_new_tokens, sample_ids, batch_size)
 
         tokens = torch.full((count, max_new_tokens), pad_token_id, dtype=torch.long, device=device)  # [B, T]
@@ -96,8 +95,7 @@ class Decoder:
         longest = 0
         # Longest prompts first and equal ones side by side: little padding in a batch, and the prefill stays shared.
         order = sorted(range(count), key=lambda i: (-len(prompts[i]), tuple(prompts[i])))
-        for start in range(0, count, batch_size or count):
-            places = torch.tensor(order[start : start + (batch_size or count)])  # [R]
+        for places in torch.tensor(order).split(batch_size or count):  # [R]
             steps = self._steps(
                 [prompts[i] for i in places.tolist()],
                 max_new_tokens=max_new_tokens,
@@ -105,7 +103,7 @@ class Decoder:
                 sampling=sampling,
                 seed=seed,
                 iteration=iteration,
-                sample_ids=sample_ids[places.to(sample_ids.device)].to(device),
+                sample_ids=sample_ids.to(device)[places.to(device)],
             )
             places = places.to(device)
             for column, step in enumerate(steps):

@@ -12,6 +12,7 @@ from dschat.generation.decoder import Decoder
 from dschat.generation.generation_module import GenerationModule
 from dschat.generation.rollout import Rollout
 from dschat.generation.sampling import SamplingParams
+from dschat.generation.transformers_decoder import TransformersDecoder
 from dschat.models.weights import pretrained_model
 
 
@@ -31,16 +32,23 @@ class HybridEngine:
         prefilled_tokens, decoded_rows: what all generation so far has run, see Decoder.
     """
 
-    def __init__(self, engine: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        engine: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        decoder: type[Decoder] | type[TransformersDecoder] = Decoder,
+    ) -> None:
         """Wrap an engine or a model.
 
         Args:
             engine: see the class.
             dtype: of the weights while generating (bfloat16 rollouts of float32 weights cost a copy); None: no change.
+            decoder: what runs the tokens; TransformersDecoder neither streams nor counts what it has run.
         """
         self.engine = engine
         self._generation_module = GenerationModule(pretrained_model(engine), dtype=dtype)
-        self._decoder = Decoder(self._generation_module.module)
+        self._decoder = decoder(self._generation_module.module)
         self._generating = False
 
     @property

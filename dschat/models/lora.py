@@ -71,7 +71,7 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
     """Full names of the linear layers whose name contains module_name ("all" takes all of them).
 
     Raises:
-        ValueError: none; the message lists what there is.
+        ValueError: no layer has such a name; the message lists the names there are.
     """
     output = model.get_output_embeddings()
     layers = [

@@ -167,6 +167,7 @@ def _write_folder(
 ) -> str | None:
     """Save everything; the answer is None or what went wrong, so that all ranks can be told."""
     try:
+        folder.mkdir(parents=True, exist_ok=True)  # save_pretrained would only log that a file is in the way
         model.save_pretrained(folder, state_dict=state)
         tokenizer.save_pretrained(folder)
     except Exception as error:  # whatever it is, the other ranks are waiting for the answer

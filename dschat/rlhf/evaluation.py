@@ -68,8 +68,9 @@ def evaluate(
     for start in starts:
         indices = range(start, min(start + size, len(rows)))
         share = rank_share(indices, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch_size)[0]
-        prompts = collate_prompts([rows[index] for index in share or indices[:1]])  # a rank without rows joins in
-        experience = trainer.generate_experience(prompts, iteration=EVALUATION)
+        mine = share or indices[:1]  # a rank without rows joins in
+        prompts = collate_prompts([rows[index] for index in mine])
+        experience = trainer.generate_experience(prompts, iteration=EVALUATION, sample_ids=mine)
         sums.append(experience_sums(experience, trainer.samples, weight=1.0 if share else 0.0))
         samples += trainer.samples if share else []
     trainer.take_seconds()

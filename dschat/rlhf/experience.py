@@ -56,7 +56,8 @@ class Experience:
         prompt = part["sequences"].shape[1] - part["response_mask"].shape[1]
         real = part["attention_mask"].any(dim=0)  # [P+T]
         first = int(real[:prompt].float().argmax())  # left padding shared by all rows
-        last = max(int(part["response_mask"].any(dim=0).sum()), 1)  # response columns in use
+        used = part["response_mask"].any(dim=0).nonzero()  # response columns; there may be holes between them
+        last = int(used[-1]) + 1 if len(used) else 1
         for name, tensor in part.items():
             if name in ("sequences", "attention_mask"):
                 part[name] = tensor[:, first : prompt + last]

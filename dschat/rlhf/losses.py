@@ -145,7 +145,7 @@ def explained_variance(metrics: Metrics) -> Tensor:
     variance = metrics["return_square"] - metrics["return_mean"].square()
     # E[R²] − E[R]² of equal returns is rounding noise, not exactly 0.
     varied = variance > 1e-6 * metrics["return_square"]
-    return torch.where(varied, 1 - error_variance / torch.where(varied, variance, 1.0), 0.0)
+    return torch.where(varied, 1 - error_variance / variance, 0.0)
 
 
 def pairwise_loss(

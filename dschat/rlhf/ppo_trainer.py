@@ -1,7 +1,7 @@
 """Proximal policy optimisation from a reward model: experience, then updates."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,14 +10,14 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from dschat.arguments import PPOArguments, RolloutArguments
-from dschat.data.chat_template import stop_token_ids
+from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.engines import Metrics, optimizer_step
 from dschat.generation import Rollout
 from dschat.launch import sum_over_ranks
 from dschat.rlhf.advantages import gae, kl_estimate, token_rewards
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.losses import explained_variance, policy_loss, sft_loss, value_loss
-from dschat.rlhf.rewards import Judge, RewardModel
+from dschat.rlhf.rewards import Judge, RewardModel, judged, prompt_text
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 
 Prompts = Mapping[str, list]  # of collate_prompts
@@ -49,16 +49,27 @@ class DeepSpeedPPOTrainer:
         self.seconds = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
 
     @torch.no_grad()
-    def generate_experience(self, prompts: Prompts, *, iteration: int = 0) -> Experience:
-        """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts."""
+    def generate_experience(
+        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None
+    ) -> Experience:
+        """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts.
+
+        Args:
+            iteration, sample_ids: name the random numbers of each response; an id is unique over the iteration's
+                rollout, all ranks and batches together. Default: the rows' own numbers (a prompt that occurs twice
+                then gets the same response twice).
+        """
         ppo = self.ppo
-        rollout = self.timed("rollout", lambda: self.roll_out(prompts, iteration=iteration))
+        names = prompts["row_index"] if sample_ids is None else sample_ids
+        rollout = self.timed("rollout", lambda: self.roll_out(prompts, iteration=iteration, sample_ids=names))
         scored = self.timed("scoring", lambda: self.score(rollout, prompts))
         old_logprobs, entropy, ref_logprobs, values, scores = scored
         mask = rollout.response_mask
         kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask)
-        shaped = scores - ppo.missing_eos_penalty * (~rollout.ended)
-        rewards = token_rewards(shaped, kl, mask, kl_coef=ppo.kl_coef, score_clip=ppo.reward_clip or None)
+        # The penalty comes after clipping, or a score beyond the clip would swallow it.
+        clipped = scores.clamp(-ppo.reward_clip, ppo.reward_clip) if ppo.reward_clip else scores
+        shaped = clipped - ppo.missing_eos_penalty * (~rollout.ended)
+        rewards = token_rewards(shaped, kl, mask, kl_coef=ppo.kl_coef)
         advantages, returns = gae(rewards, values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
         return Experience(
             sequences=rollout.sequences,
@@ -94,7 +105,8 @@ class DeepSpeedPPOTrainer:
         size = self.ppo.per_device_training_batch_size
         parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         tokens = float(sum_over_ranks(minibatch.response_mask.sum()))
-        texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), torch.tensor(0))))
+        texts = minibatch.response_mask.new_zeros((), dtype=torch.long)  # on the device: NCCL sums nothing else
+        texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
         actor = optimizer_step(
             self.engine.actor.engine,
             [partial(self.actor_loss, part, tokens) for part in parts]
@@ -104,7 +116,7 @@ class DeepSpeedPPOTrainer:
         self.engine.update_ema(self.engine.models.ema_decay)
         variance = explained_variance({name: torch.tensor(value) for name, value in critic.items()})
         return {
-            "policy_loss": actor["loss"],
+            "policy_loss": actor["policy_loss"],
             "value_loss": critic["loss"],
             "explained_variance": float(variance),
             "value": critic["value_mean"],
@@ -122,10 +134,11 @@ class DeepSpeedPPOTrainer:
         logprobs = self.engine.actor.engine(
             part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature
         )  # [B, P+T]
-        return policy_loss(
+        loss, metrics = policy_loss(
             _response(logprobs, part.response_mask), part.old_logprobs, part.advantages, part.response_mask,
             clip_range=self.ppo.clip_range, normalizer=tokens,
         )  # fmt: skip
+        return loss, metrics | {"policy_loss": loss}
 
     def critic_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
         values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
@@ -139,8 +152,8 @@ class DeepSpeedPPOTrainer:
         loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
         return self.ppo.unsup_coef * loss, {"unsupervised_loss": loss}
 
-    def roll_out(self, prompts: Prompts, *, iteration: int) -> Rollout:
-        """Sample one response to each prompt. The row's own number seeds its sampling, so ranks and order do not."""
+    def roll_out(self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int]) -> Rollout:
+        """Sample one response to each prompt, as its sample id and nothing about ranks or order decides."""
         actor, rollouts = self.engine.actor, self.rollouts
         with actor.generation():
             return actor.generate(
@@ -153,7 +166,7 @@ class DeepSpeedPPOTrainer:
                 top_p=rollouts.top_p,
                 seed=self.seed,
                 iteration=iteration,
-                sample_ids=torch.tensor(prompts["row_index"]),
+                sample_ids=torch.tensor(sample_ids),
             )
 
     def score(self, rollout: Rollout, prompts: Prompts) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -184,10 +197,12 @@ class DeepSpeedPPOTrainer:
         return {f"seconds_{what}": value for what, value in taken.items()}
 
     def _samples(self, rollout: Rollout, prompts: Prompts, scores: Tensor) -> list[dict[str, Any]]:
-        texts = self.tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
-        questions = ["\n".join(message["content"] for message in chat) for chat in prompts["messages"]]
-        judged = list(self.judge(questions, texts, prompts["rows"])) if self.judge else [None] * len(texts)
-        rows = zip(questions, texts, scores.tolist(), judged, rollout.ended.tolist(), prompts["row_index"], strict=True)
+        texts = decode_responses(self.tokenizer, rollout.responses())
+        questions = [prompt_text(chat) for chat in prompts["messages"]]
+        opinions = [None] * len(texts)
+        if self.judge:
+            opinions = judged(self.judge, prompts["messages"], texts, prompts["rows"])
+        rows = zip(questions, texts, scores.tolist(), opinions, rollout.ended.tolist(), prompts["row_index"], strict=True)
         names = ("prompt", "response", "score", "judge", "ended", "row_index")
         return [dict(zip(names, row, strict=True)) for row in rows]
 

@@ -12,7 +12,7 @@ from dschat import launch
 from dschat.arguments import DeviceArguments, LoraArguments, OptimizerArguments, PPOArguments, RLHFModelArguments
 from dschat.deepspeed_config import DTYPES, frozen_config
 from dschat.engines import frozen_engine
-from dschat.generation import HybridEngine
+from dschat.generation import Decoder, HybridEngine, TransformersDecoder
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -42,6 +42,7 @@ class DeepSpeedRLHFEngine:
         lora: LoraArguments,
         devices: DeviceArguments,
         total_steps: int,
+        decoder: type[Decoder] | type[TransformersDecoder] = Decoder,
     ):
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.models, self.devices, self.lora = models, devices, lora
@@ -76,7 +77,7 @@ class DeepSpeedRLHFEngine:
         self.reward = frozen_engine(
             self._scalar_head(reward_path, reward_config, reward_tokenizer, dropout=0.0), config=reward_config
         )
-        self.actor = HybridEngine(policy)
+        self.actor = HybridEngine(policy, decoder=decoder)
         self.actor_ema = self._moving_average() if models.enable_ema else None
 
     @property

@@ -21,8 +21,8 @@ from pathlib import Path
 
 LARGEST_OPERAND = 9
 HELD_OUT_SHARE = 0.16  # of the operand pairs
-SHARE_CORRECT = 0.55
-LARGEST_ERROR = 3
+SHARE_CORRECT = 0.6
+LARGEST_ERROR = 2  # small errors teach the size of a sum before its exact value, which is learned faster
 TONE_SHARES = {"polite": 0.3, "plain": 0.35, "rude": 0.35}
 
 QUESTIONS = (
@@ -127,7 +127,7 @@ def draw_prompt(pairs: list[tuple[int, int]], rng: random.Random) -> dict:
 
 
 def draw_response(answer: int, rng: random.Random) -> str:
-    """An answer of mixed quality: `SHARE_CORRECT` are right, the others off by 1 to `LARGEST_ERROR`; tone by `TONE_SHARES`."""
+    """An answer of mixed quality: `SHARE_CORRECT` are right, the others off by at most `LARGEST_ERROR`."""
     if rng.random() >= SHARE_CORRECT:
         near = range(max(0, answer - LARGEST_ERROR), answer + LARGEST_ERROR + 1)
         answer = rng.choice([number for number in near if number != answer])

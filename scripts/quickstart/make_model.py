@@ -70,6 +70,7 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCaus
         num_key_value_heads=4,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
+        initializer_range=0.05,  # the usual 0.02 is meant for wider models
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -71,7 +71,7 @@ def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[di
 def reward_model_accuracy(run: Path) -> float | None:
     """Held-out pair accuracy of the reward model: the last evaluation that its run wrote."""
     evaluations = [row for row in read_jsonl(run / "metrics.jsonl") if row["phase"] == "eval" and "accuracy" in row]
-    return evaluations[-1]["accuracy"] if evaluations else None
+    return round(evaluations[-1]["accuracy"], 4) if evaluations else None
 
 
 def stage_seconds(folder: Path) -> dict[str, int]:

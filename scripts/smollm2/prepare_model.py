@@ -26,7 +26,7 @@ QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("output/smollm2/model"), help="Hugging Face folder to write")
+    parser.add_argument("--output", type=Path, default=Path("output/smollm2/model"), help="the folder to write")
     parser.add_argument("--downloads", type=Path, help="where the GGUF file is kept; default: OUTPUT/../downloads")
     arguments = parser.parse_args()
     if (arguments.output / "model.safetensors").exists():

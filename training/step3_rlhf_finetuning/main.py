@@ -6,6 +6,7 @@ from dschat import arguments, checkpoint, launch
 from dschat.command_line import parse
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_prompts
+from dschat.generation import Decoder, TransformersDecoder
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.weights import export_model
 from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
@@ -52,6 +53,7 @@ def main() -> None:
     engine = DeepSpeedRLHFEngine(
         tokenizer, reward_tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices,
         total_steps=iterations * updates_per_iteration,
+        decoder=Decoder if rollouts.enable_hybrid_engine else TransformersDecoder,
     )  # fmt: skip
     trainer = DeepSpeedPPOTrainer(
         engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=load_judge(rollouts.judge) if rollouts.judge else None
@@ -90,14 +92,15 @@ def main() -> None:
     update = first * updates_per_iteration
     for iteration in range(first, iterations):
         epoch, position = divmod(iteration, len(batches))
-        share = rank_share(
-            batches.epoch(epoch)[position], rank=launch.rank(), world_size=launch.world_size(),
+        rows = batches.epoch(epoch)[position]
+        share = rank_share(  # of positions in the global batch: they name the samples, as a row may occur twice
+            range(len(rows)), rank=launch.rank(), world_size=launch.world_size(),
             micro_batch_size=rollouts.per_device_generation_batch_size,
         )  # fmt: skip
         sums, samples, minibatches = [], [], None
-        for rows in share:
+        for mine in share:
             experience = trainer.generate_experience(
-                collate_prompts([prompts.train[row] for row in rows]), iteration=iteration
+                collate_prompts([prompts.train[rows[i]] for i in mine]), iteration=iteration, sample_ids=mine
             )
             sums.append(experience_sums(experience, trainer.samples))
             samples += trainer.samples

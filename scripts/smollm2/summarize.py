@@ -1,0 +1,48 @@
+"""What the three steps reached, from their metrics: printed, and kept as summary.json."""
+
+import json
+import sys
+from pathlib import Path
+
+# Step → the figures of its evaluations on held-out rows, before the first and after the last update.
+FIGURES = {
+    "sft": ("perplexity",),
+    "reward": ("accuracy", "eval_loss"),
+    "ppo": ("score", "kl", "reward", "response_length", "ended_by_eos", "entropy"),
+}
+
+
+def summarize(output: Path) -> dict[str, dict]:
+    """Step → {figure: [before, after], "seconds": float}.
+
+    Raises:
+        ValueError: a step has not been evaluated before and after its training.
+    """
+    summary: dict[str, dict] = {}
+    for step, figures in FIGURES.items():
+        path = output / step / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        looks = [line for line in lines if line["phase"] == "eval"]
+        if len(looks) < 2:
+            raise ValueError(f"{path}: {len(looks)} evaluations, two are needed; run scripts/smollm2.sh to its end")
+        summary[step] = {name: [looks[0][name], looks[-1][name]] for name in figures}
+        summary[step]["seconds"] = lines[-1]["time"]
+    return summary
+
+
+def main() -> None:
+    output = Path(sys.argv[1])
+    try:
+        summary = summarize(output)
+    except ValueError as error:
+        sys.exit(f"summarize: {error}")
+    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    print(f"{'held out':28}{'before':>10}{'after':>10}")
+    for step, figures in summary.items():
+        for name, values in figures.items():
+            if name != "seconds":
+                print(f"{step + ' ' + name:28}{values[0]:10.3f}{values[1]:10.3f}")
+
+
+if __name__ == "__main__":
+    main()

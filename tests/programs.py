@@ -1,0 +1,158 @@
+"""Programs of several processes for tests, without the seconds that each process takes to import torch and DeepSpeed.
+
+`python tests/programs.py` imports what the steps import and waits. For every JSON line on its standard input it forks
+one process a rank, which runs a script as `__main__` in the environment that torchrun would give it (one rank alone
+gets none: that is plain `python`). `Programs` is the other end, for tests; conftest.py has it as a fixture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TRAINING = Path(__file__).resolve().parents[1] / "training"
+MAINS = {
+    "sft": TRAINING / "step1_supervised_finetuning" / "main.py",
+    "reward": TRAINING / "step2_reward_model_finetuning" / "main.py",
+    "ppo": TRAINING / "step3_rlhf_finetuning" / "main.py",
+}
+RUNG_OUT = 300  # seconds until a program counts as hung
+
+
+class Programs:
+    """Starts programs, one at a time. Use it as a context manager."""
+
+    def __enter__(self) -> Programs:
+        self.server = subprocess.Popen(
+            [sys.executable, "-u", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.stdin.close()
+        self.server.wait()
+
+    def run(self, script: Path, argv: list[Any], *, processes: int = 1, log: Path, code: int = 0,
+            kill_when: Callable[[], bool] | None = None) -> str:  # fmt: skip
+        """Run a script on so many processes to its end; what it printed is the answer and the content of `log`.
+
+        Args:
+            code: the exit status that every process must have.
+            kill_when: asked all the time; when it says True, SIGKILL ends every process, and that must have worked.
+        """
+        order = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log)}
+        self.server.stdin.write(json.dumps(order) + "\n")
+        pids = json.loads(self.server.stdout.readline())
+        if kill_when is not None:
+            code = -signal.SIGKILL
+            deadline = time.monotonic() + RUNG_OUT
+            while not kill_when() and all(map(_runs, pids)) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            for pid in pids:
+                if _runs(pid):
+                    os.kill(pid, signal.SIGKILL)
+        codes = json.loads(self.server.stdout.readline())
+        text = log.read_text(encoding="utf-8")
+        assert codes == [code] * processes, f"{script} {' '.join(order['argv'])}: exit status {codes}\n{text[-6000:]}"
+        return text
+
+
+def _runs(pid: int) -> bool:
+    """True while the process is neither gone nor a zombie that its parent has yet to ask for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    # Imported once for all programs, before any thread or process group exists: such a process can be forked.
+    import deepspeed  # noqa: F401
+    import peft  # noqa: F401
+    from transformers import (  # noqa: F401  these make transformers load its lazy modules
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        HfArgumentParser,
+        LlamaForCausalLM,
+        LlamaForSequenceClassification,
+    )
+
+    import dschat.fit
+    import dschat.rlhf.ppo_trainer
+    import dschat.rlhf.rlhf_engine  # noqa: F401
+
+    for line in sys.stdin:
+        order = json.loads(line)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(order["processes"])}
+        world["LOCAL_WORLD_SIZE"] = world["WORLD_SIZE"]
+        pids = []
+        for rank in range(order["processes"]):
+            pid = os.fork()
+            if pid == 0:
+                ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                _be_rank(order, world | ranks if order["processes"] > 1 else {})
+            pids.append(pid)
+        print(json.dumps(pids), file=answers, flush=True)
+        print(json.dumps(_codes(pids)), file=answers, flush=True)
+
+
+def _be_rank(order: dict[str, Any], environment: dict[str, str]) -> None:
+    """Become one process of the program; does not return."""
+    code = 0
+    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    sys.argv = [order["script"], *order["argv"]]
+    sys.path[0] = str(Path(order["script"]).parent)
+    try:
+        runpy.run_path(order["script"], run_name="__main__")
+    except SystemExit as leaving:
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _codes(pids: list[int]) -> list[int]:
+    """Exit statuses; as launchers do, the others are ended soon after one failed, and all when they hang."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + RUNG_OUT
+    while len(codes) < len(pids):
+        for pid in pids:
+            ended, status = (0, 0) if pid in codes else os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+                if codes[pid]:
+                    deadline = min(deadline, time.monotonic() + 10)
+            elif pid not in codes and time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+if __name__ == "__main__":
+    _serve()

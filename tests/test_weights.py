@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, tiny_tokenizer
+
+from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
+from dschat.models.lora import add_lora
+from dschat.models.scalar_head import TokenScores
+from dschat.models.weights import export_model, full_weights, pretrained_model
+
+
+def with_adapters(name, dtype=torch.float32):
+    """A model whose adapters do something: B is random as well."""
+    model = tiny_causal_lm(name).to(dtype)
+    add_lora(model, dim=2, module_name="all", only_optimize_lora=False)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if ".lora_B." in parameter_name:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt-neox", "phi"])
+def test_without_zero3_and_lora_the_live_parameters_come_under_their_own_names(name):
+    model = tiny_causal_lm(name)
+    found = dict(full_weights(TokenLogprobs(model)))
+    plain = dict(model.named_parameters())  # tied ones once, under the first name: the embedding's
+    assert found.keys() == plain.keys()
+    assert all(found[key] is plain[key] for key in plain)
+
+
+def test_a_tied_weight_comes_once_under_the_name_that_loading_needs(tmp_path):
+    model = tiny_causal_lm("llama-tied")
+    names = [name for name, _ in full_weights(model)]
+    assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
+    assert len(names) == len(set(names))
+    export_model(model, tmp_path, tiny_tokenizer())
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert again.lm_head.weight.equal(model.lm_head.weight)
+
+
+def test_persistent_buffers_come_along_and_others_do_not():
+    model = tiny_causal_lm("llama")
+    model.model.register_buffer("kept", torch.ones(2))
+    model.model.register_buffer("dropped", torch.ones(2), persistent=False)
+    found = dict(full_weights(model))
+    assert "model.kept" in found and "model.dropped" not in found and found.keys() == model.state_dict().keys()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt", "gpt-neox", "gemma2"])
+def test_an_export_with_adapters_answers_as_the_model_did_and_leaves_training_weights_alone(name, tmp_path):
+    model = with_adapters(name)
+    tokens, mask = left_and_right_padded()
+    expected = TokenLogprobs(model)(tokens, mask, mask)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    export_model(TokenLogprobs(model), tmp_path, tiny_tokenizer())
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(value.equal(after[key]) for key, value in before.items())
+    plain, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    torch.testing.assert_close(TokenLogprobs(plain.eval())(tokens, mask, mask), expected, atol=1e-4, rtol=1e-4)
+    without = TokenLogprobs(tiny_causal_lm(name).eval())(tokens, mask, mask)
+    assert (without - expected).abs().max() > 0.1
+
+
+def test_a_fold_in_bfloat16_is_rounded_once():
+    model = with_adapters("llama", torch.bfloat16)
+    layer = model.model.layers[1].mlp.down_proj
+    a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
+    exact = (layer.base_layer.weight.double() + 2.0 * b @ a).to(torch.bfloat16)
+    folded = dict(full_weights(model))["model.layers.1.mlp.down_proj.weight"]
+    assert folded.dtype == torch.bfloat16
+    # fp32 and fp64 sums may fall on two sides of a rounding border, seldom.
+    assert (folded != exact).float().mean() < 0.01
+
+
+def test_adapters_that_are_merged_or_switched_off_are_not_added_again():
+    model = with_adapters("llama")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    folded = dict(full_weights(model))[name]
+    layer = model.model.layers[0].self_attn.q_proj
+    layer.enable_adapters(False)
+    assert dict(full_weights(model))[name] is layer.base_layer.weight
+    layer.enable_adapters(True)
+    layer.merge()
+    torch.testing.assert_close(dict(full_weights(model))[name].data, folded)
+
+
+def test_an_export_keeps_dtype_and_chat_template_and_is_safetensors_only(tmp_path):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    export_model(TokenLogprobs(tiny_causal_lm("qwen2").bfloat16()), tmp_path, tokenizer)
+    assert not list(tmp_path.glob("*.bin")) and list(tmp_path.glob("*.safetensors"))
+    assert hf.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    again = load_tokenizer(tmp_path)
+    assert again.chat_template == tokenizer.chat_template and again.get_vocab() == tokenizer.get_vocab()
+
+
+def test_a_classifier_exports_with_its_head(tmp_path):
+    model = tiny_classifier("gpt2")
+    add_lora(model, dim=2, module_name="attn", only_optimize_lora=True)
+    export_model(TokenScores(model), tmp_path, tiny_tokenizer())
+    assert hf.AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
+
+
+def test_mistakes_are_named(tmp_path):
+    with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
+        pretrained_model(torch.nn.Linear(1, 1))
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(RuntimeError, match="could not be written"):
+        export_model(tiny_causal_lm("llama"), tmp_path / "taken", tiny_tokenizer())
+
+
+def test_two_ranks_with_partitioned_weights_train_and_export_as_one_process_does(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    worker = Path(__file__).parent / "zero3_models.py"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(worker.parents[1]), str(worker.parent)])}
+    done = subprocess.run(
+        [*command, str(worker), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.count("all equal") == 2
