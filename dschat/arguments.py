@@ -3,6 +3,7 @@
 Lengths are in tokens, batch sizes in sequences, intervals in optimizer steps (in iterations for step 3).
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -10,6 +11,7 @@ from typing import ClassVar, Literal
 from dschat.command_line import flag
 
 ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
+LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 LORA_HELP = "rank of the adapters; 0: none"
 DROPOUT_HELP = "override every dropout of the model"
 
@@ -26,18 +28,18 @@ class RunArguments:
     eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
     eval_iters: int = flag(0, "evaluation batches per device; 0: the whole evaluation set", at_least=0)
     save_interval: int = flag(0, "write a resumable checkpoint every so many steps; 0: none", at_least=0)
-    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1)
+    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval"])
     resume: str = flag(
         "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never"
     )
     enable_tensorboard: bool = flag(False, "write TensorBoard event files")
-    tensorboard_path: str | None = flag(None, "folder of the event files; default: OUTPUT_DIR/tensorboard")
+    tensorboard_path: str | None = flag(
+        None, "folder of the event files; default: OUTPUT_DIR/tensorboard", needs=["enable_tensorboard"]
+    )
     local_rank: int = flag(-1, "set by the deepspeed launcher; ignored, the environment says it too")
 
     def problems(self) -> list[str]:
         problems = []
-        if self.tensorboard_path and not self.enable_tensorboard:
-            problems.append("--tensorboard_path without --enable_tensorboard has no effect: add it, or drop the path")
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             problems.append(f"--resume {self.resume}: wants auto, never, or the folder of a checkpoint")
         return problems + _unwritable(self.output_dir)
@@ -72,9 +74,19 @@ class DeviceArguments:
         problems = []
         if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
             problems.append("--dtype fp16: a CPU cannot train in it; take bf16 or fp32")
-        if self.deepspeed_config and not Path(self.deepspeed_config).is_file():
-            problems.append(f"--deepspeed_config {self.deepspeed_config}: there is no such file")
+        if self.deepspeed_config:
+            problems += _not_a_json_object("--deepspeed_config", self.deepspeed_config)
         return problems
+
+
+def _not_a_json_object(flag: str, path: str) -> list[str]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        return [f"{flag} {path}: cannot be read ({error.strerror})"]
+    except ValueError as error:
+        return [f"{flag} {path}: not valid JSON ({error})"]
+    return [] if isinstance(content, dict) else [f"{flag} {path}: wants a JSON object of DeepSpeed settings"]
 
 
 @dataclass
@@ -122,8 +134,10 @@ class LoraArguments:
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); their ranks are the models' own flags."""
 
     _argument_group_name: ClassVar[str] = "adapters"
-    lora_module_name: str = flag("all", "adapt linear layers whose name contains this; all: every one but the head")
-    lora_learning_rate: float = flag(5e-4, "peak learning rate of the adapters", above=0)
+    lora_module_name: str = flag(
+        "all", "adapt linear layers whose name contains this; all: every one but the head", needs=LORA_FLAGS
+    )
+    lora_learning_rate: float = flag(5e-4, "peak learning rate of the adapters", above=0, needs=LORA_FLAGS)
     only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and a scalar head)")
 
     def problems(self) -> list[str]:
@@ -192,7 +206,9 @@ class RLHFModelArguments:
     offload_reference_model: bool = flag(False, "keep the reference model's parameters in host memory (ZeRO-3)")
     offload_reward_model: bool = flag(False, "keep the reward model's parameters in host memory (ZeRO-3)")
     enable_ema: bool = flag(False, "keep and export an exponential moving average of the actor")
-    ema_decay: float = flag(0.992, "share of the old average kept at each step", at_least=0, below=1)
+    ema_decay: float = flag(
+        0.992, "share of the old average kept at each step", at_least=0, below=1, needs=["enable_ema"]
+    )
 
     def problems(self) -> list[str]:
         problems = []
@@ -249,7 +265,9 @@ class RolloutArguments(SamplingArguments):
     generation_batches: int = flag(1, "rollout batches per iteration", at_least=1)
     enable_hybrid_engine: bool = flag(True, "decode with dschat.generation; else with transformers' generate")
     print_answers: bool = flag(False, "print sampled answers to the console")
-    print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1)
+    print_answers_interval: int = flag(
+        1, "print them every so many iterations", at_least=1, needs=["print_answers"]
+    )
 
 
 @dataclass

@@ -45,7 +45,8 @@ def save(
         step: number of finished steps; names the folder.
         engines: the trained engines by name.
         state: JSON-serialisable, the same on every rank.
-        keep: older checkpoints beyond this many are removed, after the new one is complete.
+        keep: older checkpoints beyond this many are removed, after the new one is complete. Those of later steps
+            too: they belong to a run that was left.
         also: called on every rank with the temporary folder, to add files of its own (an EMA, say).
 
     Returns: the folder, complete and verified by its manifest.
@@ -69,8 +70,10 @@ def save(
         temporary.rename(folder)
         _sync(folder.parent)
         _write_atomically(folder.parent / "latest", folder.name)
-        for old in _step_folders(output_dir)[:-keep]:
-            shutil.rmtree(old)
+        folders = _step_folders(output_dir)
+        newest = folders.index(folder)
+        for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
+            shutil.rmtree(other)
     launch.barrier()
     return folder
 
@@ -78,10 +81,25 @@ def save(
 def find(output_dir: str | Path, resume: str) -> Path | None:
     """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
 
+    A collective: the main rank reads and decides for all.
+
     Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify.
     """
     if resume == "never":
         return None
+    found, problem = None, None
+    if launch.is_main():
+        try:
+            found = _find(output_dir, resume)
+        except ValueError as error:
+            problem = str(error)
+    found, problem = launch.from_all_ranks((found, problem))[0]
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def _find(output_dir: str | Path, resume: str) -> Path | None:
     if resume != "auto":
         problems = verify(resume)
         if problems:
@@ -92,8 +110,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
         problems = verify(folder)
         if not problems:
             return folder
-        if launch.is_main():
-            print(f"warning: {folder} is damaged and passed over ({'; '.join(problems[:3])})")
+        print(f"warning: {folder} is damaged and passed over ({'; '.join(problems[:3])})", flush=True)
     if found:
         raise ValueError(
             f"--resume auto: none of the {len(found)} checkpoints in {output_dir} verifies; --resume never starts anew"
@@ -125,14 +142,27 @@ def verify(folder: str | Path) -> list[str]:
     return problems
 
 
-def load(folder: Path, *, engines: Engines) -> dict[str, Any]:
-    """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state."""
+def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, Any]:
+    """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
+
+    Args:
+        same: entries of the state that must be as they were when it was saved.
+
+    Raises: ValueError when they are not, or when the checkpoint lacks an engine.
+    """
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    changed = [f"{name} was {state.get(name)} and is {now}" for name, now in same.items() if state.get(name) != now]
+    if changed:
+        raise ValueError(
+            f"{folder} belongs to another run, which cannot be gone on with: {'; '.join(changed)}. Resume with the "
+            "settings and data of its run.json, or start anew with --resume never"
+        )
     for name, engine in engines.items():
         path, _ = engine.load_checkpoint(str(folder), tag=name)
         if path is None:
             raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
     _load_random_states(folder)
-    return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    return state
 
 
 def _save_random_states(folder: Path) -> None:

@@ -5,8 +5,10 @@ import copy
 import dataclasses
 import difflib
 import operator
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,9 @@ class SuiteParser(HfArgumentParser):
         plain.metadata = {"help": field.metadata["help"]}
         HfArgumentParser._parse_dataclass_field(parser, plain)
 
+    def error(self, message: str) -> None:
+        raise_together([*self.mistakes, message])
+
     def flags(self) -> dict[str, argparse.Action]:
         return {
             option[2:]: action for action in self._actions for option in action.option_strings if option[:2] == "--"
@@ -56,10 +61,15 @@ class SuiteParser(HfArgumentParser):
 
 
 def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
-         below: float | None = None, at_most: float | None = None) -> Any:  # fmt: skip
-    """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows."""
+         below: float | None = None, at_most: float | None = None, needs: Sequence[str] = ()) -> Any:  # fmt: skip
+    """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows.
+
+    Args:
+        needs: flags without one of which it has no effect: then a value other than the default draws a warning.
+    """
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
-    metadata = {"help": text, "bounds": {word: bound for word, bound in bounds.items() if bound is not None}}
+    bounds = {word: bound for word, bound in bounds.items() if bound is not None}
+    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -77,6 +87,18 @@ def out_of_bounds(group: Any) -> list[str]:
     return mistakes
 
 
+def without_effect(groups: Sequence[Any]) -> list[str]:
+    """A line for each flag that was changed although the flags that it needs are all off."""
+    values = {name: value for group in groups for name, value in vars(group).items()}
+    lines = []
+    for field in (field for group in groups for field in dataclasses.fields(group)):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        needed = [name for name in field.metadata["needs"] if name in values]
+        if needed and values[field.name] != default and not any(values[name] for name in needed):
+            lines.append(f"--{field.name} {values[field.name]} has no effect without --{' or --'.join(needed)}")
+    return lines
+
+
 def parse(
     groups: Sequence[type],
     argv: Sequence[str] | None = None,
@@ -89,6 +111,7 @@ def parse(
     A YAML file given by --config is read first, flags on the command line are laid over it. What the
     groups' `problems()` return is reported together with unknown flags and values out of bounds, and
     with what `check(*parsed groups)` finds: mistakes that concern several groups, or the files that flags name.
+    Flags without effect are warned of.
 
     Returns: one instance of each group, in order.
     Raises: SettingsError with every mistake, one a line.
@@ -97,7 +120,7 @@ def parse(
     parser = SuiteParser(groups, description=description)
     parser.add_argument("--config", default=None, help="YAML file of flags (without the dashes); flags given here win")
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    path.add_argument("--config")
+    path.add_argument("--config", nargs="?")  # the real parser says it when the value is missing
     config = path.parse_known_args(argv)[0].config
     argv = (_yaml_flags(Path(config), parser) if config else []) + argv
 
@@ -113,6 +136,9 @@ def parse(
     if check is not None:
         mistakes += check(*parsed)
     raise_together(mistakes)
+    if int(os.environ.get("RANK", 0)) == 0:
+        for line in without_effect(parsed):
+            print(f"warning: {line}", file=sys.stderr)
     return tuple(parsed)
 
 
@@ -123,6 +149,17 @@ def raise_together(mistakes: Sequence[str]) -> None:
         raise SettingsError(
             f"{count} in the settings of this run:\n" + "\n".join(f"  - {mistake}" for mistake in mistakes)
         )
+
+
+@contextmanager
+def settings_of_user() -> Iterator[None]:
+    """Inside, a ValueError is the user's mistake, the same on every rank: it becomes a SettingsError."""
+    try:
+        yield
+    except SettingsError:
+        raise
+    except ValueError as mistake:
+        raise SettingsError(str(mistake)) from mistake
 
 
 def _yaml_flags(path: Path, parser: SuiteParser) -> list[str]:

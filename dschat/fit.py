@@ -11,10 +11,11 @@ from datasets import Dataset
 from torch import nn
 
 from dschat import arguments, checkpoint, launch
+from dschat.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
 from dschat.engines import Metrics, optimizer_step, sum_metrics
-from dschat.set_up import build_trainable, open_log
+from dschat.set_up import build_trainable, open_log, order_of_rows
 
 Batch = dict[str, torch.Tensor]
 
@@ -57,7 +58,9 @@ def fit(
         groups: every argument group, for run.json.
     """
     per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
-    batches = GlobalBatches(splits.train["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+    with settings_of_user():
+        batches = GlobalBatches(splits.train["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+        resumed = checkpoint.find(run.output_dir, run.resume)
     total = run.max_steps or run.num_train_epochs * len(batches)
     engine = build_trainable(
         load,
@@ -71,8 +74,10 @@ def fit(
         lora=lora,
         devices=devices,
     )
-    resumed = checkpoint.find(run.output_dir, run.resume)
-    first_step = checkpoint.load(resumed, engines={"model": engine})["step"] if resumed else 0
+    order = order_of_rows(batches)
+    with settings_of_user():
+        state = checkpoint.load(resumed, engines={"model": engine}, same=order) if resumed else {"step": 0}
+    first_step = state["step"]
     log = open_log(name, groups, run, total_steps=total, finished_steps=first_step)
     log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
 
@@ -102,7 +107,7 @@ def fit(
             evaluate(done)
         if run.save_interval and done % run.save_interval == 0:
             checkpoint.save(
-                run.output_dir, done, engines={"model": engine}, state={"step": done}, keep=run.keep_checkpoints
+                run.output_dir, done, engines={"model": engine}, state={"step": done} | order, keep=run.keep_checkpoints
             )
     log.close()
     return engine

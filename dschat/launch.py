@@ -5,9 +5,11 @@ import random
 import shutil
 import socket
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import deepspeed
 import numpy as np
@@ -19,11 +21,11 @@ from dschat.command_line import SettingsError
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a step's main; a mistake in the settings is one message from one rank, not a stack from each."""
+    """Run a step's main; a mistake in the settings is one message from each node, not a stack from each rank."""
     try:
         main()
     except SettingsError as mistakes:
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # nodes may differ, in the files they see
             print(mistakes, file=sys.stderr)
         sys.exit(2)
     finally:
@@ -88,6 +90,14 @@ def barrier() -> None:
         dist.barrier()
 
 
+def from_all_ranks(value: Any) -> list[Any]:
+    """The value of every rank, in their order."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, in float64; the argument is left as it was."""
     total = value.detach().to(torch.float64, copy=True)
@@ -102,9 +112,11 @@ def local_main_first() -> Iterator[None]:
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if not first:
         barrier()
-    yield
-    if first:
-        barrier()
+    try:
+        yield
+    finally:
+        if first:
+            barrier()
 
 
 def _free_port() -> int:
@@ -123,8 +135,14 @@ def _check_build_tools() -> None:
 
 
 def _keep_builds_apart() -> None:
-    """Build operations into the virtual environment: two environments that share torch's default folder would each
-    find the other's build outdated and compile anew at every start."""
+    """Build operations into the virtual environment, with its own ninja, also when it is not activated.
+
+    Two environments that share torch's default folder, or two versions of ninja that share a folder, each find the
+    other's build outdated and compile for a minute at every start.
+    """
+    scripts = sysconfig.get_path("scripts")
+    if os.path.exists(os.path.join(scripts, "ninja")):
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
 

@@ -101,10 +101,10 @@ def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # bytes: str.splitlines breaks lines inside of texts too
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError):
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed
-    path.write_text("".join(kept), encoding="utf-8")
+    path.write_bytes(b"".join(kept))

@@ -1,6 +1,8 @@
 """From argument groups to what a step works with: checked models, data splits, engines, the log."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +18,33 @@ from dschat.arguments import (
     ModelArguments,
     OptimizerArguments,
     PPOArguments,
+    RewardModelArguments,
     RLHFModelArguments,
     RolloutArguments,
     RunArguments,
+    SupervisedArguments,
 )
+from dschat.command_line import raise_together
+from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
 from dschat.deepspeed_config import training_config
 from dschat.engines import trainable_engine
 from dschat.metrics import RunLog
 from dschat.models.causal_lm import load_tokenizer
+from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
 
 
-def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str) -> list[str]:
+def model_problems(
+    flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False
+) -> list[str]:
     """What makes a model unusable for sequences of so many tokens, found before anything is loaded.
 
     Args:
         flag: the flag that named the model, for the message.
         tokens: longest sequence of the run.
         lengths: the flags and values that add up to it, for the message.
+        add_eot_token: whether the run adds an end token to the model's tokenizer.
     """
     if not path:
         return []  # the group that owns the flag says so
@@ -47,8 +57,12 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str) ->
     except (OSError, ValueError) as error:
         return [f"{flag} {path}: no model configuration found ({str(error).splitlines()[0]})"]
     problems = []
-    if folder.is_dir() and not list(folder.glob("tokenizer*")) + list(folder.glob("vocab*")):
-        problems.append(f"{flag} {path}: the folder has no tokenizer; save one into it with tokenizer.save_pretrained")
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
+    try:
+        load_tokenizer(path, add_eot_token=add_eot_token)
+    except ValueError as error:
+        problems.append(f"{flag} {path}: {error}")
     positions = vars(config).get("max_position_embeddings") or vars(config).get("n_positions")
     if positions and tokens > positions:
         problems.append(
@@ -58,38 +72,68 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str) ->
     return problems
 
 
-def one_model_problems(kind: str, model: ModelArguments, data: DataArguments, run: RunArguments) -> list[str]:
-    """What cannot work in steps 1 and 2: the model against the lengths, the data files."""
+def one_model_problems(
+    kind: str, model: ModelArguments, _step: SupervisedArguments | RewardModelArguments, data: DataArguments,
+    _optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
+) -> list[str]:  # fmt: skip
+    """What cannot work in steps 1 and 2: flags that contradict, the model against the lengths, the data files."""
     lengths = f"--max_seq_len {model.max_seq_len}"
     problems = model_problems(
-        "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len, lengths=lengths
+        "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len, lengths=lengths,
+        add_eot_token=data.add_eot_token,
+    )  # fmt: skip
+    problems += contradictions(
+        lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
     )
     return problems + data_problems(kind, data_options(data, run, max_tokens=model.max_seq_len))
 
 
+def contradictions(
+    lora: LoraArguments, devices: DeviceArguments, *, dims: dict[str, int], stages: dict[str, int]
+) -> list[str]:
+    """Flags that cannot both be meant: adapters alone without adapters, offload of what ZeRO does not hold."""
+    problems = []
+    if lora.only_optimize_lora and not any(dims.values()):
+        names = " or ".join(f"--{name}" for name in dims)
+        problems.append(f"--only_optimize_lora, but there are no adapters: give {names} a rank, or drop the flag")
+    for name, stage in stages.items():
+        if devices.offload and stage == 0:
+            problems.append(f"--offload, but --{name} 0 has nothing to offload: take stage 1, 2 or 3, or drop the flag")
+    return problems
+
+
 def rlhf_problems(
     models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, data: DataArguments,
-    optimizer: OptimizerArguments, _lora: LoraArguments, _devices: DeviceArguments, run: RunArguments,
+    optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
 ) -> list[str]:  # fmt: skip
     """What cannot work among the settings of step 3: models against lengths and each other, batches against updates."""
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
     reward_path = models.reward_model_name_or_path or models.critic_model_name_or_path
     critic_path = models.critic_model_name_or_path or models.reward_model_name_or_path
-    problems = model_problems(
-        "--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens, lengths=lengths
-    )
-    problems += model_problems("--critic_model_name_or_path", critic_path, tokens=tokens, lengths=lengths)
+    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token)
+    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens)
+    problems += named("--critic_model_name_or_path", critic_path, tokens=tokens)
     if reward_path != critic_path:
         problems += model_problems("--reward_model_name_or_path", reward_path, tokens=2, lengths=lengths)
     if not problems and models.actor_model_name_or_path and critic_path:
         actor = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
-        if load_tokenizer(critic_path).get_vocab() != actor.get_vocab():
+        if load_tokenizer(critic_path, add_eot_token=data.add_eot_token).get_vocab() != actor.get_vocab():
             problems.append(
                 f"--critic_model_name_or_path {critic_path}: reads the actor's token ids, but has another vocabulary: "
                 "name a critic with the actor's tokenizer (the actor's own folder will do: it gets a new head)"
             )
-    problems += data_problems("prompt", data_options(data, run, max_tokens=rollouts.max_prompt_seq_len))
+    problems += contradictions(
+        lora,
+        devices,
+        dims={"actor_lora_dim": models.actor_lora_dim, "critic_lora_dim": models.critic_lora_dim},
+        stages={"actor_zero_stage": models.actor_zero_stage, "critic_zero_stage": models.critic_zero_stage},
+    )
+    options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
+    problems += data_problems("prompt", options)
+    if ppo.unsupervised_dataset_name:
+        texts = replace(options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=())
+        problems += data_problems("sft", texts)
     rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
     if rows % minibatch:
@@ -121,12 +165,26 @@ def data_options(
 
 
 def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
-    """The train and evaluation rows of a step, prepared once per node, with a summary on the console."""
+    """The train and evaluation rows of a step, prepared once per node, with a summary on the console.
+
+    Raises: SettingsError on every rank, if the data cannot be used.
+    """
+    splits, problem = None, None
     with launch.local_main_first():
-        splits = build_dataset(kind, tokenizer, options)
+        try:
+            splits = build_dataset(kind, tokenizer, options)
+        except ValueError as error:
+            problem = str(error)
+    problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
+    raise_together(sorted({problem for problem in problems if problem}))
     if launch.is_main():
         print(splits.report.summary(), flush=True)
     return splits
+
+
+def order_of_rows(batches: GlobalBatches) -> dict[str, int]:
+    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load)."""
+    return {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
 
 
 def build_trainable(

@@ -49,11 +49,10 @@ bin=$(bash "$root/scripts/install.sh")
 export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
 
-gpus=$(python -c 'import torch; print(torch.cuda.device_count())')
-processes=${PROCESSES:-$((gpus > 8 ? 8 : gpus > 0 ? gpus : 1))}
+source scripts/stages.sh
+processes=${PROCESSES:-$((devices > 8 ? 8 : devices > 0 ? devices : 1))}
 while ((sft_batch % processes || ppo_minibatch % processes)); do processes=$((processes - 1)); done
 per_device() { echo $(($1 / processes)); }
-source scripts/stages.sh
 
 if ((fresh)); then
     # Only what this script made: --output may be a folder with other things in it.

@@ -63,7 +63,7 @@ export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
 source scripts/stages.sh
 
-processes=${option[processes]:-$(python -c 'import torch; print(torch.cuda.device_count() or 1)')}
+processes=${option[processes]:-$((devices > 0 ? devices : 1))}
 # per_device NAME PARTS: an option's batch, for one process, in PARTS micro-batches.
 per_device() {
     local batch=${option[$1]} ways=$((processes * $2))

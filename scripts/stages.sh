@@ -1,5 +1,12 @@
 # Sourced by scripts that run in stages; needs $output, the folder of the whole run, and $processes.
+# It sets $devices, the accelerators of this machine (0 on a CPU).
 # A stage's folder is $output/NAME, its log $output/logs/NAME.log, its stamp (seconds, then command) $output/stages/NAME.
+
+read -r DS_ACCELERATOR devices < <(python -c '
+from deepspeed.accelerator import get_accelerator
+name = get_accelerator().device_name()
+print(name, 0 if name == "cpu" else get_accelerator().device_count())' 2>/dev/null | tail -n 1)
+export DS_ACCELERATOR # found once, not by every process with a warning
 
 earlier_ran=0
 
@@ -27,5 +34,5 @@ stage() {
 step() {
     local port
     port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    deepspeed --num_accelerators "$processes" --master_port "$port" "training/$1/main.py" "${@:2}"
+    deepspeed --quiet --num_accelerators "$processes" --master_port "$port" "training/$1/main.py" "${@:2}"
 }

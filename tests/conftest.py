@@ -75,3 +75,12 @@ def tiny_llama_folder(tmp_path: Path, tiny_tokenizer) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def programs():
+    """Runs scripts on several processes (see programs.py)."""
+    from programs import Programs
+
+    with Programs() as server:
+        yield server

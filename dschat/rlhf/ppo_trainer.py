@@ -202,7 +202,9 @@ class DeepSpeedPPOTrainer:
         opinions = [None] * len(texts)
         if self.judge:
             opinions = judged(self.judge, prompts["messages"], texts, prompts["rows"])
-        rows = zip(questions, texts, scores.tolist(), opinions, rollout.ended.tolist(), prompts["row_index"], strict=True)
+        rows = zip(
+            questions, texts, scores.tolist(), opinions, rollout.ended.tolist(), prompts["row_index"], strict=True
+        )
         names = ("prompt", "response", "score", "judge", "ended", "row_index")
         return [dict(zip(names, row, strict=True)) for row in rows]
 

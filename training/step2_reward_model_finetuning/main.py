@@ -49,10 +49,7 @@ def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
 
 def main() -> None:
     # Set up
-    groups = parse(
-        GROUPS, description=__doc__,
-        check=lambda model, _, data, *rest: one_model_problems("preference", model, data, rest[-1]),
-    )  # fmt: skip
+    groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "preference"))
     model, reward, data, optimizer, lora, devices, run = groups
     launch.join(seed=run.seed)
     tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)

@@ -5,28 +5,31 @@
 
 The judge is a function judge(prompts, responses, rows) -> list of numbers, higher is better; `rows` holds the other
 columns of each prompt's row. Answers that score alike make no pair. OUTPUT_DIR/preferences.jsonl is data for step 2:
-prompt, chosen, rejected and both scores. Several processes share the prompts.
+prompt, chosen, rejected and both scores. Several processes share the prompts, and the file is the same for any number
+of them. Held-out rows (--eval_fraction) are not asked.
 """
 
 import json
 from collections.abc import Sequence
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments, launch
-from dschat.command_line import parse
+from dschat.command_line import SettingsError, parse
 from dschat.data.batches import rank_share
-from dschat.data.chat_template import stop_token_ids
+from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
 from dschat.deepspeed_config import DTYPES
 from dschat.generation import HybridEngine
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.rlhf.rewards import load_judge
+from dschat.rlhf.rewards import Judge, judged, load_judge
 from dschat.set_up import data_options, load_splits, model_problems
 
 GROUPS = (arguments.PairArguments, arguments.DataArguments, arguments.DeviceArguments, arguments.RunArguments)
@@ -48,41 +51,71 @@ def main() -> None:
     stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     actor = HybridEngine(model)
 
-    pairs: list[dict[str, Any]] = []
+    pairs: list[tuple[int, dict[str, Any]]] = []
     share = rank_share(
         range(len(prompts)), rank=launch.rank(), world_size=launch.world_size(),
         micro_batch_size=sampling.per_device_generation_batch_size,
     )  # fmt: skip
     for number, indices in enumerate(share, start=1):
-        batch = collate_prompts([prompts[index] for index in indices])
-        repeated = {name: repeat(values, sampling.num_samples_per_prompt) for name, values in batch.items()}
-        first_ids = torch.tensor(repeated["row_index"], dtype=torch.long) * sampling.num_samples_per_prompt
-        numbers = torch.arange(len(first_ids)) % sampling.num_samples_per_prompt
-        with actor.generation():
-            rollout = actor.generate(
-                repeated["prompts"], max_new_tokens=sampling.max_answer_seq_len, eos_token_ids=stop_ids,
-                pad_token_id=tokenizer.pad_token_id, temperature=sampling.temperature, top_k=sampling.top_k,
-                top_p=sampling.top_p, seed=run.seed, sample_ids=first_ids + numbers,
-            )  # fmt: skip
-        answers = tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)
-        scores = judge([chat[-1]["content"] for chat in repeated["messages"]], answers, repeated["rows"])
-        for position, chat in enumerate(batch["messages"]):
-            mine = slice(position * sampling.num_samples_per_prompt, (position + 1) * sampling.num_samples_per_prompt)
-            chooser = Random(f"{run.seed}/{batch['row_index'][position]}")
-            found = preference_pairs(
-                answers[mine], list(scores)[mine], at_most=sampling.pairs_per_prompt, chooser=chooser
-            )
-            pairs += [{"prompt": chat, **pair} for pair in found]
+        if indices:  # a rank may be left without prompts at the end
+            batch = collate_prompts([prompts[index] for index in indices])
+            answers = sampled_answers(actor, tokenizer, batch["prompts"], indices, sampling, stop_ids, run.seed)
+            pairs += judged_pairs(judge, batch, answers, indices, at_most=sampling.pairs_per_prompt, seed=run.seed)
         if launch.is_main():
             print(f"[make_preferences] {number}/{len(share)} batches, {len(pairs)} pairs on this rank", flush=True)
 
-    everyone: list[list[dict]] = [[] for _ in range(launch.world_size())]
+    everyone: list[list[tuple[int, dict]]] = [[] for _ in range(launch.world_size())]
     dist.all_gather_object(everyone, pairs)
+    rows = [row for _, row in sorted((pair for part in everyone for pair in part), key=itemgetter(0))]
+    if not rows:
+        raise SettingsError(
+            f"no pair came of {len(prompts)} prompts: the judge scored the {sampling.num_samples_per_prompt} answers "
+            "to each alike: raise --num_samples_per_prompt or --temperature, or let the judge tell more answers apart."
+        )
     if launch.is_main():
         path = Path(run.output_dir, "preferences.jsonl")
-        rows = [row for part in everyone for row in part]
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
         print(f"[make_preferences] {len(rows)} pairs of {len(prompts)} prompts in {path}")
+
+
+def sampled_answers(
+    actor: HybridEngine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], indices: Sequence[int],
+    sampling: arguments.PairArguments, stop_ids: Sequence[int], seed: int,
+) -> list[list[str]]:  # fmt: skip
+    """For each prompt, num_samples_per_prompt answers; the prompt's index in the data seeds them, not its batch."""
+    samples = sampling.num_samples_per_prompt
+    ids = torch.tensor(indices)[:, None] * samples + torch.arange(samples)  # [prompts, samples]
+    with actor.generation():
+        rollout = actor.generate(
+            [prompt for prompt in prompts for _ in range(samples)], max_new_tokens=sampling.max_answer_seq_len,
+            eos_token_ids=stop_ids, pad_token_id=tokenizer.pad_token_id, temperature=sampling.temperature,
+            top_k=sampling.top_k, top_p=sampling.top_p, seed=seed, sample_ids=ids.flatten(),
+        )  # fmt: skip
+    texts = decode_responses(tokenizer, rollout.responses())
+    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+
+
+def judged_pairs(
+    judge: Judge, batch: dict[str, list], answers: Sequence[Sequence[str]], indices: Sequence[int], *, at_most: int,
+    seed: int,
+) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
+    """(index of the prompt, row of the preference file) for every pair found among the answers of a batch of prompts.
+
+    Args:
+        batch: of collate_prompts.
+    """
+    times = [len(texts) for texts in answers]
+    scores = iter(judged(
+        judge, repeated(batch["messages"], times), [text for texts in answers for text in texts],
+        repeated(batch["rows"], times),
+    ))  # fmt: skip
+    pairs = []
+    for index, chat, texts in zip(indices, batch["messages"], answers, strict=True):
+        found = preference_pairs(
+            texts, [next(scores) for _ in texts], at_most=at_most, chooser=Random(f"{seed}/{index}")
+        )
+        pairs += [(index, {"prompt": chat, **pair}) for pair in found]
+    return pairs
 
 
 def preference_pairs(
@@ -102,8 +135,9 @@ def preference_pairs(
     ]  # fmt: skip
 
 
-def repeat(values: Sequence[Any], times: int) -> list[Any]:
-    return [value for value in values for _ in range(times)]
+def repeated(values: Sequence[Any], times: Sequence[int]) -> list[Any]:
+    """Each value as often as its number says."""
+    return [value for value, count in zip(values, times, strict=True) for _ in range(count)]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dschat import arguments, checkpoint, launch
-from dschat.command_line import parse
+from dschat.command_line import parse, settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_prompts
 from dschat.generation import Decoder, TransformersDecoder
@@ -15,7 +15,7 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rewards import load_judge
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
-from dschat.set_up import data_options, load_splits, open_log, rlhf_problems
+from dschat.set_up import data_options, load_splits, open_log, order_of_rows, rlhf_problems
 
 GROUPS = (
     arguments.RLHFModelArguments,
@@ -34,6 +34,9 @@ def main() -> None:
     groups = parse(GROUPS, description=__doc__, check=rlhf_problems)
     models, rollouts, ppo, data, optimizer, lora, devices, run = groups
     device = launch.join(seed=run.seed)
+    with settings_of_user():
+        resumed = checkpoint.find(run.output_dir, run.resume)
+        judge = load_judge(rollouts.judge) if rollouts.judge else None
     tokenizer = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
     reward_tokenizer = load_tokenizer(models.reward_model_name_or_path or models.critic_model_name_or_path)
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
@@ -42,12 +45,11 @@ def main() -> None:
     rows_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch_size = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
     updates_per_iteration = ppo.ppo_epochs * rows_per_rank // minibatch_size
-    batches = GlobalBatches(
-        prompts.train["length"],
-        global_batch_size=rows_per_rank * launch.world_size(),
-        seed=run.seed,
-        group_by_length=False,
-    )
+    with settings_of_user():
+        batches = GlobalBatches(
+            prompts.train["length"], global_batch_size=rows_per_rank * launch.world_size(), seed=run.seed,
+            group_by_length=False,
+        )  # fmt: skip
     iterations = run.max_steps or run.num_train_epochs * len(batches)
 
     engine = DeepSpeedRLHFEngine(
@@ -55,9 +57,7 @@ def main() -> None:
         total_steps=iterations * updates_per_iteration,
         decoder=Decoder if rollouts.enable_hybrid_engine else TransformersDecoder,
     )  # fmt: skip
-    trainer = DeepSpeedPPOTrainer(
-        engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=load_judge(rollouts.judge) if rollouts.judge else None
-    )
+    trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=judge)
     dataset = MiniDataset(
         generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
         rank=launch.rank(), world_size=launch.world_size(), seed=run.seed, whiten_advantages=ppo.whiten_advantages,
@@ -72,9 +72,10 @@ def main() -> None:
             seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
         )  # fmt: skip
 
-    resumed = checkpoint.find(run.output_dir, run.resume)
-    first = checkpoint.load(resumed, engines=engine.trained)["iteration"] if resumed else 0
+    first, order = 0, order_of_rows(batches)
     if resumed:
+        with settings_of_user():
+            first = checkpoint.load(resumed, engines=engine.trained, same=order)["iteration"]
         engine.load_ema(resumed)
     log = open_log("step3_rlhf_finetuning", groups, run, total_steps=iterations, finished_steps=first)
 
@@ -123,8 +124,8 @@ def main() -> None:
             look(done)
         if run.save_interval and done % run.save_interval == 0:
             checkpoint.save(
-                run.output_dir, done, engines=engine.trained, state={"iteration": done}, keep=run.keep_checkpoints,
-                also=engine.save_ema,
+                run.output_dir, done, engines=engine.trained, state={"iteration": done} | order,
+                keep=run.keep_checkpoints, also=engine.save_ema,
             )  # fmt: skip
 
     # Export

@@ -1,0 +1,154 @@
+"""The models of RLHF, tiny and random: their folders, and engine and trainer over them as step 3 builds them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import transformers as hf
+from datasets import Dataset
+from tiny_tokenizers import CHATML, make_tokenizer
+
+from dschat import arguments, launch
+from dschat.data.batches import rank_share
+from dschat.data.chat_template import encode_prompt
+from dschat.generation import Decoder
+from dschat.models.causal_lm import load_tokenizer
+from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+
+QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a", "Of course", "Is it 21?", "sum", "the sum of 4", "5."]
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """This process as a run of one rank; environment and process group are gone afterwards."""
+    before = dict(os.environ)
+    try:
+        launch.join(seed=0)
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            deepspeed.comm.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> Path:
+    """root/actor and root/reward.
+
+    A sixth of the vocabulary ends a response, so that some do end. Embeddings have over 10,000 weights, so that they
+    are partitioned under ZeRO-3, while all other parameters are small enough to stay.
+    """
+    tokenizer = make_tokenizer(eos="<|im_end|>", pad="<pad>", template=CHATML)
+    for seed, (name, auto) in enumerate(
+        [("actor", hf.AutoModelForCausalLM), ("reward", hf.AutoModelForSequenceClassification)]
+    ):
+        config = _config(family, len(tokenizer), dropout)
+        config.num_labels, config.pad_token_id, config.eos_token_id = 1, tokenizer.pad_token_id, tokenizer.eos_token_id
+        torch.manual_seed(seed)
+        model = auto.from_config(config)
+        if name == "actor":
+            model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(10, len(tokenizer), 6)]
+        model.save_pretrained(root / name)
+        tokenizer.save_pretrained(root / name)
+    return root
+
+
+def _config(family: str, vocabulary: int, dropout: float) -> hf.PreTrainedConfig:
+    if family == "gpt2":
+        return hf.GPT2Config(
+            vocab_size=vocabulary, n_embd=16, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3,
+            resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+        )  # fmt: skip
+    return hf.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3,
+    )  # fmt: skip
+
+
+def make_trainer(root: Path, *, decoder: type = Decoder, judge: Any = None, **changes: Any) -> DeepSpeedPPOTrainer:
+    """Engine and trainer in fp32; `changes` are fields of any argument group."""
+    given = {
+        "actor_model_name_or_path": str(root / "actor"), "reward_model_name_or_path": str(root / "reward"),
+        "actor_zero_stage": 0, "critic_zero_stage": 0, "actor_learning_rate": 1e-4, "critic_learning_rate": 2e-4,
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "dtype": "fp32", "max_prompt_seq_len": 64,
+        "max_answer_seq_len": 6, "per_device_generation_batch_size": 4, "per_device_training_batch_size": 4,
+        "temperature": 0.7, "missing_eos_penalty": 0.5, "gamma": 0.9, "kl_coef": 0.2, "reward_clip": 0.4,
+    } | changes  # fmt: skip
+    groups = []
+    for group in (
+        arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments,
+        arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
+    ):  # fmt: skip
+        mine = {name: given.pop(name) for name in group.__dataclass_fields__ if name in given}
+        groups.append(group(**mine))
+    assert not given, given
+    models, rollouts, ppo, optimizer, lora, devices = groups
+    reward = models.reward_model_name_or_path or models.critic_model_name_or_path
+    engine = DeepSpeedRLHFEngine(
+        load_tokenizer(models.actor_model_name_or_path), load_tokenizer(reward), models=models, ppo=ppo,
+        optimizer=optimizer, lora=lora, devices=devices, total_steps=100, decoder=decoder,
+    )  # fmt: skip
+    return DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=3, judge=judge)
+
+
+def relative_distance(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+) -> float:
+    """How far training ended from where it should have, as a share of the way it should have gone.
+
+    Not weight by weight: Adam makes whole steps of gradients that are nothing but rounding.
+    """
+    assert found.keys() == expected.keys() == start.keys()
+    found, expected, start = ({name: x.detach() for name, x in w.items()} for w in (found, expected, start))
+    wrong = sum((found[name] - expected[name]).double().square().sum() for name in expected)
+    way = sum((expected[name] - start[name]).double().square().sum() for name in expected)
+    return float((wrong / way).sqrt())
+
+
+def prompts_of(trainer: DeepSpeedPPOTrainer, questions: Sequence[str] = QUESTIONS) -> dict[str, list]:
+    """What collate_prompts makes of these questions."""
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    return {
+        "prompts": [encode_prompt(trainer.tokenizer, chat) for chat in messages],
+        "row_index": [100 + i for i in range(len(questions))],
+        "messages": messages,
+        "rows": [{"number": i} for i in range(len(questions))],
+    }
+
+
+def eval_rows(trainer: DeepSpeedPPOTrainer, questions: Sequence[str]) -> Dataset:
+    """Rows of kind "prompt", whose row_index repeats, as it does in mixtures of sources."""
+    prompts = prompts_of(trainer, questions)
+    return Dataset.from_list([
+        {"input_ids": ids, "row_index": 7, "prompt_text": json.dumps(chat), "row": json.dumps(row)}
+        for ids, chat, row in zip(prompts["prompts"], prompts["messages"], prompts["rows"], strict=True)
+    ])  # fmt: skip
+
+
+def one_iteration(
+    trainer: DeepSpeedPPOTrainer, questions: Sequence[str], *, minibatch_size: int, ppo_epochs: int
+) -> tuple[list[Experience], list[dict[str, float]]]:
+    """As step 3 goes through an iteration: this rank's rollout batches and the metrics of every update."""
+    batch = trainer.rollouts.per_device_generation_batch_size
+    share = rank_share(
+        range(len(questions)), rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch
+    )
+    dataset = MiniDataset(
+        generation_batches=len(share), minibatch_size=minibatch_size, ppo_epochs=ppo_epochs, rank=launch.rank(),
+        world_size=launch.world_size(), seed=5,
+    )  # fmt: skip
+    parts, minibatches = [], None
+    for mine in share:
+        prompts = prompts_of(trainer, [questions[i] for i in mine])
+        parts.append(trainer.generate_experience(prompts, sample_ids=mine))
+        minibatches = dataset.add(parts[-1])
+    return parts, [trainer.train_rlhf(minibatch) for minibatch in minibatches]

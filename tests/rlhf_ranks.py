@@ -1,0 +1,68 @@
+"""Evaluation, an iteration of PPO and the moving average on any number of ranks: `python rlhf_ranks.py FOLDER STAGES`.
+
+On several ranks the first one writes what came out to FOLDER/<stage>.pt; tests compare it with one process.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rlhf_models import QUESTIONS, eval_rows, make_trainer, one_iteration
+
+from dschat import launch
+from dschat.models.weights import full_weights
+from dschat.rlhf.evaluation import evaluate
+
+
+def number_of(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
+    """A judge that knows every row apart."""
+    return [2.0 ** row["number"] for row in rows]
+
+
+def scenario(root: Path, stage: int) -> dict[str, Any]:
+    """Batches of all ranks together are the same for 1 and 2 ranks."""
+    ranks = launch.world_size()
+    trainer = make_trainer(
+        root, actor_zero_stage=stage, critic_zero_stage=stage, judge=number_of, enable_ema=True, ema_decay=0.5,
+        per_device_generation_batch_size=4 // ranks, per_device_training_batch_size=2 // ranks,
+        gradient_accumulation_steps=2, max_grad_norm=0.3, clip_range=0.02,
+    )  # fmt: skip
+    engine, found = trainer.engine, {}
+    seven = eval_rows(trainer, QUESTIONS[:7])
+    for size in (1, 2):  # 7 rows on 2 ranks: with 1 a rank is left without a row at the end, with 2 it has fewer
+        metrics, samples = evaluate(trainer, seven, batch_size=size, max_batches=0)
+        everyone = [samples]
+        if ranks > 1:
+            everyone = [None] * ranks
+            dist.all_gather_object(everyone, samples)
+        answers = {sample["prompt"]: sample["response"] for part in everyone for sample in part}
+        found[f"evaluation {size}"] = metrics, answers, sum(map(len, everyone))
+    _, found["updates"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=2)
+    if launch.is_main():
+        (root / f"ema-{stage}-{ranks}").mkdir()
+    launch.barrier()
+    engine.save_ema(root / f"ema-{stage}-{ranks}")
+    models = {"actor": engine.actor.engine, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
+              "average": engine.actor_ema}  # fmt: skip
+    for name, module in models.items():
+        found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(module)}
+    engine.update_ema(0.0)
+    found["average without memory"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
+    launch.barrier()
+    engine.load_ema(root / f"ema-{stage}-{ranks}")
+    found["average again"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
+    return found
+
+
+if __name__ == "__main__":
+    launch.join(seed=0)
+    for stage in map(int, sys.argv[2:]):
+        results = scenario(Path(sys.argv[1]), stage)
+        if launch.is_main():
+            torch.save(results, Path(sys.argv[1], f"{stage}.pt"))
+    launch.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,130 @@
+"""The training commands that a shell script would really run: it runs, with stand-ins for every program it starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from deepspeed.launcher.runner import parse_args as parse_launcher_args
+
+from dschat.command_line import parse
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = ("main.py", "make_preferences.py")
+
+# Notes its own name and arguments. `-c` and pip are questions of scripts/install.sh and the pipelines: one GPU, and
+# any number or word for the rest. The checksum is fed by a pipe, which would break if nobody read it.
+STAND_IN = """#!/bin/bash
+case "$1 $2" in
+    "-c "*device_count*) echo 1 ;;
+    "-c "*hashlib*) cat >/dev/null; echo 3 ;;
+    "-c "* | --version*) echo 3 ;;
+    "-m pip") ;;
+    *) printf '%s\\0' "${0##*/}" "$@" END-OF-COMMAND >>"$COMMANDS_FILE" ;;
+esac
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """One start of a training program.
+
+    Attributes:
+        program: the file, inside training/.
+        arguments: what follows it.
+        processes: how many the launcher starts, over all nodes.
+        nodes: over how many nodes.
+    """
+
+    program: Path
+    arguments: tuple[str, ...]
+    processes: int
+    nodes: int
+
+    @property
+    def step(self) -> str:
+        return self.program.parent.name
+
+    def parsed(self, *more: str) -> tuple:
+        """The argument groups, with more flags laid over. Raises SettingsError as the program would."""
+        return parse(module_of(self.program).GROUPS, [*self.arguments, *more], description="")
+
+
+def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
+    """Run a bash script's text in `folder`, where the repository's own folders are linked in, and note what it starts.
+
+    Raises:
+        AssertionError: the script fails, or the launcher does not take its arguments.
+    """
+    stand_ins = folder / "stand-ins"
+    (stand_ins / "bin").mkdir(parents=True, exist_ok=True)
+    for name in ("deepspeed", "python", "torchrun", "ninja", "git"):
+        (stand_ins / "bin" / name).write_text(STAND_IN, encoding="utf-8")
+        (stand_ins / "bin" / name).chmod(0o755)
+    for path in ROOT.iterdir():
+        if path.name in ("scripts", "tests", "training", "setup.py", "requirements.txt", "constraints.txt"):
+            link = folder / path.name
+            link.is_symlink() or link.symlink_to(path)
+    noted = folder / "commands"
+    noted.write_text("")
+    environment = os.environ | {
+        "PATH": f"{stand_ins / 'bin'}:/usr/bin:/bin", "VENV": str(stand_ins), "CXX": "bash", "PROCESSES": "",
+        "OUTPUT": "", "COMMANDS_FILE": str(noted), "HOSTFILE": "hostfile",
+    }  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", script, "script", *arguments], cwd=folder, env=environment, text=True, capture_output=True,
+        stdin=subprocess.DEVNULL, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+    starts = [line.split("\0")[:-1] for line in noted.read_text().split("END-OF-COMMAND\0") if line]
+    commands = [_command(words) for words in starts if any(word.endswith(PROGRAMS) for word in words)]
+    return [command for command in commands if "training" in command.program.parts]
+
+
+def _command(words: list[str]) -> Command:
+    launcher, arguments = words[0], words[1:]
+    place = next(i for i, word in enumerate(arguments) if word.endswith(PROGRAMS))
+    processes, nodes = 1, 1
+    if launcher == "deepspeed":
+        options = parse_launcher_args(arguments)
+        nodes, processes = max(options.num_nodes, 1), max(options.num_nodes, 1) * max(options.num_gpus, 1)
+        assert options.user_script == arguments[place], f"the launcher takes {options.user_script} for the program"
+        assert options.user_args == arguments[place + 1 :]
+    elif launcher == "torchrun":
+        from torch.distributed.run import parse_args as parse_torchrun_args
+
+        options = parse_torchrun_args(arguments)
+        nodes = int(options.nnodes.split(":")[-1])
+        processes = nodes * int(options.nproc_per_node)
+        assert options.training_script == arguments[place]
+    program = ROOT / arguments[place][arguments[place].rindex("training/") :]
+    assert program.is_file(), f"there is no {program}"
+    return Command(program, tuple(arguments[place + 1 :]), processes, nodes)
+
+
+def commands_in_text(path: Path) -> list[str]:
+    """Lines of ```bash blocks that start a program of training/ or one of its recipes, continuations joined."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", path.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if re.search(r"\btraining/\S+\.(py|sh)\b", line) and not line.startswith("#")]
+
+
+def settings_in_text(path: Path) -> dict[str, str]:
+    """Name → content of the ```yaml blocks that begin with a comment that is their file's name."""
+    text = path.read_text(encoding="utf-8")
+    return dict(re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+@cache
+def module_of(program: Path) -> ModuleType:
+    """The program imported, not run."""
+    spec = importlib.util.spec_from_file_location(f"{program.parent.name}_{program.stem}", program)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

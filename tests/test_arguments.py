@@ -1,0 +1,143 @@
+"""The groups of flags: names that users know, groups that fit together, and bad values that are refused early."""
+
+import dataclasses
+import importlib.util
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+from programs import MAINS
+
+from dschat import arguments
+from dschat.command_line import SettingsError, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
+
+ONE_MODEL = """
+    data_path data_split data_output_path model_name_or_path max_seq_len per_device_train_batch_size
+    per_device_eval_batch_size learning_rate weight_decay num_train_epochs gradient_accumulation_steps lr_scheduler_type
+    num_warmup_steps seed dtype zero_stage offload gradient_checkpointing lora_dim lora_module_name only_optimize_lora
+    lora_learning_rate enable_tensorboard tensorboard_path output_dir eval_interval eval_iters dropout add_eot_token
+    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows
+"""
+RLHF = """
+    data_path data_split data_output_path actor_model_name_or_path critic_model_name_or_path reward_model_name_or_path
+    max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size per_device_training_batch_size
+    generation_batches ppo_epochs actor_learning_rate critic_learning_rate actor_weight_decay critic_weight_decay
+    num_train_epochs gradient_accumulation_steps lr_scheduler_type num_warmup_steps seed dtype actor_zero_stage
+    critic_zero_stage offload offload_reference_model offload_reward_model gradient_checkpointing actor_lora_dim
+    critic_lora_dim lora_module_name only_optimize_lora lora_learning_rate enable_hybrid_engine enable_ema
+    unsupervised_dataset_name unsup_coef enable_tensorboard tensorboard_path print_answers print_answers_interval
+    output_dir eval_interval eval_iters actor_dropout critic_dropout add_eot_token kl_coef kl_estimator clip_range
+    value_clip_range reward_clip gamma gae_lambda temperature top_p top_k missing_eos_penalty whiten_advantages
+    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows
+"""
+
+
+def groups_of(step: str) -> tuple[type, ...]:
+    spec = importlib.util.spec_from_file_location(f"main_of_{step}", MAINS[step])
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.GROUPS
+
+
+def names(groups: tuple[type, ...]) -> list[str]:
+    return [field.name for group in groups for field in dataclasses.fields(group)]
+
+
+@pytest.mark.parametrize("step, known", [("sft", ONE_MODEL), ("reward", ONE_MODEL), ("ppo", RLHF)])
+def test_a_step_has_every_flag_that_users_know_and_none_twice(step, known):
+    flags = names(groups_of(step))
+    assert not set(known.split()) - set(flags)
+    assert len(flags) == len(set(flags))
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(group):
+    from dschat.command_line import out_of_bounds
+
+    assert out_of_bounds(group()) == []
+    for field in dataclasses.fields(group):
+        assert len(field.metadata["help"]) > 5
+        assert set(field.metadata["needs"]) <= {name for other in GROUPS for name in names((other,))}
+
+
+def test_every_flag_is_read_by_something():
+    code = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder in ("dschat", "training")
+        for path in (ROOT / folder).rglob("*.py")
+        if path.name not in ("arguments.py", "command_line.py")
+    )
+    own = inspect.getsource(arguments)
+    unread = [
+        name
+        for name in {name for group in GROUPS for name in names((group,))} - {"local_rank"}
+        if not re.search(rf"\.{name}\b", code) and not re.search(rf"self\.{name}\b", own)
+    ]
+    assert unread == []
+
+
+def problems(group: type, **values) -> list[str]:
+    return group(**values).problems()
+
+
+def test_values_that_cannot_work_are_refused_with_flag_value_and_way_out(tmp_path, monkeypatch):
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        (line,) = problems(arguments.DeviceArguments, dtype="fp16")
+        assert "--dtype fp16" in line and "bf16 or fp32" in line
+    assert problems(arguments.DeviceArguments, dtype="bf16") == []
+    broken = tmp_path / "ds.json"
+    for text, reason in (("{", "not valid JSON"), ("[1]", "JSON object")):
+        broken.write_text(text)
+        (line,) = problems(arguments.DeviceArguments, deepspeed_config=str(broken))
+        assert line.startswith(f"--deepspeed_config {broken}: ") and reason in line
+    broken.write_text(json.dumps({"gradient_clipping": 2}))
+    assert problems(arguments.DeviceArguments, deepspeed_config=str(broken)) == []
+    (line,) = problems(arguments.DeviceArguments, deepspeed_config=str(tmp_path / "none.json"))
+    assert "No such file" in line
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused_and_no_probe_is_left(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    (line,) = problems(arguments.RunArguments, output_dir=str(file / "run"))
+    assert line.startswith(f"--output_dir {file}/run: cannot be written")
+    assert problems(arguments.RunArguments, output_dir=str(tmp_path / "new" / "run")) == []
+    assert list((tmp_path / "new" / "run").iterdir()) == []
+
+
+def test_what_a_step_cannot_go_without_is_asked_for():
+    assert "--data_path" in problems(arguments.DataArguments)[0]
+    assert "--model_name_or_path" in problems(arguments.ModelArguments)[0]
+    actor, reward = problems(arguments.RLHFModelArguments)
+    assert "--actor_model_name_or_path" in actor and "--reward_model_name_or_path" in reward
+    assert len(problems(arguments.RLHFModelArguments, actor_model_name_or_path="a", critic_model_name_or_path="b")) == 0
+
+
+def test_flags_that_only_work_together(tmp_path):
+    for values in ({"unsup_coef": 1.0}, {"unsupervised_dataset_name": "texts.jsonl"}):
+        assert "both or neither" in problems(arguments.PPOArguments, **values)[0]
+    assert problems(arguments.PPOArguments, unsup_coef=1.0, unsupervised_dataset_name="texts.jsonl") == []
+    assert "constant_with_warmup" in problems(
+        arguments.OptimizerArguments, lr_scheduler_type="constant", num_warmup_steps=3
+    )[0]  # fmt: skip
+    assert "--resume" in problems(arguments.RunArguments, output_dir=str(tmp_path), resume="yes")[0]
+
+
+def test_adapters_settings_without_adapters_warn(tmp_path, capsys):
+    argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
+    argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
+    parse(groups_of("sft"), argv, description="")
+    said = capsys.readouterr().err
+    assert "--lora_learning_rate 0.001 has no effect without --lora_dim\n" in said
+    assert "--tensorboard_path t has no effect without --enable_tensorboard\n" in said
+    parse(groups_of("sft"), [*argv, "--lora_dim", "2", "--enable_tensorboard"], description="")
+    assert capsys.readouterr().err == ""
+    with pytest.raises(SettingsError, match="--zero_stage 4: choose one of 0, 1, 2, 3"):
+        parse(groups_of("sft"), [*argv, "--zero_stage", "4"], description="")

@@ -1,0 +1,151 @@
+"""Flags, YAML beneath them, and every mistake in one message."""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from dschat.command_line import SettingsError, flag, parse, raise_together, settings_of_user
+
+
+@dataclass
+class Colour:
+    shade: Literal["dark", "light"] = flag("dark", "how much light")
+    depth: Literal[0, 1, 2] = flag(1, "layers")
+    gloss: float = flag(0.5, "share of light that is mirrored", at_least=0, below=1)
+    coats: int = flag(1, "how often", at_least=1)
+    pigments: list[str] = flag([], "what is in it")
+    varnish: bool = flag(False, "seal it")
+    varnish_hours: int = flag(12, "until it is dry", needs=["varnish"])
+
+    def problems(self) -> list[str]:
+        return ["--pigments: there are none"] if not self.pigments else []
+
+
+@dataclass
+class Brush:
+    width: float | None = flag(None, "millimetres; default: as wide as the wall", above=0)
+
+    def problems(self) -> list[str]:
+        return []
+
+
+def parsed(*argv: str, **options) -> tuple[Colour, Brush]:
+    return parse([Colour, Brush], ["--pigments", "ochre", *argv], description="paint", **options)
+
+
+def mistakes(*argv: str, **options) -> list[str]:
+    with pytest.raises(SettingsError) as caught:
+        parsed(*argv, **options)
+    head, *lines = str(caught.value).split("\n  - ")
+    assert head == f"{len(lines)} mistake{'s' if len(lines) > 1 else ''} in the settings of this run:"
+    return lines
+
+
+def test_defaults_types_lists_and_booleans():
+    colour, brush = parsed("--gloss", "0.25", "--pigments", "ochre", "umber", "--varnish", "--depth", "2")
+    assert colour == Colour(gloss=0.25, pigments=["ochre", "umber"], varnish=True, depth=2)
+    assert brush.width is None
+    assert parsed("--varnish", "false", "--width", "3")[1].width == 3.0
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--shade", "green"], "--shade green: choose one of dark, light"),
+        (["--depth", "4"], "--depth 4: choose one of 0, 1, 2"),
+        (["--gloss", "1"], "--gloss 1.0: must be at least 0 and below 1"),
+        (["--gloss", "-0.1"], "--gloss -0.1: must be at least 0 and below 1"),
+        (["--gloss", "nan"], "--gloss nan: must be at least 0 and below 1"),
+        (["--coats", "0"], "--coats 0: must be at least 1"),
+        (["--width", "0"], "--width 0.0: must be above 0"),
+        (["--coats", "many"], "--coats many: invalid int value: 'many'"),
+        (["--varnish", "perhaps"], "--varnish perhaps: "),
+        (["--glos", "0.1"], "--glos is no flag of this step: did you mean --gloss?"),
+        (["--glos=0.1"], "--glos is no flag of this step: did you mean --gloss?"),
+        (["--zzzzzz"], "--zzzzzz is no flag of this step; --help lists them"),
+        (["--coats"], "argument --coats: expected one argument"),
+        (["--config"], "argument --config: expected one argument"),
+        (["--coats", "2", "stray"], "stray: belongs to no flag"),
+        (["--config", "/nowhere/paint.yaml"], "--config /nowhere/paint.yaml: there is no such file"),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(argv, message):
+    (line,) = mistakes(*argv)
+    assert line.startswith(message)
+
+
+def test_all_mistakes_are_told_at_once():
+    def check(colour: Colour, brush: Brush) -> list[str]:
+        assert colour.coats == 0 and brush.width == 2
+        return ["the wall is wet"]
+
+    argv = ["--coats", "0", "--glos", "1", "--shade", "red", "--width", "2", "--depth", "x"]
+    with pytest.raises(SettingsError) as caught:
+        parse([Colour, Brush], argv, description="paint", check=check)
+    lines = str(caught.value).splitlines()[1:]
+    words = ["--glos is no flag", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
+    assert len(lines) == len(words)
+    for word in words:
+        assert sum(word in line for line in lines) == 1, (word, lines)
+
+
+def test_a_missing_value_is_told_together_with_what_was_found_before_it():
+    lines = mistakes("--shade", "red", "--coats")
+    assert [line.split(":")[0] for line in lines] == ["--shade red", "argument --coats"]
+
+
+def test_flags_lie_over_the_yaml_file(tmp_path: Path):
+    file = tmp_path / "paint.yaml"
+    file.write_text("gloss: 0.25\ncoats: 3\npigments: [umber, sienna]\nvarnish: true\nwidth: null\n")
+    colour, brush = parse([Colour, Brush], ["--config", str(file), "--coats", "5"], description="paint")
+    assert colour == Colour(gloss=0.25, coats=5, pigments=["umber", "sienna"], varnish=True)
+    assert brush.width is None
+    colour, _ = parse([Colour, Brush], [f"--config={file}", "--pigments", "ochre"], description="paint")
+    assert colour.pigments == ["ochre"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("glos: 1", "--glos is no flag of this step: did you mean --gloss?"),
+        ("- gloss", "wants lines of the form `flag: value`"),
+        ("gloss: [", "not readable as YAML"),
+        ("gloss: 7", "--gloss 7.0: must be at least 0 and below 1"),
+    ],
+)
+def test_mistakes_in_the_yaml_file_are_told_like_those_of_flags(text, message, tmp_path):
+    file = tmp_path / "paint.yaml"
+    file.write_text(text)
+    (line,) = mistakes("--config", str(file))
+    assert message in line
+
+
+def test_a_flag_without_effect_warns_and_one_with_effect_does_not(capsys):
+    parsed("--varnish_hours", "3")
+    assert "warning: --varnish_hours 3 has no effect without --varnish" in capsys.readouterr().err
+    parsed("--varnish_hours", "3", "--varnish")
+    parsed("--varnish_hours", "12")
+    assert capsys.readouterr().err == ""
+
+
+def test_help_names_every_flag_its_meaning_and_its_default(capsys):
+    with pytest.raises(SystemExit) as leaving:
+        parsed("--help")
+    assert leaving.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for field in (*dataclasses.fields(Colour), *dataclasses.fields(Brush)):
+        assert f"--{field.name}" in text and field.metadata["help"] in text
+    assert "(default: 0.5)" in text
+
+
+def test_only_value_errors_become_mistakes_of_the_user():
+    with pytest.raises(SettingsError, match="too long"), settings_of_user():
+        raise ValueError("too long")
+    with pytest.raises(SettingsError, match="^1 mistake"), settings_of_user():
+        raise_together(["once"])
+    with pytest.raises(KeyError), settings_of_user():
+        raise KeyError("a fault of ours")
+    raise_together([])

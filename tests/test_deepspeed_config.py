@@ -1,0 +1,77 @@
+"""The DeepSpeed configuration that the flags of a step become."""
+
+import json
+
+import pytest
+import torch
+
+from dschat.deepspeed_config import DTYPES, frozen_config, training_config
+
+PLAIN = {"dtype": "bf16", "zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 3, "world_size": 5,
+         "max_grad_norm": 1.0}  # fmt: skip
+
+
+def config(**changes) -> dict:
+    return training_config(**(PLAIN | changes))
+
+
+def test_the_global_batch_is_the_product_that_deepspeed_checks():
+    made = config()
+    assert made["train_micro_batch_size_per_gpu"] == 4 and made["gradient_accumulation_steps"] == 3
+    assert made["train_batch_size"] == 4 * 3 * 5
+    frozen = frozen_config(dtype="bf16", zero_stage=0, micro_batch_size=4, world_size=5)
+    assert frozen["train_batch_size"] == 4 * 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_precision_at_most_is_on(dtype):
+    for made in (config(dtype=dtype), frozen_config(dtype=dtype, zero_stage=3, micro_batch_size=1, world_size=1)):
+        on = {name for name in ("bf16", "fp16") if made[name]["enabled"]}
+        assert on == ({dtype} - {"fp32"})
+    assert DTYPES[dtype] == getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype])
+
+
+def test_bf16_accumulates_gradients_in_float32_where_zero_can():
+    assert config()["data_types"]["grad_accum_dtype"] == "fp32"
+    assert "data_types" not in config(dtype="fp32") and "data_types" not in config(zero_stage=0)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("offload", [False, True])
+def test_offload_moves_what_the_stage_has_sharded(stage, offload):
+    zero = config(zero_stage=stage, offload=offload)["zero_optimization"]
+    assert zero["stage"] == stage
+    assert ("offload_optimizer" in zero) == (offload and stage >= 1)
+    assert ("offload_param" in zero) == (offload and stage == 3)
+    for name in ("offload_optimizer", "offload_param"):
+        assert zero.get(name, {"device": "cpu"})["device"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    "stage, offload, expected", [(0, False, 0), (1, False, 0), (2, False, 0), (3, False, 3), (0, True, 3), (3, True, 3)]
+)
+def test_a_frozen_model_is_whole_or_partitioned(stage, offload, expected):
+    """Stages 1 and 2 shard what only training has; host memory can hold parameters under stage 3 alone."""
+    zero = frozen_config(dtype="bf16", zero_stage=stage, micro_batch_size=1, world_size=1, offload=offload)
+    assert zero["zero_optimization"]["stage"] == expected
+    assert ("offload_param" in zero["zero_optimization"]) == offload
+
+
+def test_the_users_json_lies_over_the_generated_one_key_by_key(tmp_path):
+    file = tmp_path / "mine.json"
+    mine = {"gradient_clipping": 7.0, "zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
+    file.write_text(json.dumps(mine))
+    plain, merged = config(zero_stage=3), config(zero_stage=3, overrides=str(file))
+    assert merged["gradient_clipping"] == 7.0 and merged["wall_clock_breakdown"] is True
+    assert merged["zero_optimization"] == plain["zero_optimization"] | {"overlap_comm": False}
+    untouched = plain.keys() - mine.keys()
+    assert {name: merged[name] for name in untouched} == {name: plain[name] for name in untouched}
+
+
+def test_a_value_of_another_kind_replaces_a_group(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps({"bf16": None, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
+    merged = config(offload=True, overrides=str(file))
+    assert merged["bf16"] is None
+    offload = config(offload=True)["zero_optimization"]["offload_optimizer"]
+    assert merged["zero_optimization"]["offload_optimizer"] == offload | {"device": "nvme"}

@@ -1,0 +1,111 @@
+"""Means over rollouts are means over responses and tokens, whatever the batches; the same actor gets the same numbers.
+
+Two ranks are compared with one in test_rlhf_engine.py.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
+
+from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def lengths(prompts, responses, rows):
+    return [float(len(response)) for response in responses]
+
+
+@pytest.fixture(scope="module")
+def trainer(folder):
+    """Its actor has left the reference model."""
+    trainer = make_trainer(folder, judge=lengths, max_answer_seq_len=12)
+    for _ in range(3):
+        trainer.train_rlhf(trainer.generate_experience(prompts_of(trainer)))
+    return trainer
+
+
+def test_metrics_are_means_over_responses_and_tokens(trainer):
+    parts, sums, samples = [], [], []
+    for ids in (range(3), range(3, 8)):  # batches of 3 and 5: a mean of their means would be another number
+        prompts = prompts_of(trainer, [QUESTIONS[i] for i in ids])
+        parts.append(trainer.generate_experience(prompts, sample_ids=ids))
+        sums.append(experience_sums(parts[-1], trainer.samples))
+        samples += trainer.samples
+    metrics = experience_metrics(sums)
+    counts = [int(part.response_mask[row].sum()) for part in parts for row in range(len(part))]
+
+    def per_response(name: str) -> list[float]:
+        return [float(getattr(part, name)[row].sum()) for part in parts for row in range(len(part))]
+
+    def per_token(values) -> float:
+        return sum(float(v[part.response_mask].sum()) for v, part in zip(values, parts, strict=True)) / sum(counts)
+
+    expected = {name: sum(per_response(source)) / 8 for name, source in
+                (("score", "scores"), ("reward", "rewards"), ("kl", "kl"), ("ended_by_eos", "ended"))}  # fmt: skip
+    expected["response_length"] = sum(counts) / 8
+    expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
+    expected["entropy"] = per_token([part.entropy for part in parts])
+    expected["rollout_gap"] = per_token([(part.rollout_logprobs - part.old_logprobs).abs() for part in parts])
+    assert metrics == pytest.approx(expected, rel=1e-5)
+    assert abs(metrics["kl"]) > 1e-3 and 0 < metrics["ended_by_eos"] < 1 and 0 < metrics["rollout_gap"] < 1e-4
+    assert len(set(counts)) > 1
+
+
+def test_rows_of_weight_0_count_for_nothing(trainer):
+    first = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:3]))
+    sums = [experience_sums(first, trainer.samples)]
+    alone = experience_metrics(sums)
+    idle = trainer.generate_experience(prompts_of(trainer, QUESTIONS[3:]))
+    sums.append(experience_sums(idle, trainer.samples, weight=0.0))
+    assert experience_metrics(sums) == alone
+
+
+def test_every_row_is_answered_once_however_the_batches_fall(trainer):
+    rows = eval_rows(trainer, QUESTIONS)
+    by_size = {size: evaluate(trainer, rows, batch_size=size, max_batches=0) for size in (8, 3)}
+    for _, samples in by_size.values():
+        assert [sample["prompt"] for sample in samples] == QUESTIONS
+    (metrics, samples), (others, other_samples) = by_size.values()
+    assert [sample["response"] for sample in samples] == [sample["response"] for sample in other_samples]
+    assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+
+
+def test_rows_alike_are_answered_unlike(trainer):
+    _, samples = evaluate(trainer, eval_rows(trainer, QUESTIONS[:1] * 4), batch_size=2, max_batches=0)
+    assert len({sample["response"] for sample in samples}) == 4
+
+
+def test_the_same_actor_gets_the_same_numbers_and_another_one_others(folder):
+    trainer = make_trainer(folder)
+    rows = eval_rows(trainer, QUESTIONS[:5])
+    first = evaluate(trainer, rows, batch_size=2, max_batches=0)
+    state = torch.get_rng_state()
+    assert evaluate(trainer, rows, batch_size=2, max_batches=0) == first
+    assert torch.equal(torch.get_rng_state(), state), "looking changes nothing about training"
+    for _ in range(4):
+        trainer.train_rlhf(trainer.generate_experience(prompts_of(trainer)))
+    assert evaluate(trainer, rows, batch_size=2, max_batches=0) != first
+
+
+def test_max_batches_stops_early_and_no_rows_give_no_metrics(trainer):
+    rows = eval_rows(trainer, QUESTIONS)
+    _, samples = evaluate(trainer, rows, batch_size=3, max_batches=2)
+    assert [sample["prompt"] for sample in samples] == QUESTIONS[:6]
+    assert evaluate(trainer, rows.select([]), batch_size=3, max_batches=0) == ({}, [])
+
+
+def test_the_seconds_of_an_evaluation_are_not_those_of_training(trainer):
+    evaluate(trainer, eval_rows(trainer, QUESTIONS[:2]), batch_size=2, max_batches=0)
+    assert set(trainer.take_seconds().values()) == {0.0}

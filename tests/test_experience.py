@@ -1,0 +1,171 @@
+"""Experiences are cut and dealt out without losing a token, the same way on any number of ranks."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from dschat.rlhf.experience import Experience, MiniDataset
+
+PER_TOKEN = [f.name for f in fields(Experience)][3:8] + ["kl", "rewards", "advantages", "returns"]
+
+
+def experience(names: list[int], prompts: list[int], responses: list[int], *, wider: tuple[int, int] = (0, 0)):
+    """Row i has prompts[i] and responses[i] tokens; every number in it tells the row's name and its place in the row.
+
+    wider: padding columns beyond the longest prompt and response. What stands under padding is -1 or NaN.
+    """
+    count, width, length = len(names), max(prompts) + wider[0], max(responses) + wider[1]
+    sequences = torch.full((count, width + length), -1)
+    attention = torch.zeros(count, width + length, dtype=torch.bool)
+    mask = torch.zeros(count, length, dtype=torch.bool)
+    per_token = {name: torch.full((count, length), torch.nan) for name in PER_TOKEN}
+    for row, (name, prompt, response) in enumerate(zip(names, prompts, responses, strict=True)):
+        attention[row, width - prompt : width + response] = mask[row, :response] = True
+        sequences[row, width - prompt : width + response] = 100 * name + torch.arange(prompt + response)
+        for number, values in enumerate(per_token.values()):
+            values[row, :response] = 1000.0 * number + 100 * name + torch.arange(response)
+    return Experience(
+        sequences=sequences,
+        attention_mask=attention,
+        response_mask=mask,
+        scores=torch.tensor(names) / 7,
+        ended=torch.tensor([name % 2 == 0 for name in names]),
+        **per_token,
+    )
+
+
+def compact(part: Experience) -> dict[float, dict[str, list]]:
+    """Every row without its padding, by its name."""
+    rows = {}
+    prompt = part.sequences.shape[1] - part.response_mask.shape[1]
+    for row in range(len(part)):
+        mask, attention = part.response_mask[row], part.attention_mask[row]
+        assert torch.equal(attention[prompt:], mask)
+        rows[round(float(part.scores[row]) * 7)] = {
+            "sequences": part.sequences[row][attention].tolist(),
+            "prompt": int(attention[:prompt].sum()),
+            "ended": bool(part.ended[row]),
+            **{name: getattr(part, name)[row][mask].tolist() for name in PER_TOKEN},
+        }
+    return rows
+
+
+def test_rows_keep_every_token_and_lose_only_the_padding_that_all_of_them_share():
+    whole = experience([1, 2, 3, 4], [5, 2, 3, 1], [1, 4, 2, 6], wider=(2, 1))
+    part = whole.rows([2, 1])
+    assert part.sequences.shape == (2, 3 + 4) and part.response_mask.shape == (2, 4)
+    assert compact(part) == {name: row for name, row in compact(whole).items() if name in (2, 3)}
+    assert list(compact(part)) == [3, 2], "in the order asked for"
+    assert compact(whole.rows(range(1, 3))) == compact(part)
+
+
+def test_rows_keep_a_column_that_no_row_counts_between_columns_that_do():
+    whole = experience([1, 2], [2, 3], [4, 4])
+    whole.response_mask[:, 1] = False  # text that the model did not write
+    whole.attention_mask[:, 4] = False
+    part = whole.rows([0, 1])
+    assert part.response_mask.tolist() == [[True, False, True, True]] * 2
+    assert part.returns[0, 3] == whole.returns[0, 3]
+
+
+def test_one_token_and_no_token_are_responses_too():
+    part = experience([1, 2], [2, 2], [1, 3]).rows([0])
+    assert part.response_mask.tolist() == [[True]]
+    part.response_mask[:] = False
+    assert part.rows([0]).response_mask.tolist() == [[False]]
+
+
+def test_concatenating_keeps_every_token_and_masks_the_new_padding():
+    parts = [experience([1, 2], [2, 4], [3, 1]), experience([3], [1], [5]), experience([4, 5], [6, 2], [2, 2])]
+    whole = Experience.concatenate(parts)
+    assert whole.sequences.shape == (5, 6 + 5)
+    assert compact(whole) == {name: row for part in parts for name, row in compact(part).items()}
+    assert list(compact(whole)) == [1, 2, 3, 4, 5]
+
+
+def test_the_loss_mask_is_the_response_mask_at_the_columns_of_the_response():
+    part = experience([1, 2], [2, 4], [3, 1])
+    assert part.loss_mask.tolist() == [[False] * 4 + [True] * 3, [False] * 4 + [True] + [False] * 2]
+
+
+def dealt(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = False, minibatch: int = 8):
+    """Names of the rows in each minibatch of all ranks together, for 24 rows in 3 rollout batches and 2 epochs."""
+    everyone = []
+    for rank in range(world_size):
+        dataset = MiniDataset(
+            generation_batches=3, minibatch_size=minibatch // world_size, ppo_epochs=2, rank=rank,
+            world_size=world_size, seed=seed, whiten_advantages=whiten,
+        )  # fmt: skip
+        mine = list(range(rank, 24, world_size))  # as rank_share deals them
+        size = len(mine) // 3
+        for number in range(3):
+            names = mine[number * size : (number + 1) * size]
+            lengths = [1 + name % 4 for name in names]
+            minibatches = dataset.add(experience(names, lengths, lengths[::-1]), iteration=iteration)
+            assert (minibatches is None) == (number < 2)
+        everyone.append([list(compact(part)) for part in minibatches])
+    return [sorted(name for part in step for name in part) for step in zip(*everyone, strict=True)]
+
+
+def test_every_row_is_in_one_minibatch_of_each_epoch():
+    steps = dealt(1)
+    assert [len(step) for step in steps] == [8] * 6
+    assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == list(range(24))
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_the_same_rows_share_a_minibatch_on_any_number_of_ranks(world_size):
+    assert dealt(world_size) == dealt(1)
+
+
+def test_epochs_iterations_and_seeds_deal_differently_and_each_always_alike():
+    steps = dealt(1)
+    assert steps[:3] != steps[3:]
+    assert dealt(1) == steps
+    assert dealt(1, iteration=1) != steps
+    assert dealt(1, seed=6) != steps
+
+
+def test_any_two_rows_of_different_lanes_may_meet():
+    # Row i is in lane i mod 8, so rows 0 and 8 never meet, but 0 meets 1 and 9 and 17 in some iteration.
+    met = {name for iteration in range(40) for step in dealt(1, iteration=iteration) if 0 in step for name in step}
+    assert met == set(range(24)) - {8, 16}
+
+
+def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
+    dataset = MiniDataset(
+        generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0, whiten_advantages=False
+    )
+    first, second = experience([1, 2], [1, 1], [1, 1]), experience([3, 4], [1, 1], [1, 1])
+    assert dataset.add(first) is None
+    assert len(dataset.add(second)) == 2
+    assert dataset.add(first) is None
+    names = sorted(name for part in dataset.add(first) for name in compact(part))
+    assert names == [1, 1, 2, 2]
+
+
+def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_nothing_else_changes():
+    dataset = MiniDataset(generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    parts = [experience([1, 2], [1, 1], [1, 2]), experience([3, 4], [2, 1], [3, 1])]
+    given = [part.advantages.clone() for part in parts]
+    values = torch.cat([part.advantages[part.response_mask] for part in parts]).double()
+    dataset.add(parts[0])
+    minibatches = dataset.add(parts[1])
+    rows = {name: row for part in minibatches for name, row in compact(part).items()}
+    before = {name: row for part in parts for name, row in compact(part).items()}
+    found = torch.tensor([value for name in (1, 2, 3, 4) for value in rows[name]["advantages"]]).double()
+    # Population variance; 1e-8 beside a variance of 1e4 is nothing.
+    torch.testing.assert_close(found, (values - values.mean()) / values.var(correction=0).sqrt(), atol=1e-5, rtol=1e-5)
+    for name, row in rows.items():
+        assert {**row, "advantages": 0} == {**before[name], "advantages": 0}
+    for part, kept in zip(parts, given, strict=True):
+        torch.testing.assert_close(part.advantages, kept, equal_nan=True)  # the caller's own are as they were
+
+
+def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change():
+    dataset = MiniDataset(generation_batches=1, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    with pytest.raises(
+        ValueError, match="3 sequences per device cannot be cut into minibatches of 2.*generation_batch"
+    ):
+        dataset.add(experience([1, 2, 3], [1, 1, 1], [1, 1, 1]))

@@ -1,0 +1,106 @@
+"""The tool of step 2 that samples answers, lets a judge score them and pairs them."""
+
+import importlib.util
+import json
+from pathlib import Path
+from random import Random
+
+import pytest
+from rlhf_models import QUESTIONS, save_models
+
+TOOL = Path(__file__).resolve().parents[1] / "training" / "step2_reward_model_finetuning" / "make_preferences.py"
+JUDGE = """
+def judge(prompts, responses, rows):
+    return [row["sign"] * len(response) for row, response in zip(rows, responses)]
+
+def indifferent(prompts, responses, rows):
+    return [0] * len(responses)
+"""
+
+
+@pytest.fixture(scope="module")
+def tool():
+    spec = importlib.util.spec_from_file_location("make_preferences", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    root = save_models(tmp_path_factory.mktemp("models"))
+    rows = [{"prompt": question, "sign": (-1) ** number} for number, question in enumerate(QUESTIONS[:7])]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "judge.py").write_text(JUDGE)
+    return root
+
+
+def pairs(tool, answers, scores, at_most=99, seed=0):
+    found = tool.preference_pairs(answers, scores, at_most=at_most, chooser=Random(seed))
+    return sorted((p["chosen"], p["rejected"], p["chosen_score"], p["rejected_score"]) for p in found)
+
+
+def test_every_pair_puts_the_better_answer_first_and_ties_make_none(tool):
+    assert pairs(tool, ["a", "b", "c"], [1, 3, 1]) == [("b", "a", 3.0, 1.0), ("b", "c", 3.0, 1.0)]
+    assert pairs(tool, ["a", "b"], [-2.0, -5.0]) == [("a", "b", -2.0, -5.0)]
+    assert pairs(tool, ["a", "b"], [1.0, 1.0]) == []
+
+
+def test_no_text_is_paired_with_itself_and_an_empty_answer_with_nothing(tool):
+    assert pairs(tool, ["a", "a ", "\n"], [1, 2, 3]) == []
+
+
+def test_at_most_so_many_pairs_are_chosen_at_random_by_the_seed_and_none_twice(tool):
+    answers, scores = list("abcdef"), [1, 2, 3, 4, 5, 6]
+    every = pairs(tool, answers, scores)
+    assert len(every) == 15
+    some = [pairs(tool, answers, scores, at_most=4, seed=seed) for seed in range(20)]
+    assert all(len(set(chosen)) == 4 and set(chosen) <= set(every) for chosen in some)
+    assert some[0] == pairs(tool, answers, scores, at_most=4, seed=0)
+    assert set(sum(some, [])) == set(every), "every pair has its chance"
+
+
+def arguments(folder: Path, output: Path, judge: str = "judge", **flags) -> list:
+    given = {
+        "model_name_or_path": folder / "actor", "data_path": folder / "prompts.jsonl", "output_dir": output,
+        "judge": f"{folder / 'judge.py'}:{judge}", "dtype": "fp32", "eval_fraction": 0, "num_samples_per_prompt": 3,
+        "pairs_per_prompt": 2, "max_prompt_seq_len": 64, "max_answer_seq_len": 8,
+        "per_device_generation_batch_size": 2,
+    } | flags  # fmt: skip
+    return [word for name, value in given.items() for word in (f"--{name}", value)]
+
+
+def test_pairs_of_a_models_own_answers_are_data_for_step_2_the_same_from_one_rank_and_two(folder, programs, tmp_path):
+    for processes in (1, 2):
+        output = tmp_path / f"{processes}"
+        programs.run(TOOL, arguments(folder, output), processes=processes, log=tmp_path / f"log-{processes}")
+    alone, together = ((tmp_path / n / "preferences.jsonl").read_text(encoding="utf-8") for n in ("1", "2"))
+    assert alone == together
+    rows = [json.loads(line) for line in alone.splitlines()]
+    asked = [row["prompt"][0]["content"] for row in rows]
+    assert len(rows) > 7 and set(asked) == set(QUESTIONS[:7]) and all(asked.count(prompt) <= 2 for prompt in asked)
+    for row in rows:
+        assert row["prompt"] == [{"role": "user", "content": row["prompt"][0]["content"]}]
+        sign = (-1) ** QUESTIONS.index(row["prompt"][0]["content"])
+        assert row["chosen_score"] == sign * len(row["chosen"]) > sign * len(row["rejected"]) == row["rejected_score"]
+
+
+def test_prompts_alike_are_answered_unlike(folder, programs, tmp_path):
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text(f'{{"prompt": "{QUESTIONS[0]}", "sign": 1}}\n' * 2)
+    # Given twice as a source, as weights would have it: row numbers repeat too.
+    argv = arguments(folder, tmp_path / "out", data_path=f"{twice}:3", num_samples_per_prompt=2, pairs_per_prompt=1)
+    at = argv.index("--data_path") + 2
+    other = folder / "prompts.jsonl"
+    programs.run(TOOL, argv[:at] + [f"{other}:0.1"] + argv[at:], log=tmp_path / "log")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]
+    same = [(row["chosen"], row["rejected"]) for row in rows if row["prompt"][0]["content"] == QUESTIONS[0]]
+    assert len(same) > 2 and len(set(same)) == len(same)
+
+
+def test_a_judge_who_finds_all_answers_alike_stops_the_tool_with_the_way_out(folder, programs, tmp_path):
+    argv = arguments(folder, tmp_path / "out", judge="indifferent")
+    text = programs.run(TOOL, argv, log=tmp_path / "log", code=2)
+    assert "Traceback" not in text
+    assert "no pair came of 7 prompts" in text and "--num_samples_per_prompt" in text
+    assert not (tmp_path / "out" / "preferences.jsonl").exists()

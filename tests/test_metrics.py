@@ -1,0 +1,126 @@
+"""metrics.jsonl, samples.jsonl, run.json, TensorBoard: complete, readable, and without doubled lines after a resume."""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dschat.metrics import RunLog
+
+
+@dataclass
+class Settings:
+    colour: str = "blue"
+    depth: int = 3
+
+
+def log_of(folder: Path, **options) -> RunLog:
+    return RunLog(str(folder), name="paint", groups=[Settings()], total_steps=10, **options)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
+def test_every_call_is_a_line_and_the_console_shows_progress(tmp_path, capsys):
+    log = log_of(tmp_path)
+    log.metrics(0, {"loss": 4.0}, phase="eval")
+    log.metrics(1, {"loss": 3.0, "accuracy": 0.25})
+    log.metrics(10, {"loss": 2.0})
+    found = lines(tmp_path / "metrics.jsonl")
+    assert [(line["phase"], line["step"], line["loss"]) for line in found] == [
+        ("eval", 0, 4.0), ("train", 1, 3.0), ("train", 10, 2.0)]  # fmt: skip
+    assert found[1]["accuracy"] == 0.25
+    assert 0 <= found[0]["time"] <= found[1]["time"] <= found[2]["time"] < 60
+    eval_line, first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("[paint] train 1/10  loss 3  accuracy 0.25") and "ETA" in first
+    assert "ETA" not in last and "ETA" not in eval_line
+
+
+def test_what_is_not_finite_is_null(tmp_path):
+    log_of(tmp_path).metrics(1, {"a": math.nan, "b": -math.inf, "c": 0.5})
+    (line,) = lines(tmp_path / "metrics.jsonl")
+    assert (line["a"], line["b"], line["c"]) == (None, None, 0.5)
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_resumed_run_goes_on_after_its_checkpoint_and_drops_what_came_later(tmp_path):
+    log = log_of(tmp_path)
+    for step in range(1, 6):
+        log.metrics(step, {"loss": float(step)})
+        log.samples(step, [{"prompt": "p", "response": f"first {step}", "score": 0.0}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "time": 1.0, "los')  # killed while it wrote
+    resumed = log_of(tmp_path, finished_steps=3)
+    resumed.metrics(4, {"loss": 40.0})
+    resumed.samples(4, [{"prompt": "p", "response": "second 4", "score": 0.0}])
+    assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]  # fmt: skip
+    assert [sample["response"] for sample in lines(tmp_path / "samples.jsonl")] == [
+        "first 1", "first 2", "first 3", "second 4"]  # fmt: skip
+
+
+def test_a_run_from_the_start_does_not_keep_lines_of_an_older_one(tmp_path):
+    log_of(tmp_path).metrics(0, {"loss": 1.0}, phase="eval")
+    log_of(tmp_path).metrics(0, {"loss": 2.0}, phase="eval")
+    assert [line["loss"] for line in lines(tmp_path / "metrics.jsonl")] == [2.0]
+
+
+def test_run_json_tells_arguments_versions_and_devices(tmp_path):
+    log_of(tmp_path)
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["name"] == "paint" and run["arguments"] == {"colour": "blue", "depth": 3}
+    assert {"python", "torch", "deepspeed", "transformers"} <= run["versions"].keys()
+    assert run["devices"]["processes"] == 1
+
+
+def test_samples_keep_their_letters(tmp_path):
+    log_of(tmp_path).samples(2, [{"prompt": "Wieviel?", "response": "fünf 五\n", "score": 1.5}], phase="eval")
+    assert lines(tmp_path / "samples.jsonl") == [
+        {"step": 2, "phase": "eval", "prompt": "Wieviel?", "response": "fünf 五\n", "score": 1.5}
+    ]
+    assert "五" in (tmp_path / "samples.jsonl").read_text(encoding="utf-8")
+
+
+def test_tensorboard_has_a_curve_for_every_metric_and_phase(tmp_path):
+    log = log_of(tmp_path, tensorboard=str(tmp_path / "events"))
+    log.metrics(1, {"loss": 3.0})
+    log.metrics(2, {"loss": 2.5})
+    log.metrics(2, {"loss": 2.75}, phase="eval")
+    log.close()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 3.0), (2, 2.5)]
+    assert [(point.step, point.value) for point in events.Scalars("eval/loss")] == [(2, 2.75)]
+
+
+def test_without_tensorboard_no_event_file_is_written(tmp_path):
+    log = log_of(tmp_path)
+    log.metrics(1, {"loss": 3.0})
+    log.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.json"]
+
+
+def test_the_remaining_time_counts_from_where_a_resumed_run_started(tmp_path, capsys, monkeypatch):
+    """2 steps in 6 s: 5 more take 15 s, however many steps an earlier process had made."""
+    clock = iter([100.0, 106.0])
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    log_of(tmp_path, finished_steps=3).metrics(5, {"loss": 1.0})
+    assert capsys.readouterr().out.rstrip().endswith("ETA 0:00:15")
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"not json\n", b'{"time": 3}\n', b"[1]\n", "{'ü".encode()[:-1]])
+def test_lines_that_nobody_can_read_do_not_stop_a_resume(text, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text)
+    log_of(tmp_path, finished_steps=1)
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+def test_a_sample_with_unusual_line_ends_survives_a_resume(tmp_path):
+    odd = "one\u2028two\x85three\x0cfour\r\n"
+    log_of(tmp_path).samples(1, [{"prompt": odd, "response": odd, "score": 0.0}])
+    log_of(tmp_path, finished_steps=1)
+    (sample,) = lines(tmp_path / "samples.jsonl")
+    assert sample["response"] == odd

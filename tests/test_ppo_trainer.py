@@ -1,0 +1,334 @@
+"""Experience and updates against a second PPO in plain torch; what an update must not depend on, and must not touch."""
+
+import copy
+import math
+from pathlib import Path
+
+import deepspeed
+import plain_ppo
+import pytest
+import torch
+import transformers as hf
+from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+
+from dschat.generation import Decoder, TransformersDecoder
+from dschat.rlhf.experience import Experience
+
+SETTINGS = plain_ppo.Settings(
+    temperature=0.7, kl_coef=0.2, reward_clip=0.4, missing_eos_penalty=0.5, gamma=0.9, gae_lambda=0.95,
+    clip_range=0.02, value_clip_range=0.01,
+)  # fmt: skip
+PPO = vars(SETTINGS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def each_family(request, tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def plain_models(folder: Path) -> list[hf.PreTrainedModel]:
+    """Actor, ref, critic, reward."""
+    causal, classifier = hf.AutoModelForCausalLM, hf.AutoModelForSequenceClassification
+    paths = [(causal, "actor"), (causal, "actor"), (classifier, "reward"), (classifier, "reward")]
+    return [kind.from_pretrained(folder / name, dtype=torch.float32).eval() for kind, name in paths]
+
+
+def rows_of(experience: Experience) -> list[plain_ppo.Row]:
+    prompt = experience.sequences.shape[1] - experience.response_mask.shape[1]
+    return [
+        plain_ppo.Row(ids[:prompt][attended[:prompt]], ids[prompt:][mask], bool(ended))
+        for ids, attended, mask, ended in zip(
+            experience.sequences, experience.attention_mask, experience.response_mask, experience.ended, strict=True
+        )
+    ]
+
+
+def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def gradients(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> list[torch.Tensor]:
+    engine.backward(loss, scale_wrt_gas=False)
+    found = [parameter.grad.clone() for parameter in engine.module.parameters()]
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+    return found
+
+
+def whitened(experience: Experience) -> Experience:
+    """A copy as MiniDataset would hand it out."""
+    advantages = experience.advantages.clone()
+    counted = advantages[experience.response_mask]
+    advantages[experience.response_mask] = (counted - counted.mean()) / counted.std(correction=0)
+    changed = copy.copy(experience)
+    changed.advantages = advantages
+    return changed
+
+
+def test_experience_equals_plain_ppo_row_by_row(each_family):
+    trainer = make_trainer(each_family, **PPO)
+    with torch.no_grad():  # an actor that has left the reference model, so that KL counts
+        for parameter in trainer.engine.actor.engine.parameters():
+            parameter.mul_(1.1)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    rows = rows_of(experience)
+    assert 0 < experience.ended.sum() < len(rows), "both ways to end are needed"
+    actor, ref, critic, reward = plain_models(each_family)
+    with torch.no_grad():
+        for parameter in actor.parameters():
+            parameter.mul_(1.1)
+    plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
+    assert max(row.known["kl"].abs().max() for row in rows) > 0.05
+    assert any(abs(row.known["score"]) > SETTINGS.reward_clip for row in rows)
+    for number, row in enumerate(rows):
+        mask = experience.response_mask[number]
+        for name in ("old_logprobs", "ref_logprobs", "entropy", "values", "kl", "rewards", "advantages", "returns"):
+            found = getattr(experience, name)[number]
+            torch.testing.assert_close(found[mask], row.known[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
+            if name != "values":  # a value under padding is said of nothing
+                assert not found[~mask].any(), name
+        torch.testing.assert_close(experience.scores[number], row.known["score"], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            experience.rollout_logprobs[number], experience.old_logprobs[number], atol=1e-4, rtol=1e-4
+        )
+
+
+def test_three_updates_equal_plain_ppo_with_the_same_adam(folder):
+    trainer = make_trainer(folder, **PPO)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    minibatch, rows = whitened(experience), rows_of(experience)
+    actor, ref, critic, reward = plain_models(folder)
+    plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
+    advantages = plain_ppo.whitened(rows)
+    adams = [
+        torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        for model, rate in ((actor, 1e-4), (critic, 2e-4))
+    ]
+    for _ in range(3):
+        found = trainer.train_rlhf(minibatch)
+        expected = plain_ppo.losses(rows, actor, critic, advantages, SETTINGS)
+        names = (("policy_loss", "actor_grad_norm"), ("value_loss", "critic_grad_norm"))
+        for (name, gradient), loss, adam in zip(names, expected, adams, strict=True):
+            assert found[name] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
+            adam.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.get_total_norm([p.grad for p in adam.param_groups[0]["params"] if p.grad is not None])
+            assert found[gradient] == pytest.approx(float(norm), rel=1e-3)
+            adam.step()
+    assert 0 < found["clip_fraction"] < 1, "both branches of the policy loss are needed"
+    for engine, plain in ((trainer.engine.actor.engine, actor), (trainer.engine.critic, critic)):
+        ours = dict(engine.module.model.named_parameters())
+        for name, parameter in plain.named_parameters():
+            # A step moves a weight by 1e-4 or 2e-4, whichever way its gradient points.
+            torch.testing.assert_close(ours[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_before_the_first_update_kl_is_0_and_the_ratio_1(folder):
+    trainer = make_trainer(folder, **PPO)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    assert not experience.kl.any(), "bit for bit: actor and reference are the same weights"
+    metrics = trainer.train_rlhf(whitened(experience))
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-6)
+    assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert trainer.generate_experience(prompts_of(trainer)).kl.abs().max() > 1e-4, "and after it, no longer"
+
+
+def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
+    folder = save_models(tmp_path, "gpt2", dropout=0.1)
+    trainer = make_trainer(folder, **PPO, actor_dropout=0.1, critic_dropout=0.1)
+    for _ in range(2):  # before and after training mode was switched on
+        experience = trainer.generate_experience(prompts_of(trainer))
+        again = trainer.generate_experience(prompts_of(trainer))
+        for name in ("old_logprobs", "values", "scores"):
+            assert torch.equal(getattr(experience, name), getattr(again, name)), name
+        trainer.engine.actor.engine.train()
+        trainer.engine.critic.train()
+    assert not experience.kl.any()
+    metrics = trainer.train_rlhf(whitened(experience))
+    assert metrics["approx_kl"] > 1e-4, "dropout does act in an update"
+
+
+@pytest.mark.parametrize(("micro", "accumulation", "whole"), [(2, 2, 4), (1, 4, 4)])
+def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, accumulation, whole):
+    outcomes = []
+    for size, steps in ((whole, 1), (micro, accumulation)):
+        trainer = make_trainer(
+            folder, **PPO, per_device_training_batch_size=size, gradient_accumulation_steps=steps, max_grad_norm=0.5
+        )
+        start = weights(trainer.engine.actor.engine), weights(trainer.engine.critic)
+        _, metrics = one_iteration(trainer, QUESTIONS, minibatch_size=whole, ppo_epochs=2)
+        outcomes.append((metrics, weights(trainer.engine.actor.engine), weights(trainer.engine.critic)))
+    (metrics, *expected), (cut_metrics, *found) = outcomes
+    assert len(metrics) == len(cut_metrics) == 4
+    for one, other in zip(metrics, cut_metrics, strict=True):
+        assert one == pytest.approx(other, abs=1e-5, rel=1e-3)
+    for one, other, before in zip(expected, found, start, strict=True):
+        assert relative_distance(other, one, before) < 0.003
+
+
+@pytest.mark.parametrize("which", ["actor_loss", "critic_loss"])
+def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(folder, which):
+    trainer = make_trainer(folder, **PPO)
+    experience = whitened(trainer.generate_experience(prompts_of(trainer)))
+    pad = torch.nn.functional.pad
+    wide = Experience(**{
+        name: tensor if tensor.dim() == 1
+        else pad(tensor, (3, 2)) if name in ("sequences", "attention_mask") else pad(tensor, (0, 2))
+        for name, tensor in vars(experience).items()
+    })  # fmt: skip
+    outside = ~wide.response_mask
+    for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl"):
+        getattr(wide, name)[outside] = torch.nan
+    wide.sequences[~wide.attention_mask] = 7
+    engine = trainer.engine.actor.engine if which == "actor_loss" else trainer.engine.critic
+    engine.eval()
+    tokens = float(experience.response_mask.sum())
+    results = []
+    for part in (experience, wide):
+        loss, _ = getattr(trainer, which)(part, tokens)
+        results.append((loss.detach(), gradients(engine, loss)))
+    assert experience.response_mask.shape != wide.response_mask.shape
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    assert any(gradient.abs().max() > 1e-3 for gradient in results[0][1])
+
+
+def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos_too(folder):
+    trainer = make_trainer(folder, **PPO)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    assert experience.ended.any()
+    rows = torch.arange(len(experience))
+    last = experience.response_mask.sum(1) - 1
+    closing = experience.sequences[:, -experience.response_mask.shape[1] :][rows, last]
+    is_stop = torch.isin(closing, torch.tensor(trainer.stop_ids))
+    assert torch.equal(is_stop, experience.ended), "the last counted token is the EOS where there was one"
+    for place in ("last", "after"):
+        experience.advantages = torch.zeros_like(experience.advantages)
+        if place == "last":
+            experience.advantages[rows, last] = 1.0
+        else:
+            experience.advantages[~experience.response_mask] = 1.0
+        loss, _ = trainer.actor_loss(experience, 1.0)
+        found = gradients(trainer.engine.actor.engine, loss)
+        assert any(gradient.any() for gradient in found) == (place == "last")
+
+
+def test_the_score_lands_on_the_last_token_and_the_penalty_on_responses_that_were_cut_alone(folder):
+    trainers = [
+        make_trainer(folder, kl_coef=0.0, reward_clip=clip, missing_eos_penalty=penalty)
+        for clip, penalty in ((0.0, 0.0), (0.0, 2.0), (0.25, 2.0))
+    ]
+    bare, penalised, clipped = (trainer.generate_experience(prompts_of(trainer)) for trainer in trainers)
+    rows, last = torch.arange(len(bare)), bare.response_mask.sum(1) - 1
+    expected = torch.zeros_like(bare.rewards)
+    expected[rows, last] = bare.scores
+    torch.testing.assert_close(bare.rewards, expected)
+    assert 0 < bare.ended.sum() < len(bare)
+    expected[rows, last] -= torch.where(bare.ended, 0.0, 2.0)
+    torch.testing.assert_close(penalised.rewards, expected)
+    torch.testing.assert_close(penalised.scores, bare.scores)  # scores are reported as the reward model gave them
+    assert (bare.scores.abs() > 0.25).any()
+    # Clipping bounds the reward model's word, and never swallows the penalty.
+    expected[rows, last] = bare.scores.clip(-0.25, 0.25) - torch.where(bare.ended, 0.0, 2.0)
+    torch.testing.assert_close(clipped.rewards, expected)
+
+
+def test_responses_of_one_token_give_finite_numbers(folder):
+    trainer = make_trainer(folder, **PPO, max_answer_seq_len=1)
+    parts, metrics = one_iteration(trainer, QUESTIONS, minibatch_size=4, ppo_epochs=2)
+    assert all(part.response_mask.shape == (4, 1) and part.response_mask.all() for part in parts)
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    assert all(parameter.isfinite().all() for parameter in trainer.engine.actor.engine.parameters())
+
+
+def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
+    trainer = make_trainer(folder, max_answer_seq_len=12)
+
+    def responses(questions: list[str], **names) -> list[str]:
+        trainer.generate_experience(prompts_of(trainer, questions), **names)
+        return [sample["response"] for sample in trainer.samples]
+
+    twice = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]]
+    first, second, third = responses(twice, sample_ids=[4, 5, 6])
+    assert first != third, "a prompt that occurs twice is answered twice"
+    assert responses(twice[::-1], sample_ids=[6, 5, 4]) == [third, second, first]
+    assert responses(twice[:1], sample_ids=[4]) == [first]
+    assert responses(twice[:1], sample_ids=[4], iteration=1) != [first]
+    assert responses(twice[:1], sample_ids=[100]) == responses(twice[:1])  # without ids, the row's number
+
+
+def test_the_update_minimises_the_unsupervised_loss_too_and_reports_it_apart(folder):
+    trainer = make_trainer(folder, **PPO, unsup_coef=10.0, unsupervised_dataset_name="texts")
+    ids = torch.arange(30, 42).reshape(2, 6)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 4:] = False
+    loss_mask = mask.clone()
+    loss_mask[:, 0] = False
+    texts = [
+        {"input_ids": ids[i : i + 1], "attention_mask": mask[i : i + 1], "loss_mask": loss_mask[i : i + 1]}
+        for i in range(2)
+    ]
+    table = plain_models(folder)[0](ids, attention_mask=mask.long()).logits[:, :-1].log_softmax(-1)
+    expected = -table.gather(2, ids[:, 1:, None])[..., 0][loss_mask[:, 1:]].mean()
+    experience = trainer.generate_experience(prompts_of(trainer))
+    minibatch = whitened(experience)
+    first = trainer.train_rlhf(minibatch, texts)
+    assert first["unsupervised_loss"] == pytest.approx(expected.item(), rel=1e-4)
+    assert first["policy_loss"] == pytest.approx(
+        float(-minibatch.advantages[minibatch.response_mask].mean()), abs=1e-5
+    )  # ρ = 1
+    norm_without = make_trainer(folder, **PPO).train_rlhf(minibatch)["actor_grad_norm"]
+    assert first["actor_grad_norm"] > 2 * norm_without, "its gradient counts unsup_coef times"
+    later = [trainer.train_rlhf(minibatch, texts)["unsupervised_loss"] for _ in range(3)]
+    assert first["unsupervised_loss"] > later[0] > later[1] > later[2]
+
+
+def test_the_judge_is_asked_and_never_trained_on(folder):
+    asked = []
+
+    def judge(prompts, responses, rows):
+        asked.append((prompts, responses, rows))
+        return [-7.0 * row["number"] for row in rows]
+
+    trainer, watched = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
+    plain, judged = (t.generate_experience(prompts_of(t)) for t in (trainer, watched))
+    assert torch.equal(plain.rewards, judged.rewards)
+    assert [sample["judge"] for sample in watched.samples] == [-7.0 * number for number in range(8)]
+    assert [sample["judge"] for sample in trainer.samples] == [None] * 8
+    ((prompts, responses, rows),) = asked
+    assert prompts == QUESTIONS and [row["number"] for row in rows] == list(range(8))
+    assert responses == [sample["response"] for sample in watched.samples]
+    assert [sample["row_index"] for sample in watched.samples] == list(range(100, 108))
+
+
+def test_seconds_are_given_once(folder):
+    trainer = make_trainer(folder)
+    trainer.generate_experience(prompts_of(trainer))
+    seconds = trainer.take_seconds()
+    assert seconds["seconds_rollout"] > 0 and seconds["seconds_scoring"] > 0 and seconds["seconds_update"] == 0
+    assert set(trainer.take_seconds().values()) == {0.0}
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 40, "top_p": 0.9}])
+def test_generate_of_transformers_gives_the_same_experience(folder, sampling):
+    ours, theirs = (
+        make_trainer(folder, decoder=decoder, max_answer_seq_len=12, **sampling)
+        for decoder in (Decoder, TransformersDecoder)
+    )
+    expected, found = (trainer.generate_experience(prompts_of(trainer)) for trainer in (ours, theirs))
+    assert [s["response"] for s in theirs.samples] == [s["response"] for s in ours.samples]
+    for name in vars(expected):
+        torch.testing.assert_close(
+            getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )

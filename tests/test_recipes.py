@@ -1,0 +1,225 @@
+"""Every command that people are told to run: it parses, its batches divide, and by arithmetic it fits its GPUs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from dschat import arguments
+from dschat.command_line import SettingsError
+from dschat.set_up import one_model_problems, rlhf_problems
+from tests import recipe_memory as memory
+from tests.shell_commands import ROOT, Command, commands_in_text, commands_of, module_of, settings_in_text
+
+STEP1, STEP2, STEP3 = "step1_supervised_finetuning", "step2_reward_model_finetuning", "step3_rlhf_finetuning"
+RECIPES = sorted(ROOT.glob("training/*/training_scripts/*/*/run_*.sh"))
+SHELL_SCRIPTS = sorted([*ROOT.glob("training/**/*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
+PIPELINES = [path for path in SHELL_SCRIPTS if path.parent.name == "scripts" and STEP3 in path.read_text()]
+TEXTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("training/**/*.md"), *ROOT.glob("scripts/**/*.md")])
+SETTINGS = {name: content for path in TEXTS for name, content in settings_in_text(path).items()}
+IN_TEXTS = [(path.relative_to(ROOT), line) for path in TEXTS for line in commands_in_text(path)]
+
+CHECKS = {STEP1: partial(one_model_problems, "sft"), STEP2: partial(one_model_problems, "preference"),
+          STEP3: rlhf_problems}  # fmt: skip
+# Mistakes that begin so are about models and data that are not on this machine.
+ABOUT_FILES = ("--data_path ", "--model_name_or_path ", "--actor_model_name_or_path ", "--critic_model_name_or_path ",
+               "--reward_model_name_or_path ")  # fmt: skip
+
+GPU_BYTES, USABLE = 80e9, 0.9  # the rest: CUDA, NCCL, DeepSpeed's buckets, fragmentation
+LARGER_GPU_BYTES = {f"{STEP3}/training_scripts/opt/multi_node/run_66b.sh": 180e9,
+                    f"{STEP3}/training_scripts/llama/multi_node/run_70b.sh": 180e9}  # fmt: skip
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT)).removeprefix("training/")
+
+
+def recipe(path: Path, *more: str, folder: Path) -> Command:
+    (command,) = commands_of(f'bash {path.relative_to(ROOT)} "$@"', *more, folder=folder)
+    return command
+
+
+def problems_of(command: Command) -> list[str]:
+    """What the program's own check finds, files apart. Raises SettingsError for what parsing finds."""
+    check = CHECKS[command.step] if command.program.name == "main.py" else module_of(command.program).check
+    return [problem for problem in check(*command.parsed()) if not problem.startswith(ABOUT_FILES)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in: runs write their output_dir where they are started."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_shell_syntax(script):
+    done = subprocess.run(["bash", "-n", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
+def test_recipe_parses_and_its_batches_divide(path, folder):
+    command = recipe(path, folder=folder)
+    assert problems_of(command) == []
+    assert (command.processes == 1) == (path.parent.name == "single_gpu")
+    assert (command.nodes > 1) == (path.parent.name == "multi_node")
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 25 and "set -euo pipefail" in lines and path.stat().st_mode & 0o100
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=named)
+def test_recipe_fits_its_gpus(path, folder):
+    command = recipe(path, folder=folder)
+    flags = {name: value for group in command.parsed() for name, value in vars(group).items()}
+    needed = bytes_of_step_3(flags, command.processes) if command.step == STEP3 else bytes_of(flags, command.processes)
+    assert needed <= USABLE * LARGER_GPU_BYTES.get(named(path), GPU_BYTES), f"{needed / 1e9:.1f} GB"
+
+
+def bytes_of(flags: dict, gpus: int) -> float:
+    """Step 1; step 2 too, whose sequences are twice the pairs."""
+    shape = memory.SHAPES[flags["model_name_or_path"].rsplit("/", 1)[-1].lower()]
+    sequences = flags["per_device_train_batch_size"] * (2 if "centering_coef" in flags else 1)
+    assert bool(flags["lora_dim"]) == flags["only_optimize_lora"]
+    return memory.trained(
+        shape, stage=flags["zero_stage"], gpus=gpus, lora=flags["lora_dim"], offload=flags["offload"]
+    ) + memory.activations(
+        shape, sequences=sequences, tokens=flags["max_seq_len"], checkpointing=flags["gradient_checkpointing"]
+    )
+
+
+def bytes_of_step_3(flags: dict, gpus: int) -> float:
+    actor, critic = (
+        memory.SHAPES[flags[name].split("/")[1]] for name in ("actor_model_name_or_path", "reward_model_name_or_path")
+    )
+    assert bool(flags["actor_lora_dim"] or flags["critic_lora_dim"]) == flags["only_optimize_lora"]
+    always = sum(
+        memory.trained(shape, stage=flags[f"{name}_zero_stage"], gpus=gpus, lora=flags[f"{name}_lora_dim"],
+                       offload=flags["offload"])
+        for name, shape in (("actor", actor), ("critic", critic))
+    )  # fmt: skip
+    ref = memory.frozen(actor, stage=flags["actor_zero_stage"], gpus=gpus, offload=flags["offload_reference_model"])
+    reward = memory.frozen(critic, stage=flags["critic_zero_stage"], gpus=gpus, offload=flags["offload_reward_model"])
+    tokens = flags["max_prompt_seq_len"] + flags["max_answer_seq_len"]
+    rolling = memory.rollout(
+        actor, sequences=flags["per_device_generation_batch_size"], tokens=tokens, stage=flags["actor_zero_stage"],
+        lora=flags["actor_lora_dim"],
+    )  # fmt: skip
+    updating = max(
+        memory.activations(shape, sequences=flags["per_device_training_batch_size"], tokens=tokens,
+                           checkpointing=flags["gradient_checkpointing"])
+        for shape in (actor, critic)
+    )  # fmt: skip
+    return always + ref + reward + max(rolling, updating)
+
+
+@pytest.mark.parametrize("name", memory.SHAPES)
+def test_shapes_have_the_size_of_their_name(name):
+    number, unit = re.fullmatch(r".*-([\d.]+)([mb])", name).groups()
+    stated = float(number) * {"m": 1e6, "b": 1e9}[unit]
+    assert memory.SHAPES[name].parameters == pytest.approx(stated, rel=0.1)
+
+
+def test_memory_by_hand():
+    """OPT-13b on 8 GPUs, ZeRO-3: 12.9e9 parameters x 18 bytes / 8; as a frozen whole 2 bytes; LoRA keeps 2 + little."""
+    shape = memory.SHAPES["opt-13b"]
+    assert shape.parameters == 40 * (4 * 5120**2 + 2 * 5120 * 20480) + 50272 * 5120
+    sharded = memory.trained(shape, stage=3, gpus=8, lora=0, offload=False)
+    assert sharded == shape.parameters * 18 / 8
+    assert memory.trained(shape, stage=2, gpus=8, lora=0, offload=False) == shape.parameters * (2 + 16 / 8)
+    assert memory.frozen(shape, stage=2, gpus=8, offload=False) == shape.parameters * 2
+    adapters = 40 * 64 * (4 * 2 * 5120 + 2 * 5 * 5120)
+    assert memory.trained(shape, stage=2, gpus=1, lora=64, offload=False) == shape.parameters * 2 + adapters * 18
+    cache = memory.rollout(shape, sequences=8, tokens=512, stage=2, lora=0)
+    assert cache == 8 * 512 * 40 * 2 * 5120 * 2
+
+
+def test_recipes_of_one_step_start_from_what_those_of_another_leave(folder):
+    written: dict[str, set[str]] = {}
+    wanted: dict[str, set[str]] = {"actor_model_name_or_path": set(), "reward_model_name_or_path": set()}
+    for path in RECIPES:
+        command = recipe(path, folder=folder)
+        flags = {name: value for group in command.parsed() for name, value in vars(group).items()}
+        written.setdefault(command.step, set()).add(flags["output_dir"])
+        for name in wanted:
+            wanted[name] |= {flags[name]} if name in flags else set()
+    assert wanted["actor_model_name_or_path"] <= written[STEP1]
+    assert wanted["reward_model_name_or_path"] <= written[STEP2]
+
+
+def test_a_flag_of_the_user_wins_and_a_wrong_one_is_found(folder):
+    """The checks above would see a mistake: batches that do not divide, a misspelt flag, a value out of its choices."""
+    path = ROOT / "training" / STEP3 / "training_scripts" / "opt" / "single_node" / "run_1.3b.sh"
+    command = recipe(path, "--per_device_training_batch_size", "7", folder=folder)
+    assert "do not divide" in "".join(problems_of(command))
+    with pytest.raises(SettingsError, match="did you mean --kl_coef"):
+        recipe(path, "--kl_coeff", "0.1", folder=folder).parsed()
+    with pytest.raises(SettingsError, match="--actor_zero_stage 4"):
+        recipe(path, "--actor_zero_stage", "4", folder=folder).parsed()
+
+
+@pytest.mark.parametrize("arguments_", [(), ("--short", "--fresh")], ids=["", "short"])
+@pytest.mark.parametrize("script", PIPELINES, ids=lambda path: path.name)
+def test_commands_of_pipeline_scripts_parse(script, arguments_, folder):
+    if arguments_ and script.name != "quickstart.sh":
+        pytest.skip("only the quickstart has --short")
+    commands = commands_of(f'bash scripts/{script.name} --output "$PWD/made here" "$@"', *arguments_, folder=folder)
+    assert {command.step for command in commands} >= {STEP1, STEP2, STEP3}
+    for command in commands:
+        assert problems_of(command) == []
+
+
+@pytest.mark.parametrize(("text", "line"), IN_TEXTS, ids=[f"{text}:{n}" for n, (text, _) in enumerate(IN_TEXTS)])
+def test_commands_in_texts_parse(text, line, folder):
+    for name, content in SETTINGS.items():
+        (folder / name).write_text(content, encoding="utf-8")
+    commands = commands_of(f"set -euo pipefail\n{line}", folder=folder)
+    assert commands, f"{line!r} in {text} starts nothing"
+    for command in commands:
+        assert problems_of(command) == []
+
+
+def test_every_step_has_recipes_and_commands_in_its_text():
+    for step in (STEP1, STEP2, STEP3):
+        assert {path.parent.name for path in RECIPES if step in path.parts} == {
+            "single_gpu", "single_node", "multi_node"
+        }  # fmt: skip
+        assert sum(str(text).startswith(f"training/{step}") for text, _ in IN_TEXTS) >= 4
+
+
+@pytest.mark.parametrize("step", [STEP1, STEP2, STEP3])
+def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
+    of_launchers = {"config", "help", "num_accelerators", "num_gpus", "nproc_per_node"}
+    flags = {field.name for group in argument_groups() for field in dataclasses.fields(group)}
+    named_flags = set(re.findall(r"--(\w+)", (ROOT / "training" / step / "README.md").read_text(encoding="utf-8")))
+    assert len(named_flags) > 20
+    assert named_flags - flags - of_launchers == set()
+
+
+def argument_groups() -> list[type]:
+    return [
+        group for group in vars(arguments).values()
+        if dataclasses.is_dataclass(group) and group.__module__ == arguments.__name__
+    ]  # fmt: skip
+
+
+def test_every_flag_is_read_by_something():
+    """A field counts as read where its name is an attribute in code outside arguments.py."""
+    not_read_on_purpose = {"local_rank"}  # the deepspeed launcher passes it; the environment says it too
+    flags = {field.name for group in argument_groups() for field in dataclasses.fields(group)}
+    read = {
+        node.attr
+        for place in ("dschat", "training")
+        for path in (ROOT / place).rglob("*.py")
+        if path.name != "arguments.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+    }
+    assert flags - read - not_read_on_purpose == set()
+    assert not_read_on_purpose <= flags - read

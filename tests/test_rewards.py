@@ -1,0 +1,214 @@
+"""Scores of a reward model, with the actor's tokenizer or its own, and judges from files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from rlhf_models import group_of_one
+from tiny_tokenizers import BOS_HEADERS, CHATML, make_tokenizer
+
+from dschat.data.chat_template import decode_responses, encode_conversation, encode_prompt, ensure_chat_template
+from dschat.deepspeed_config import frozen_config
+from dschat.engines import frozen_engine
+from dschat.generation import Rollout
+from dschat.models.scalar_head import TokenScores
+from dschat.rlhf.rewards import RewardModel, judged, load_judge, same_text
+
+QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
+MESSAGES = [[{"role": "user", "content": question}] for question in QUESTIONS]
+ANSWERS = ["It is 5.", "Of course, the sum of 17 and 4 is", "21."]
+ENDED = [True, False, True]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+def actor_tokenizer(template=CHATML):
+    return make_tokenizer(eos="<|im_end|>", pad="<pad>", template=template)
+
+
+def rollout_of(tokenizer, answers=ANSWERS) -> Rollout:
+    """What an actor that gives these answers would have left: they are as encoded for training, minus a missing end."""
+    prompts, responses = [], []
+    for chat, answer, ended in zip(MESSAGES, answers, ENDED, strict=True):
+        ids, _ = encode_conversation(tokenizer, [*chat, {"role": "assistant", "content": answer}])
+        prompt = len(encode_prompt(tokenizer, chat))
+        prompts.append(ids[:prompt])
+        responses.append(ids[prompt:] if ended else ids[prompt:-1])
+    left, right = max(map(len, prompts)), max(map(len, responses))
+    pad = tokenizer.pad_token_id
+    rows = [[pad] * (left - len(p)) + p + r + [pad] * (right - len(r)) for p, r in zip(prompts, responses, strict=True)]
+    mask = [
+        [False] * (left - len(p)) + [True] * (len(p) + len(r)) + [False] * (right - len(r))
+        for p, r in zip(prompts, responses, strict=True)
+    ]
+    attention = torch.tensor(mask)
+    return Rollout(torch.tensor(rows), attention, attention[:, left:], torch.zeros(3, right), torch.tensor(ENDED))
+
+
+def classifier(tokenizer, kind: str = "llama", positions: int = 96) -> hf.PreTrainedModel:
+    torch.manual_seed(4)
+    sizes = {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+    if kind == "bert":
+        config = hf.BertConfig(
+            **sizes, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            max_position_embeddings=positions, initializer_range=0.3,
+        )  # fmt: skip
+    elif kind == "gpt2":
+        config = hf.GPT2Config(**sizes, n_embd=16, n_layer=2, n_head=2, n_positions=positions, initializer_range=0.3)
+    else:
+        config = hf.LlamaConfig(
+            **sizes, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            max_position_embeddings=positions, initializer_range=0.3,
+        )  # fmt: skip
+    return hf.AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def reward_model(model, tokenizer, actor, *, stage: int = 0) -> RewardModel:
+    config = frozen_config(dtype="fp32", zero_stage=stage, micro_batch_size=3, world_size=1)
+    return RewardModel(frozen_engine(TokenScores(model), config=config), tokenizer=tokenizer, actor_tokenizer=actor)
+
+
+@torch.no_grad()
+def plain_score(model, ids: list[int]) -> torch.Tensor:
+    return model(torch.tensor([ids])).logits[0, 0]
+
+
+def test_with_the_actors_tokenizer_scores_are_those_of_the_unpadded_ids():
+    tokenizer = actor_tokenizer()
+    model, rollout = classifier(tokenizer), rollout_of(tokenizer)
+    expected = [plain_score(model, row[mask].tolist()) for row, mask in
+                zip(rollout.sequences, rollout.attention_mask, strict=True)]  # fmt: skip
+    reward = reward_model(model, actor_tokenizer(), tokenizer)
+    assert reward.reads_actor_ids
+    torch.testing.assert_close(reward.score(rollout, MESSAGES), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("actor_template", [CHATML, None])
+def test_with_another_tokenizer_scores_are_those_of_the_retokenised_conversation(kind, actor_template):
+    actor = actor_tokenizer(actor_template)
+    if actor_template is None:
+        ensure_chat_template(actor)
+    own = make_tokenizer(bos="<s>", eos="</s>", pad="<pad>", template=BOS_HEADERS)
+    model, rollout = classifier(own, kind), rollout_of(actor)
+    expected = []
+    for chat, answer, ended in zip(MESSAGES, ANSWERS, ENDED, strict=True):
+        text = own.apply_chat_template([*chat, {"role": "assistant", "content": answer}], tokenize=False)
+        text = text if ended else text.removesuffix("<|im_end|>")  # a response that was cut does not end
+        expected.append(plain_score(model, own(text, add_special_tokens=False).input_ids))
+    reward = reward_model(model, own, actor)
+    assert not reward.reads_actor_ids
+    torch.testing.assert_close(reward.score(rollout, MESSAGES), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "limit"), [("llama", "positions"), ("gpt2", "positions"), ("bert", "tokenizer")])
+def test_a_conversation_too_long_for_the_reward_model_keeps_its_bos_and_its_end(kind, limit):
+    actor, own = actor_tokenizer(), make_tokenizer(bos="<s>", eos="</s>", pad="<pad>", template=BOS_HEADERS)
+    longest = 13
+    if limit == "tokenizer":
+        own.model_max_length = longest
+    model = classifier(own, kind, positions=longest if limit == "positions" else 96)
+    expected = []
+    for chat, answer, ended in zip(MESSAGES, ANSWERS, ENDED, strict=True):
+        ids, _ = encode_conversation(own, [*chat, {"role": "assistant", "content": answer}])
+        ids = ids if ended else ids[:-1]
+        assert len(ids) > longest and ids[0] == own.bos_token_id
+        expected.append(plain_score(model, [ids[0], *ids[-12:]]))
+    reward = reward_model(model, own, actor)
+    torch.testing.assert_close(reward.score(rollout_of(actor), MESSAGES), torch.stack(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_partitioned_reward_model_scores_again_and_again_as_a_whole_one_does(kind):
+    actor, own = actor_tokenizer(), make_tokenizer(bos="<s>", eos="</s>", pad="<pad>", template=BOS_HEADERS)
+    rollout = rollout_of(actor)
+    whole = reward_model(classifier(own, kind), own, actor).score(rollout, MESSAGES)
+    partitioned = reward_model(classifier(own, kind), own, actor, stage=3)
+    for _ in range(3):
+        torch.testing.assert_close(partitioned.score(rollout, MESSAGES), whole, atol=1e-5, rtol=1e-4)
+
+
+def test_tokenizers_are_the_same_only_if_they_write_every_conversation_alike():
+    one = actor_tokenizer()
+    assert same_text(one, actor_tokenizer())
+    other = actor_tokenizer()
+    other.chat_template = BOS_HEADERS
+    assert not same_text(one, other)
+    assert not same_text(one, make_tokenizer(eos="</s>", pad="<pad>", template=CHATML))  # ends responses otherwise
+    assert not same_text(one, make_tokenizer(bos="<s>", eos="<|im_end|>", pad="<pad>", template=CHATML))
+    other = actor_tokenizer()
+    other.add_tokens(["5."])
+    assert not same_text(one, other)
+    assert same_text(one, make_tokenizer(eos="<|im_end|>", pad="<s>", template=CHATML)), "padding is masked anyway"
+
+
+def test_responses_decode_to_the_contents_that_would_be_encoded_so():
+    spaced = make_tokenizer()
+    ensure_chat_template(spaced)  # "Assistant:" and the space after it, which the model generates
+    for tokenizer in (spaced, actor_tokenizer(), make_tokenizer(bos="<s>", template=BOS_HEADERS)):
+        assert decode_responses(tokenizer, rollout_of(tokenizer).responses()) == ANSWERS
+        indented = ["  x", " .", "\ny z"]  # what a model may well say is kept as it is
+        assert decode_responses(tokenizer, rollout_of(tokenizer, indented).responses()) == indented
+
+
+JUDGES = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Rule:  # fails where a module is not where Python looks modules up
+    length: int
+
+def lengths(prompts, responses, rows):
+    return [len(p) + 10 * len(r) + row["bonus"] for p, r, row in zip(prompts, responses, rows)]
+
+def too_few(prompts, responses, rows):
+    return [1.0]
+
+def undecided(prompts, responses, rows):
+    return [0.0, float("nan")]
+
+SCORE = 3
+"""
+
+
+@pytest.fixture
+def judges(tmp_path) -> Path:
+    path = tmp_path / "judges.py"
+    path.write_text(JUDGES)
+    return path
+
+
+def test_a_judge_is_a_function_of_prompts_responses_and_rows(judges):
+    chats = [[{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}], [{"role": "user", "content": ""}]]
+    scores = judged(load_judge(f"{judges}:lengths"), chats, ["xyz", ""], [{"bonus": 100}, {"bonus": 200}])
+    assert scores == [4 + 30 + 100, 0 + 0 + 200]  # "S\nab" has 4 characters
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{0}:length", "judges.py has no function length"),
+        ("{0}:SCORE", "has no function SCORE"),
+        ("{0}", r"has no function \(none named\)"),
+        ("{0}.txt:lengths", "no Python file .*judges.py.txt"),
+        ("{1}/nothing.py:lengths", "no Python file .*nothing.py"),
+        ("{1}:lengths", "no Python file"),
+    ],
+)
+def test_a_judge_that_is_not_there_is_named(judges, source, message):
+    with pytest.raises(ValueError, match=message + ".*FILE.py:FUNCTION"):
+        load_judge(source.format(judges, judges.parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("too_few", "1 numbers for 2 responses"), ("undecided", "'b' the score nan")]
+)
+def test_a_judge_that_does_not_answer_with_a_number_each_is_told_so(judges, name, message):
+    with pytest.raises(ValueError, match=message):
+        judged(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])

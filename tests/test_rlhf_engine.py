@@ -1,0 +1,137 @@
+"""The four models and the average: what is trained, what never moves, and the same on two ranks as on one."""
+
+from pathlib import Path
+
+import pytest
+import rlhf_ranks
+import torch
+import transformers as hf
+from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+
+from dschat.models.weights import full_weights
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+
+
+def saved(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    kind = hf.AutoModelForCausalLM if name == "actor" else hf.AutoModelForSequenceClassification
+    return dict(kind.from_pretrained(folder / name, dtype=torch.float32).named_parameters())
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora", [0, 2])
+def test_the_average_is_decay_times_itself_plus_the_rest_of_the_actor_after_every_update(folder, lora):
+    trainer = make_trainer(folder, enable_ema=True, ema_decay=0.75, actor_lora_dim=lora, only_optimize_lora=bool(lora))
+    actor, average = trainer.engine.actor.engine.module, trainer.engine.actor_ema.module
+    assert equal(parameters(average), parameters(actor)), "it starts as the actor"
+    minibatch = trainer.generate_experience(prompts_of(trainer))
+    for _ in range(2):
+        before = parameters(average)
+        trainer.train_rlhf(minibatch)
+        now = parameters(actor)
+        for name, value in parameters(average).items():
+            torch.testing.assert_close(value, 0.75 * before[name] + 0.25 * now[name], atol=1e-6, rtol=0)
+        moved = max((before[name] - now[name]).abs().max() for name in now)
+        assert moved > 5e-5, "an average of what stands still proves nothing"
+
+
+def test_frozen_models_never_move_and_the_reference_is_the_initial_policy(folder):
+    trainer = make_trainer(folder, critic_lora_dim=0)
+    engine = trainer.engine
+    one_iteration(trainer, QUESTIONS, minibatch_size=4, ppo_epochs=1)
+    assert equal(dict(full_weights(engine.ref)), saved(folder, "actor"))
+    assert equal(dict(full_weights(engine.reward)), saved(folder, "reward"))
+    assert not equal(dict(full_weights(engine.actor.engine)), saved(folder, "actor"))
+    assert not equal(dict(full_weights(engine.critic)), saved(folder, "reward")), "the critic began as the reward model"
+    for frozen in (engine.ref, engine.reward):
+        assert not frozen.module.training and not any(parameter.requires_grad for parameter in frozen.parameters())
+    assert engine.trained == {"actor": engine.actor.engine, "critic": engine.critic}
+    assert engine.actor_ema is None
+
+
+@pytest.mark.parametrize(
+    ("critic", "reward", "critic_is", "reward_is"),
+    [(None, "reward", "reward", "reward"), ("reward", None, "reward", "reward"), ("actor", "reward", None, "reward")],
+)
+def test_critic_and_reward_model_stand_in_for_each_other_and_a_critic_may_start_from_the_actor(
+    folder, critic, reward, critic_is, reward_is
+):
+    engine = make_trainer(
+        folder, critic_model_name_or_path=critic and str(folder / critic),
+        reward_model_name_or_path=reward and str(folder / reward),
+    ).engine  # fmt: skip
+    assert equal(dict(full_weights(engine.reward)), saved(folder, reward_is))
+    if critic_is:
+        assert equal(dict(full_weights(engine.critic)), saved(folder, critic_is))
+        return
+    backbone = {name: p for name, p in full_weights(engine.critic) if name.startswith("model.")}
+    assert equal(backbone, {name: p for name, p in saved(folder, "actor").items() if name.startswith("model.")})
+
+
+def test_only_adapters_move_and_the_reference_knows_none(folder):
+    trainer = make_trainer(folder, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True)
+    engine = trainer.engine
+    before = parameters(engine.actor.engine)
+    minibatch = trainer.generate_experience(prompts_of(trainer))
+    assert not minibatch.kl.any()
+    trainer.train_rlhf(minibatch)
+    moved = {name for name, value in parameters(engine.actor.engine).items() if not torch.equal(value, before[name])}
+    assert moved and all("lora_" in name for name in moved)
+    assert not any("lora_" in name for name, _ in engine.ref.named_parameters())
+    again = trainer.generate_experience(prompts_of(trainer))
+    assert again.kl.abs().max() > 1e-4, "adapters reach the rollout's log-probs"
+    torch.testing.assert_close(again.rollout_logprobs, again.old_logprobs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def one_process(folder):
+    return rlhf_ranks.scenario(folder, 0)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, programs):
+    programs.run(TESTS / "rlhf_ranks.py", [folder, 0, 2, 3], processes=2, log=folder / "log")
+    return {stage: torch.load(folder / f"{stage}.pt") for stage in (0, 2, 3)}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_process, two_ranks, stage):
+    found, expected = two_ranks[stage], one_process
+    for size in (1, 2):
+        (metrics, answers, count), (others, other_answers, _) = (x[f"evaluation {size}"] for x in (found, expected))
+        assert count == 7 and answers == other_answers
+        assert metrics == pytest.approx(others, rel=1e-4, abs=1e-5)
+        assert metrics["judge"] == pytest.approx((2**7 - 1) / 7)  # every row once
+    assert expected["evaluation 1"][0] == pytest.approx(expected["evaluation 2"][0], rel=1e-4, abs=1e-5)
+    assert len(found["updates"]) == 4
+    for ours, theirs in zip(found["updates"], expected["updates"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    for name, origin in (("actor", "actor"), ("critic", "reward"), ("average", "actor")):
+        assert relative_distance(found[name], expected[name], saved(folder, origin)) < 0.003
+    for results in (found, expected):
+        assert equal(results["ref"], saved(folder, "actor")) and equal(results["reward"], saved(folder, "reward"))
+        assert equal(results["average again"], results["average"])
+        assert equal(results["average without memory"], results["actor"])
+        between = {
+            name: (value - saved(folder, "actor")[name]).abs().max() for name, value in results["average"].items()
+        }
+        assert all(distance > 0 for distance in between.values()), "no parameter of the average was left behind"

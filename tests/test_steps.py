@@ -1,0 +1,259 @@
+"""Every main.py as a user runs it: real processes, every ZeRO stage, killed and resumed, exported and loaded."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import MAINS
+from step_materials import flags, metrics_of, weights_of, write_materials, write_rows
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+METRICS = {
+    "sft": {"loss", "grad_norm", "learning_rate"},
+    "reward": {"loss", "accuracy", "grad_norm", "learning_rate"},
+    "ppo": {
+        "score", "reward", "kl", "entropy", "response_length", "ended_by_eos", "policy_loss", "value_loss",
+        "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",
+    },
+}  # fmt: skip
+CUTS = [  # processes, ZeRO stage, accumulation; the first is the yardstick
+    (1, 0, 1), (1, 2, 1), (1, 3, 1), (2, 0, 1), (2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 3, 2),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def materials(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("materials")
+    write_materials(folder, tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture
+def run(programs, materials, tmp_path):
+    """run(step, name, …) runs a step into tmp_path/name and returns that folder; see step_materials.flags."""
+
+    def run_step(step: str, name: str, *, processes: int = 1, kill_when=None, **settings) -> Path:
+        output = tmp_path / name
+        argv = flags(step, materials, output, processes=processes, **settings)
+        programs.run(MAINS[step], argv, processes=processes, log=tmp_path / f"{name}.log", kill_when=kill_when)
+        return output
+
+    return run_step
+
+
+def assert_loads_with_plain_transformers(step: str, output: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    auto_class = AutoModelForSequenceClassification if step == "reward" else AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(output, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    chat = [{"role": "user", "content": "What is 1 plus 1?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert tokenizer.decode(ids[0]).count("What is 1 plus 1?") == 1
+    width = 1 if step == "reward" else len(tokenizer)
+    assert model(ids).logits.shape[-1] == width
+    if step != "reward":
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def assert_same_line(ours: dict, theirs: dict, case: object) -> None:
+    """Equal up to the rounding of float32 sums in another order."""
+    assert ours.keys() == theirs.keys(), case
+    for name, value in theirs.items():
+        same = ours[name] == value if isinstance(value, str) else ours[name] == pytest.approx(value, rel=1e-4, abs=2e-6)
+        assert same, f"{case}: {theirs['phase']} {theirs['step']}: {name} is {ours[name]} and not {value}"
+
+
+@pytest.mark.parametrize("step", MAINS)
+def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation(step, run):
+    found = {}
+    for processes, zero, accumulation in CUTS:
+        output = run(
+            step, f"{processes}-{zero}-{accumulation}", processes=processes, zero=zero, accumulation=accumulation
+        )
+        found[processes, zero, accumulation] = metrics_of(output), output
+    expected, first = found[CUTS[0]]
+    steps = 2 if step == "ppo" else 4
+    order = [(line["phase"], line["step"]) for line in expected]
+    assert order == [("eval", 0), *(("train", n + 1) for n in range(steps)), ("eval", steps)]
+    train = [line for line in expected if line["phase"] == "train"]
+    assert all(METRICS[step] <= line.keys() and None not in line.values() for line in train)
+    assert all(line["grad_norm" if step != "ppo" else "actor_grad_norm"] > 0 for line in train)
+    before, after = expected[0], expected[-1]
+    moved = "score" if step == "ppo" else "eval_loss"
+    assert abs(after[moved] - before[moved]) > 1e-2  # the law is about curves that move
+    for cut, (metrics, output) in found.items():
+        for ours, theirs in zip(metrics, expected, strict=True):
+            assert_same_line(ours, theirs, cut)
+        for name, weight in weights_of(output).items():
+            # Adam makes a step of up to lr of any gradient, also of one that is rounding alone.
+            torch.testing.assert_close(weight, weights_of(first)[name], rtol=1e-3, atol=1e-4, msg=f"{cut} {name}")
+    for cut in CUTS[0], (2, 3, 1):
+        assert_loads_with_plain_transformers(step, found[cut][1])
+    if step == "ppo":
+        assert_loads_with_plain_transformers("reward", first / "critic")
+        samples = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
+        assert {len(sample["response"]) > 0 for sample in samples} and {True, False} == {s["ended"] for s in samples}
+
+
+@pytest.mark.parametrize(
+    "step, settings",
+    [
+        ("sft", {"zero": 2, "processes": 1, "max_steps": 8, "dropout": 0.1}),
+        ("ppo", {"zero": 3, "processes": 2, "max_steps": 4, "enable_ema": True, "actor_dropout": 0.1}),
+    ],
+)
+def test_a_killed_and_resumed_run_equals_the_unbroken_one(step, settings, run, tmp_path):
+    unbroken = run(step, "unbroken", save_interval=2, **settings)
+    checkpoints = tmp_path / "broken" / "checkpoints"
+    # SFT dies while it writes its second checkpoint, PPO in the iteration after its first.
+    sign = checkpoints / (".step-00000004.tmp" if step == "sft" else "latest")
+    run(step, "broken", save_interval=2, kill_when=sign.exists, **settings)
+    assert not (tmp_path / "broken" / "model.safetensors").exists()
+    assert (checkpoints / "latest").read_text() in ("step-00000002", "step-00000004")
+    resumed = run(step, "broken", save_interval=2, resume="auto", **settings)
+    assert metrics_of(resumed) == metrics_of(unbroken)
+    folders = [""] if step == "sft" else ["", "critic", "actor_ema"]
+    for folder in folders:
+        ours, theirs = weights_of(resumed / folder), weights_of(unbroken / folder)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+    if step == "ppo":
+        assert (resumed / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+    assert sorted(path.name for path in checkpoints.iterdir())[-1].startswith("step-")
+    assert not list(checkpoints.glob(".step*"))
+
+
+@pytest.mark.parametrize("zero, processes", [(0, 1), (3, 2)])
+def test_the_exported_average_is_that_of_the_actors(zero, processes, run, materials, tmp_path):
+    """Two updates with decay d: a = d (d w0 + (1 - d) w1) + (1 - d) w2; the run is resumed between them."""
+    settings = {"zero": zero, "processes": processes, "enable_ema": True, "ema_decay": 0.75, "ppo_epochs": 1,
+                "per_device_training_batch_size": 8 // processes, "lr_scheduler_type": "constant",
+                "save_interval": 1, "resume": "auto"}  # fmt: skip
+    run("ppo", "run", max_steps=1, **settings)
+    first = weights_of(tmp_path / "run")
+    output = run("ppo", "run", max_steps=2, **settings)
+    second, average = weights_of(output), weights_of(output / "actor_ema")
+    start = weights_of(materials / "actor")
+    assert average.keys() == start.keys()
+    for name in average:
+        expected = 0.75 * (0.75 * start[name] + 0.25 * first[name]) + 0.25 * second[name]
+        assert not torch.equal(first[name], start[name]) and not torch.equal(first[name], second[name]), name
+        torch.testing.assert_close(average[name], expected, rtol=0, atol=1e-6)
+
+
+def test_only_adapters_are_trained_and_the_export_is_plain(run, materials):
+    output = run(
+        "ppo", "lora", processes=2, zero=3, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True,
+        lora_learning_rate=1e-2,
+    )  # fmt: skip
+    for folder, origin, trained_whole in ((output, "actor", ""), (output / "critic", "reward", "score.weight")):
+        start, after = weights_of(materials / origin), weights_of(folder)
+        assert after.keys() == start.keys()
+        for name, weight in after.items():
+            change = weight - start[name]
+            if name == trained_whole:
+                assert change.any()
+            elif "_proj." in name:
+                # A product B A of rank 2, up to float32's rounding.
+                values = torch.linalg.svdvals(change.double())
+                assert values[1] > 1e-4 > 1e2 * values[2], (name, values)
+            else:
+                assert not change.any(), name
+    assert_loads_with_plain_transformers("ppo", output)
+
+
+def test_the_pretraining_loss_is_that_of_the_texts(run, materials, tmp_path):
+    """As many texts as an update takes, so the first update's loss is the mean over all their tokens but the first."""
+    texts = ["It is five.", "the sum of 17 and 4 is 21.", "Of course", "Please add 3 and 4, and then 5."] * 2
+    file = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
+    settings = {"max_steps": 1, "ppo_epochs": 1, "unsupervised_dataset_name": file, "eval_iters": 1}
+    alone, shared = (
+        run("ppo", f"on-{n}", processes=n, zero=2, unsup_coef=0.5, per_device_training_batch_size=8 // n, **settings)
+        for n in (1, 2)
+    )
+    model = AutoModelForCausalLM.from_pretrained(materials / "actor")
+    tokenizer = AutoTokenizer.from_pretrained(materials / "actor")
+    total, tokens = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])
+        total += model(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        tokens += ids.shape[1] - 1
+    line = metrics_of(alone)[1]
+    assert line["unsupervised_loss"] == pytest.approx(total / tokens, rel=1e-5)
+    assert_same_line(metrics_of(shared)[1], line, "2 processes")
+    without = run("ppo", "without", zero=2, per_device_training_batch_size=8, max_steps=1, ppo_epochs=1, eval_iters=1)
+    # policy_loss is told without the texts' part; the update is made with it.
+    assert line["policy_loss"] == pytest.approx(metrics_of(without)[1]["policy_loss"], abs=1e-6)
+    assert line["actor_grad_norm"] > 1.5 * metrics_of(without)[1]["actor_grad_norm"]
+
+
+def test_a_reward_model_reads_the_text_with_its_own_tokenizer(run, materials):
+    """The scores in samples.jsonl against plain transformers on the conversation as text."""
+    output = run(
+        "ppo", "other", processes=2, zero=3, reward_model_name_or_path=materials / "other_reward",
+        critic_model_name_or_path=materials / "actor", max_steps=1,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(materials / "other_reward")
+    model = AutoModelForSequenceClassification.from_pretrained(materials / "other_reward")
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) > 8
+    for sample in samples:
+        turn = {"role": "user", "content": sample["prompt"]}
+        prompt = tokenizer.apply_chat_template([turn], tokenize=False, add_generation_prompt=True)
+        text = prompt + sample["response"] + ("<|im_end|>" if sample["ended"] else "")
+        score = model(**tokenizer(text, return_tensors="pt", add_special_tokens=False)).logits.item()
+        assert sample["score"] == pytest.approx(score, rel=1e-4, abs=1e-5), text
+    assert_loads_with_plain_transformers("reward", output / "critic")
+
+
+@pytest.mark.parametrize(
+    "step, launcher",
+    [
+        ("sft", ["deepspeed", "--num_accelerators", "2"]),
+        ("reward", ["torchrun", "--standalone", "--nproc_per_node", "2"]),
+        ("ppo", [sys.executable]),
+    ],
+)
+def test_the_launchers_that_users_know_start_it(step, launcher, materials, tmp_path):
+    processes = 1 if step == "ppo" else 2
+    argv = flags(step, materials, tmp_path / "run", processes=processes, zero=2, max_steps=1)
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    with (tmp_path / "log").open("w+") as log:
+        started = subprocess.Popen(
+            [*launcher, MAINS[step], *argv], stdout=log, stderr=log, env=os.environ | {"PATH": path},
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = started.wait(timeout=300)
+        finally:
+            if started.poll() is None:
+                os.killpg(started.pid, signal.SIGKILL)
+    assert code == 0, (tmp_path / "log").read_text()[-4000:]
+    assert [line["phase"] for line in metrics_of(tmp_path / "run")] == ["eval", "train", "eval"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"]["processes"] == processes
+    assert_loads_with_plain_transformers(step, tmp_path / "run")
+
+
+def test_bad_input_ends_every_process_with_one_message_and_no_stack(programs, materials, tmp_path):
+    def message_of(**settings) -> str:
+        log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
+        argv = flags("sft", materials, tmp_path / "run", processes=2, **settings)
+        text = programs.run(MAINS["sft"], argv, processes=2, log=log, code=2)
+        assert "Traceback" not in text
+        return text
+
+    several = message_of(learning_rate=-1, max_sq_len=3, data_path=tmp_path / "nothing.jsonl", zero_stage=4)
+    for part in ("4 mistakes", "--learning_rate -1.0", "did you mean --max_seq_len", "nothing.jsonl", "--zero_stage 4"):
+        assert several.count(part) == 1, several
+    rows = [{"prompt": "a", "response": "b"}] * 30
+    late = write_rows(tmp_path / "late.jsonl", rows)
+    late.write_text(late.read_text() + "{not json\n" + late.read_text())
+    found_by_reading = message_of(data_path=late, max_bad_rows=0)
+    assert found_by_reading.count("late.jsonl:31") == 1
+    few = write_rows(tmp_path / "few.jsonl", rows[:5])
+    assert "needs 8" in message_of(data_path=few)

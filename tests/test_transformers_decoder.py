@@ -1,0 +1,68 @@
+"""transformers' generate behind the interface of our decoder: the same rollouts by other means."""
+
+import pytest
+import torch
+from tiny_models import tiny_causal_lm
+
+from dschat.generation import Decoder, HybridEngine, SamplingParams, TransformersDecoder
+
+PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [11, 12]]
+FAMILIES = ["llama", "qwen2", "gpt2", "opt", "gpt-neox", "gemma"]
+
+
+def both(name: str, **changes):
+    settings = {"max_new_tokens": 12, "eos_token_ids": list(range(3, 67, 7)), "pad_token_id": 0, "seed": 5} | changes
+    model = tiny_causal_lm(name).eval()
+    return [decoder(model).generate(PROMPTS, **settings) for decoder in (Decoder, TransformersDecoder)]
+
+
+def assert_equal(ours, theirs) -> None:
+    for name, value in vars(ours).items():
+        torch.testing.assert_close(getattr(theirs, name), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(temperature=0), SamplingParams(temperature=1.4), SamplingParams(2.0, top_k=9, top_p=0.8)],
+)
+def test_rollouts_equal_our_decoders_token_by_token(name, sampling):
+    ours, theirs = both(name, sampling=sampling)
+    assert_equal(ours, theirs)
+    lengths = ours.response_mask.sum(1)
+    assert sampling.greedy or len(set(lengths.tolist())) > 1, "rows of one length prove little"
+
+
+@pytest.mark.parametrize("eos", [None, [], 3, [3, 0]])
+def test_any_way_to_name_the_eos_and_a_pad_token_that_is_one(eos):
+    assert_equal(*both("llama", eos_token_ids=eos, sampling=SamplingParams(3.0)))
+
+
+def test_small_batches_names_of_samples_and_iterations_draw_the_same_numbers():
+    ids = torch.tensor([2**40, 7, 9, 8, 0])
+    ours, theirs = both("llama", sampling=SamplingParams(1.4), batch_size=2, sample_ids=ids, iteration=3)
+    assert_equal(ours, theirs)
+    assert ours.responses() != both("llama", sampling=SamplingParams(1.4))[1].responses()
+
+
+def test_sampling_leaves_torchs_generator_alone_and_a_models_habits_out():
+    model = tiny_causal_lm("llama").eval()
+    expected = TransformersDecoder(model).generate(PROMPTS, max_new_tokens=8, eos_token_ids=None, pad_token_id=0)
+    model.generation_config.repetition_penalty = 50.0
+    model.generation_config.max_length = 3
+    model.generation_config.eos_token_id = 5
+    state = torch.get_rng_state()
+    found = TransformersDecoder(model).generate(PROMPTS, max_new_tokens=8, eos_token_ids=None, pad_token_id=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert_equal(expected, found)
+
+
+def test_it_serves_a_hybrid_engine():
+    model = tiny_causal_lm("gpt2")
+    rollouts = []
+    for decoder in (Decoder, TransformersDecoder):
+        actor = HybridEngine(model, decoder=decoder)
+        with actor.generation():
+            rollouts.append(actor.generate(PROMPTS, max_new_tokens=6, eos_token_ids=[3], pad_token_id=0, seed=1))
+    assert_equal(*rollouts)
+    assert model.training
