@@ -39,7 +39,7 @@ def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
     All ranks get the same seed: what must differ between ranks (dropout aside) is drawn by position, not by rank.
 
     Returns: this rank's device.
-    Raises: ValueError when the tools that DeepSpeed builds its CPU operations with are missing.
+    Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if "RANK" not in os.environ:
@@ -128,7 +128,7 @@ def _free_port() -> int:
 def _check_build_tools() -> None:
     missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool)]
     if missing and not os.environ.get("CXX"):
-        raise ValueError(
+        raise SettingsError(
             f"DeepSpeed builds its CPU operations when first used and needs {' and '.join(missing)}: "
             "install them (Debian: apt-get install g++; ninja also comes with `pip install ninja`)"
         )

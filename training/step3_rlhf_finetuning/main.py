@@ -1,11 +1,13 @@
 """Step 3: PPO of an actor against a reward model, with a KL penalty towards the reference model."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from dschat import arguments, checkpoint, launch
 from dschat.command_line import parse, settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_prompts
+from dschat.data.datasets import DataSplits
 from dschat.generation import Decoder, TransformersDecoder
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.weights import export_model
@@ -64,14 +66,32 @@ def main() -> None:
     )  # fmt: skip
     unsupervised = None
     if ppo.unsupervised_dataset_name:
-        texts = load_splits(
-            "sft", tokenizer, text_options(options, ppo.unsupervised_dataset_name, rollouts.max_answer_seq_len)
-        )
+        texts = text_options(options, ppo.unsupervised_dataset_name, rollouts.max_answer_seq_len)
         unsupervised = UnsupervisedBatches(
-            texts.train, micro_batch_size=ppo.per_device_training_batch_size, minibatch_size=minibatch_size,
-            seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
+            load_splits("sft", tokenizer, texts).train, micro_batch_size=ppo.per_device_training_batch_size,
+            minibatch_size=minibatch_size, seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
         )  # fmt: skip
 
+    # Fit, evaluating on the way
+    fit(
+        trainer, dataset, prompts, batches, unsupervised, iterations=iterations,
+        updates_per_iteration=updates_per_iteration, resumed=resumed, groups=groups,
+    )  # fmt: skip
+
+    # Export
+    export_model(engine.actor.engine.module.model, run.output_dir, tokenizer)
+    export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
+    if engine.actor_ema is not None:
+        export_model(engine.actor_ema.module.model, Path(run.output_dir, "actor_ema"), tokenizer)
+
+
+def fit(
+    trainer: DeepSpeedPPOTrainer, dataset: MiniDataset, prompts: DataSplits, batches: GlobalBatches,
+    unsupervised: UnsupervisedBatches | None, *, iterations: int, updates_per_iteration: int, resumed: Path | None,
+    groups: tuple,
+) -> None:  # fmt: skip
+    """Iterations of experience and updates, from the start or from a checkpoint, evaluated and saved at intervals."""
+    engine, rollouts, run = trainer.engine, trainer.rollouts, groups[-1]
     first, order = 0, order_of_rows(batches)
     if resumed:
         with settings_of_user():
@@ -87,31 +107,20 @@ def main() -> None:
             log.metrics(iteration, metrics, phase="eval")
             log.samples(iteration, samples, phase="eval")
 
-    # Fit
     if first == 0:
         look(0)
-    update = first * updates_per_iteration
     for iteration in range(first, iterations):
-        epoch, position = divmod(iteration, len(batches))
-        rows = batches.epoch(epoch)[position]
-        share = rank_share(  # of positions in the global batch: they name the samples, as a row may occur twice
-            range(len(rows)), rank=launch.rank(), world_size=launch.world_size(),
-            micro_batch_size=rollouts.per_device_generation_batch_size,
-        )  # fmt: skip
         sums, samples, minibatches = [], [], None
-        for mine in share:
-            experience = trainer.generate_experience(
-                collate_prompts([prompts.train[rows[i]] for i in mine]), iteration=iteration, sample_ids=mine
-            )
+        for batch, sample_ids in prompts_of(iteration, prompts, batches, rollouts.per_device_generation_batch_size):
+            experience = trainer.generate_experience(batch, iteration=iteration, sample_ids=sample_ids)
             sums.append(experience_sums(experience, trainer.samples))
             samples += trainer.samples
             minibatches = dataset.add(experience, iteration=iteration)
         updates = []
-        for minibatch in minibatches:
-            updates.append(trainer.train_rlhf(minibatch, unsupervised.of_update(update) if unsupervised else None))
-            update += 1
+        for update, minibatch in enumerate(minibatches, start=iteration * updates_per_iteration):
+            texts = unsupervised.of_update(update) if unsupervised else None
+            updates.append(trainer.train_rlhf(minibatch, texts))
 
-        # Evaluate
         done = iteration + 1
         metrics = experience_metrics(sums) | mean_of(updates) | trainer.take_seconds()
         tokens = metrics["response_length"] * batches.global_batch_size
@@ -127,14 +136,21 @@ def main() -> None:
                 run.output_dir, done, engines=engine.trained, state={"iteration": done} | order,
                 keep=run.keep_checkpoints, also=engine.save_ema,
             )  # fmt: skip
-
-    # Export
-    export_model(engine.actor.engine.module.model, run.output_dir, tokenizer)
-    export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
-    if engine.actor_ema is not None:
-        export_model(engine.actor_ema.module.model, Path(run.output_dir, "actor_ema"), tokenizer)
-    log.say(f"the actor is in {run.output_dir}")
     log.close()
+
+
+def prompts_of(
+    iteration: int, prompts: DataSplits, batches: GlobalBatches, per_batch: int
+) -> Iterator[tuple[dict[str, list], list[int]]]:
+    """This rank's prompts of an iteration, batch by batch, with the position of each in the global batch.
+
+    Positions name the samples: they are the same for any number of ranks, and unique even where a row occurs twice.
+    """
+    epoch, position = divmod(iteration, len(batches))
+    rows = batches.epoch(epoch)[position]
+    share = rank_share(range(len(rows)), rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=per_batch)
+    for mine in share:
+        yield collate_prompts([prompts.train[rows[i]] for i in mine]), mine
 
 
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:

@@ -1,0 +1,58 @@
+"""A program of several ranks for test_launch.py: `launch_ranks.py CASE FOLDER`."""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from dschat import launch
+from dschat.command_line import raise_together
+
+CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
+
+
+def together() -> None:
+    before = launch.rank(), launch.world_size()  # of a process that has not joined yet
+    device = launch.join(seed=5)
+    rank, size = launch.rank(), launch.world_size()
+    assert before == (0, 1) and size == 2 and launch.is_main() == (rank == 0)
+    assert device.type in ("cpu", "cuda")
+    drawn = launch.from_all_ranks(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]  # one seed for all
+    mine = torch.tensor([1.5, 2.0 * rank])
+    total = launch.sum_over_ranks(mine)
+    assert total.tolist() == [3.0, 2.0] and total.dtype == torch.float64
+    assert mine.tolist() == [1.5, 2.0 * rank] and mine.dtype == torch.float32
+    # 2^24 + 1 is no float32: sums of counts are exact all the same.
+    assert launch.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
+    assert launch.from_all_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+
+
+def main_first() -> None:
+    launch.join(seed=5)
+    with launch.local_main_first():
+        if launch.is_main():
+            time.sleep(0.3)
+            (FOLDER / "prepared").touch()
+        assert (FOLDER / "prepared").exists()
+    try:
+        with launch.local_main_first():
+            if launch.is_main():
+                raise KeyError("the first one fails")
+    except KeyError:
+        assert launch.is_main()  # and the other one was let go
+
+
+def mistake() -> None:
+    launch.join(seed=5)
+    raise_together(["--shade green: choose another"])
+
+
+def fault() -> None:
+    launch.join(seed=5)
+    raise KeyError("a fault of ours")
+
+
+if __name__ == "__main__":
+    launch.run({"together": together, "main_first": main_first, "mistake": mistake, "fault": fault}[CASE])

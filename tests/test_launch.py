@@ -1,0 +1,116 @@
+"""Processes that join, agree, take turns and leave."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dschat import launch
+from dschat.command_line import SettingsError
+
+RANKS = Path(__file__).with_name("launch_ranks.py")
+
+
+@pytest.mark.parametrize("case", ["together", "main_first"])
+def test_two_ranks(case, programs, tmp_path):
+    programs.run(RANKS, [case, tmp_path], processes=2, log=tmp_path / "log")
+
+
+def test_a_mistake_of_the_user_is_told_once_without_a_stack(programs, tmp_path):
+    text = programs.run(RANKS, ["mistake", tmp_path], processes=2, log=tmp_path / "log", code=2)
+    assert text.count("--shade green: choose another") == 1
+    assert "Traceback" not in text
+
+
+def test_a_fault_of_ours_shows_its_stack(programs, tmp_path):
+    text = programs.run(RANKS, ["fault", tmp_path], processes=2, log=tmp_path / "log", code=1)
+    assert "Traceback" in text and "a fault of ours" in text
+
+
+def test_a_process_that_did_not_join_is_a_group_of_one():
+    assert (launch.rank(), launch.world_size(), launch.is_main()) == (0, 1, True)
+    launch.barrier()
+    assert launch.from_all_ranks("me") == ["me"]
+    value = torch.tensor([1, 2])
+    total = launch.sum_over_ranks(value)
+    total += 1
+    assert value.tolist() == [1, 2] and total.tolist() == [2.0, 3.0]
+
+
+def test_one_seed_seeds_every_generator():
+    def draw(seed: int) -> list[float]:
+        launch.seed_all(seed)
+        return [random.random(), np.random.rand(), torch.rand(()).item()]
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        assert draw(3) == draw(3)
+        assert all(one != other for one, other in zip(draw(3), draw(4), strict=True))
+        draw(2**40)  # NumPy takes 32 bits only
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """Whatever a launch writes into the environment is gone after the test."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    return os.environ
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"WORLD_SIZE": "2"}, 4),
+        ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 2),  # the node's ranks share the node's cores
+        ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, 1),  # the deepspeed launcher's name for it
+        ({"WORLD_SIZE": "100"}, 1),
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, 7),  # the user's choice, which torch read at its start, stays
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4),  # torchrun's own choice
+    ],
+)
+def test_ranks_share_the_cores(given, expected, environment, monkeypatch):
+    environment.pop("OMP_NUM_THREADS", None)
+    environment.update(given)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(7)
+        launch._share_cores()
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_missing_build_tools_are_named_before_anything_is_built(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    environment["PATH"] = str(tmp_path)
+    environment.pop("CXX", None)
+    with pytest.raises(SettingsError, match=r"needs g\+\+ and ninja: install them") as caught:
+        launch._check_build_tools()
+    assert "\n" not in str(caught.value)
+    for tool in ("g++", "ninja"):
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    launch._check_build_tools()
+
+
+def test_a_virtual_environment_builds_into_itself_with_its_own_tools(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    environment["PATH"] = f"{tmp_path / 'elsewhere'}{os.pathsep}/usr/bin"
+    environment.pop("TORCH_EXTENSIONS_DIR", None)
+    for _ in range(2):
+        launch._keep_builds_apart()
+        assert environment["PATH"].split(os.pathsep) == [str(tmp_path / "bin"), str(tmp_path / "elsewhere"), "/usr/bin"]
+    assert Path(environment["TORCH_EXTENSIONS_DIR"]) == tmp_path / "torch_extensions"
+    environment["TORCH_EXTENSIONS_DIR"] = "/chosen"
+    launch._keep_builds_apart()
+    assert environment["TORCH_EXTENSIONS_DIR"] == "/chosen"
