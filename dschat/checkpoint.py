@@ -124,7 +124,7 @@ def verify(folder: str | Path) -> list[str]:
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         files, world_size = manifest["files"], manifest["world_size"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"manifest.json cannot be read ({error})"]
     problems = []
     if world_size != launch.world_size():

@@ -18,7 +18,7 @@ Sizes; batches are per optimizer step, over all processes:
   --sft_batch N        examples in each (default 16)
   --reward_steps N     optimizer steps of step 2 (default 60; 4,200 pairs are there)
   --reward_batch N     pairs in each (default 16)
-  --ppo_iterations N   rollouts of step 3 (default 28; 2,000 prompts are there)
+  --ppo_iterations N   rollouts of step 3 (default 18; 2,000 prompts are there)
   --ppo_batch N        prompts in each (default 32)
   --answer N           longest answer of step 3, in tokens (default 40)
 
@@ -32,7 +32,7 @@ TEXT
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 declare -A option=(
     [output]=$root/output/smollm2 [seed]=1 [processes]="" [dtype]=bf16
-    [sft_steps]=100 [sft_batch]=16 [reward_steps]=60 [reward_batch]=16 [ppo_iterations]=28 [ppo_batch]=32 [answer]=40
+    [sft_steps]=100 [sft_batch]=16 [reward_steps]=60 [reward_batch]=16 [ppo_iterations]=18 [ppo_batch]=32 [answer]=40
     [sft_flags]="" [reward_flags]="" [ppo_flags]=""
 )
 fresh=0
@@ -108,7 +108,7 @@ stage ppo step step3_rlhf_finetuning "${common[@]}" \
     --per_device_generation_batch_size "$ppo_rollout" --per_device_training_batch_size "$ppo_micro" \
     --max_steps "${option[ppo_iterations]}" --actor_learning_rate 5e-6 --critic_learning_rate 1e-5 --kl_coef 0.05 \
     --lr_scheduler_type constant_with_warmup --num_warmup_steps 4 --missing_eos_penalty 1 \
-    --actor_zero_stage 2 --critic_zero_stage 2 --eval_iters 2 --eval_interval 14 "${ppo_flags[@]}"
+    --actor_zero_stage 2 --critic_zero_stage 2 --eval_iters 2 --eval_interval 9 "${ppo_flags[@]}"
 
 echo "== summary"
 python scripts/smollm2/summarize.py "$output"

@@ -103,14 +103,18 @@ def test_missing_build_tools_are_named_before_anything_is_built(environment, mon
     launch._check_build_tools()
 
 
-def test_a_virtual_environment_builds_into_itself_with_its_own_tools(environment, monkeypatch, tmp_path):
+def test_a_virtual_environment_builds_into_itself_with_its_own_ninja(environment, monkeypatch, tmp_path):
+    scripts = tmp_path / "bin"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    environment["PATH"] = f"{tmp_path / 'elsewhere'}{os.pathsep}/usr/bin"
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(scripts))
+    environment["PATH"] = "/usr/bin"
     environment.pop("TORCH_EXTENSIONS_DIR", None)
-    for _ in range(2):
-        launch._keep_builds_apart()
-        assert environment["PATH"].split(os.pathsep) == [str(tmp_path / "bin"), str(tmp_path / "elsewhere"), "/usr/bin"]
+    launch._keep_builds_apart()
+    assert environment["PATH"] == "/usr/bin"  # it has no ninja of its own
     assert Path(environment["TORCH_EXTENSIONS_DIR"]) == tmp_path / "torch_extensions"
+    scripts.mkdir()
+    (scripts / "ninja").touch()
     environment["TORCH_EXTENSIONS_DIR"] = "/chosen"
     launch._keep_builds_apart()
+    assert environment["PATH"] == f"{scripts}{os.pathsep}/usr/bin"
     assert environment["TORCH_EXTENSIONS_DIR"] == "/chosen"

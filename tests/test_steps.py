@@ -100,6 +100,40 @@ def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation
         assert {len(sample["response"]) > 0 for sample in samples} and {True, False} == {s["ended"] for s in samples}
 
 
+OFFLOAD = {"offload": True, "gradient_checkpointing": True, "max_steps": 2}
+
+
+@pytest.mark.parametrize(
+    "step, zero, settings",
+    [
+        ("sft", 2, OFFLOAD),
+        ("reward", 3, OFFLOAD),
+        ("ppo", 3, OFFLOAD | {"offload_reference_model": True, "offload_reward_model": True}),
+    ],
+)
+def test_offload_and_recomputed_activations_do_not_change_the_curve(step, zero, settings, run):
+    plain = metrics_of(run(step, "plain", zero=zero, max_steps=2))
+    saving = metrics_of(run(step, "saving", zero=zero, **settings))
+    for ours, theirs in zip(saving, plain, strict=True):
+        assert_same_line(ours, theirs, "offload")
+
+
+@pytest.mark.parametrize("step", MAINS)
+def test_bf16_trains_under_every_zero_stage_and_stays_near_fp32(step, run):
+    first = "kl" if step == "ppo" else "loss"
+    settings = {"max_steps": 2, "enable_tensorboard": True}
+    exact = metrics_of(run(step, "fp32", max_steps=2))
+    for zero in (0, 1, 2, 3):
+        output = run(step, f"zero-{zero}", zero=zero, dtype="bf16", **settings)
+        rounded = metrics_of(output)
+        assert [line["step"] for line in rounded] == [line["step"] for line in exact]
+        assert all(value is not None for line in rounded for value in line.values())
+        assert rounded[0].get("eval_loss", 0) == pytest.approx(exact[0].get("eval_loss", 0), rel=0.05)
+        assert rounded[1][first] == pytest.approx(exact[1][first], rel=0.05, abs=0.05)
+        assert {weight.dtype for weight in weights_of(output).values()} == {torch.bfloat16}
+        assert list((output / "tensorboard").iterdir())
+
+
 @pytest.mark.parametrize(
     "step, settings",
     [
@@ -236,6 +270,18 @@ def test_the_launchers_that_users_know_start_it(step, launcher, materials, tmp_p
     assert code == 0, (tmp_path / "log").read_text()[-4000:]
     assert [line["phase"] for line in metrics_of(tmp_path / "run")] == ["eval", "train", "eval"]
     assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"]["processes"] == processes
+    assert_loads_with_plain_transformers(step, tmp_path / "run")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("step", MAINS)
+def test_it_trains_on_a_gpu_in_bf16(step, zero, materials, tmp_path):
+    argv = flags(step, materials, tmp_path / "run", zero=zero, dtype="bf16")
+    subprocess.run([sys.executable, MAINS[step], *argv], check=True, env=os.environ | {"DS_ACCELERATOR": "cuda"})
+    train = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert len(train) == (2 if step == "ppo" else 4) and all(None not in line.values() for line in train)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["devices"]["accelerator"] == "cuda"
     assert_loads_with_plain_transformers(step, tmp_path / "run")
 
 

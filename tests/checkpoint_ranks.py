@@ -1,0 +1,51 @@
+"""A program of two ranks for test_checkpoint.py: `checkpoint_ranks.py FOLDER`, a run's output folder."""
+
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dschat import checkpoint, launch
+
+FOLDER = Path(sys.argv[1])
+
+
+def draw() -> list[float]:
+    return [random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+
+
+def also(folder: Path) -> None:
+    (folder / f"of_rank_{launch.rank()}.txt").write_text("x" * 100)
+
+
+def main() -> None:
+    launch.join(seed=1)
+    launch.seed_all(launch.rank())  # ranks may stand at different places of their random numbers
+    np.random.randn()  # leaves a second normal number cached
+    first = checkpoint.save(FOLDER, 1, engines={}, state={"step": 1, "rows": 9}, keep=5, also=also)
+    expected = draw()
+    checkpoint.save(FOLDER, 2, engines={}, state={"step": 2, "rows": 9}, keep=5)
+    assert checkpoint.find(FOLDER, "auto") == FOLDER / "checkpoints" / "step-00000002"
+    assert {path.name for path in first.iterdir()} >= {"of_rank_0.txt", "of_rank_1.txt"}
+    assert checkpoint.load(first, engines={}, same={"rows": 9}) == {"step": 1, "rows": 9}
+    assert draw() == expected
+    assert launch.from_all_ranks(expected)[0] != launch.from_all_ranks(expected)[1]
+    launch.barrier()
+    # Damage is seen by the main rank, and every rank gets its answer.
+    if launch.is_main():
+        for path in FOLDER.glob("checkpoints/*/state.json"):
+            path.write_text("{}")
+    launch.barrier()
+    try:
+        checkpoint.find(FOLDER, "auto")
+    except ValueError as error:
+        assert "none of the 2 checkpoints" in str(error)
+    else:
+        raise AssertionError("a damaged checkpoint was found good")
+    checkpoint.save(FOLDER, 3, engines={}, state={"step": 3}, keep=1)
+
+
+if __name__ == "__main__":
+    launch.run(main)

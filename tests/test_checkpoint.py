@@ -1,0 +1,142 @@
+"""What is in a checkpoint, what spoils it, and which ones are kept; for engines, test_steps.py kills and resumes."""
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dschat import checkpoint
+
+RANKS = Path(__file__).with_name("checkpoint_ranks.py")
+
+
+@pytest.fixture(autouse=True)
+def generators_are_put_back():
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+def save(output: Path, step: int, *, keep: int = 10, text: str = "weights " * 50) -> Path:
+    """A checkpoint whose only content of its own is a file."""
+    return checkpoint.save(
+        output, step, engines={}, state={"step": step, "rows": 7}, keep=keep,
+        also=lambda folder: (folder / "model.bin").write_text(text) and None,
+    )  # fmt: skip
+
+
+def names(output: Path) -> list[str]:
+    return sorted(path.name for path in (output / "checkpoints").iterdir())
+
+
+def flip_a_byte(folder: Path) -> None:
+    content = bytearray((folder / "model.bin").read_bytes())
+    content[17] ^= 1
+    (folder / "model.bin").write_bytes(content)
+
+
+DAMAGES = {
+    "flipped byte": (flip_a_byte, "model.bin has another checksum"),
+    "truncated": (lambda folder: os.truncate(folder / "model.bin", 10), "model.bin has 10 bytes instead of 400"),
+    "missing": (lambda folder: (folder / "model.bin").unlink(), "model.bin is missing"),
+    "changed state": (lambda folder: (folder / "state.json").write_text('{"step": 9}'), "state.json"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
+    "another manifest": (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
+    "random state gone": (lambda folder: (folder / "random_rank0.safetensors").unlink(), "random_rank0"),
+}
+
+
+def test_an_untouched_checkpoint_verifies_and_is_found(tmp_path):
+    folder = save(tmp_path, 5)
+    assert checkpoint.verify(folder) == []
+    assert checkpoint.find(tmp_path, "auto") == folder == checkpoint.find(tmp_path, str(folder))
+    assert checkpoint.find(tmp_path, "never") is None
+    assert (tmp_path / "checkpoints" / "latest").read_text() == folder.name
+    assert checkpoint.find(tmp_path / "nothing", "auto") is None
+
+
+@pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES.keys())
+def test_damage_is_named_and_the_one_before_is_used(damage, message, tmp_path, capsys):
+    older, newer = save(tmp_path, 2), save(tmp_path, 4)
+    damage(newer)
+    (problem,) = checkpoint.verify(newer)
+    assert message in problem
+    assert checkpoint.find(tmp_path, "auto") == older
+    assert f"{newer} is damaged and passed over" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="cannot be used"):
+        checkpoint.find(tmp_path, str(newer))
+    damage(older)
+    with pytest.raises(ValueError, match="none of the 2 checkpoints .* never starts anew"):
+        checkpoint.find(tmp_path, "auto")
+
+
+def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(tmp_path):
+    folder = save(tmp_path, 3)
+    shutil.copytree(folder, folder.with_name(".step-00000004.tmp"))
+    (folder.with_name(".step-00000004.tmp") / "stale").touch()
+    assert checkpoint.find(tmp_path, "auto") == folder
+    again = save(tmp_path, 4)
+    assert not (again / "stale").exists() and checkpoint.verify(again) == []
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+
+
+def test_the_newest_are_kept_and_only_they(tmp_path):
+    for step in (1, 2, 3, 10, 200):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["latest", "step-00000010", "step-00000200"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000200"
+
+
+def test_a_new_run_is_not_mistaken_for_the_longer_one_that_was_here_before(tmp_path):
+    for step in (50, 100):
+        save(tmp_path, step, keep=2, text="old run")
+    new = save(tmp_path, 10, keep=2, text="new run")
+    assert checkpoint.find(tmp_path, "auto") == new
+    assert names(tmp_path) == ["latest", "step-00000010"]
+    assert (new / "model.bin").read_text() == "new run"
+
+
+def test_a_step_saved_again_replaces_the_older_one(tmp_path):
+    save(tmp_path, 4, text="first")
+    folder = save(tmp_path, 4, text="second")
+    assert (folder / "model.bin").read_text() == "second" and checkpoint.verify(folder) == []
+
+
+def test_the_manifest_covers_every_file_but_itself(tmp_path):
+    folder = save(tmp_path, 1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
+    assert manifest["step"] == 1 and manifest["world_size"] == 1
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path):
+    def draw() -> list[float]:
+        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.randn(()).item()]
+
+    draw()  # an odd number of normal numbers leaves one cached in Python's and NumPy's generators
+    folder = save(tmp_path, 1)
+    expected = draw()
+    draw()
+    assert checkpoint.load(folder, engines={}, same={"rows": 7}) == {"step": 1, "rows": 7}
+    assert draw() == expected
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path):
+    folder = save(tmp_path, 1)
+    with pytest.raises(ValueError, match="rows was 7 and is 8.*--resume never"):
+        checkpoint.load(folder, engines={}, same={"rows": 8})
+
+
+def test_two_ranks_save_find_and_agree_and_one_rank_refuses_theirs(programs, tmp_path):
+    programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log")
+    assert names(tmp_path) == ["latest", "step-00000003"]
+    problems = checkpoint.verify(tmp_path / "checkpoints" / "step-00000003")
+    assert problems == ["it was written by 2 processes and this run has 1: start as many"]

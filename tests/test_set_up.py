@@ -1,0 +1,172 @@
+"""What cannot work is found before anything is loaded: every bad input of every step, by the check that main runs."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from step_materials import flags, tiny_llama, write_materials, write_rows
+from tiny_tokenizers import make_tokenizer
+from transformers import LlamaForCausalLM
+
+from dschat import arguments
+from dschat.command_line import SettingsError, parse
+from dschat.data.batches import GlobalBatches
+from dschat.set_up import load_splits, one_model_problems, order_of_rows, rlhf_problems
+
+COMMON = (
+    arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
+    arguments.RunArguments,
+)  # fmt: skip
+STEPS = {
+    "sft": (
+        (arguments.ModelArguments, arguments.SupervisedArguments, *COMMON), partial(one_model_problems, "sft")),
+    "reward": (
+        (arguments.ModelArguments, arguments.RewardModelArguments, *COMMON),
+        partial(one_model_problems, "preference"),
+    ),
+    "ppo": (
+        (arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments, *COMMON), rlhf_problems),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("materials")
+    write_materials(folder, tiny_tokenizer)
+    for name in ("empty", "broken", "foreign", "latin"):
+        (folder / f"{name}.jsonl").touch()
+    (folder / "broken.jsonl").write_text("{not json\n" * 20)
+    (folder / "latin.jsonl").write_bytes('{"prompt": "grün", "response": "ja"}\n'.encode("latin-1") * 20)
+    write_rows(folder / "foreign.jsonl", [{"question": "a", "reply": "b"}] * 20)
+    bare = folder / "no_tokenizer"
+    tiny_llama(LlamaForCausalLM, make_tokenizer(), seed=0).save_pretrained(bare)
+    make_tokenizer().save_pretrained(folder / "no_model")
+    no_weights = folder / "no_weights"
+    tiny_llama(LlamaForCausalLM, make_tokenizer(), seed=0).config.save_pretrained(no_weights)
+    make_tokenizer().save_pretrained(no_weights)
+    endless = make_tokenizer(eos=None, pad=None)
+    endless.save_pretrained(folder / "no_end")
+    tiny_llama(LlamaForCausalLM, endless, seed=0).save_pretrained(folder / "no_end")
+    return folder
+
+
+def mistakes(step: str, materials: Path, output: Path, **settings) -> list[str]:
+    """What main would list; [] if it would start. Values that begin with "@" are files of the materials."""
+    named = {
+        name: materials / value[1:] if isinstance(value, str) and value.startswith("@") else value
+        for name, value in settings.items()
+    }
+    groups, check = STEPS[step]
+    try:
+        parse(groups, flags(step, materials, output, **named), description="", check=check)
+    except SettingsError as error:
+        return str(error).split("\n  - ")[1:]
+    return []
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_settings_that_work_are_let_through(step, materials, tmp_path):
+    assert mistakes(step, materials, tmp_path) == []
+
+
+BAD = {  # step, flags, what the message must contain
+    "no data file": ("sft", {"data_path": "@nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+    "empty data file": ("sft", {"data_path": "@empty.jsonl"}, ["empty.jsonl", "empty"]),
+    "columns of another step": ("reward", {"data_path": "@sft.jsonl"}, ["sft.jsonl", "chosen"]),
+    "unknown columns": ("sft", {"data_path": "@foreign.jsonl"}, ["foreign.jsonl", "columns"]),
+    "no JSON": ("sft", {"data_path": "@broken.jsonl"}, ["broken.jsonl:1", "--max_bad_rows 10"]),
+    "no UTF-8": ("sft", {"data_path": "@latin.jsonl"}, ["latin.jsonl:1", "UTF-8"]),
+    "no evaluation file": ("sft", {"eval_data_path": "@nothing.jsonl"}, ["nothing.jsonl"]),
+    "weight of nothing": ("sft", {"data_path": "x.jsonl:0"}, ["weight must be positive"]),
+    "two shares": ("sft", {"data_split": "1,2"}, ["--data_split", "three numbers"]),
+    "no model folder": ("sft", {"model_name_or_path": "@nowhere"}, ["--model_name_or_path", "no such folder"]),
+    "no tokenizer": ("sft", {"model_name_or_path": "@no_tokenizer"}, ["no_tokenizer", "save_pretrained"]),
+    "no config": ("sft", {"model_name_or_path": "@no_model"}, ["no_model", "no model configuration"]),
+    "no weights": ("sft", {"model_name_or_path": "@no_weights"}, ["no_weights", "has no weights"]),
+    "no end token": ("sft", {"model_name_or_path": "@no_end"}, ["no_end", "--add_eot_token"]),
+    "too long": ("sft", {"max_seq_len": 129}, ["--max_seq_len 129 = 129 tokens", "128 positions"]),
+    "too short": ("sft", {"max_seq_len": 1}, ["--max_seq_len 1: must be at least 2"]),
+    "no room for a response": ("ppo", {"max_answer_seq_len": 0}, ["--max_answer_seq_len 0: must be at least 1"]),
+    "batches that do not divide": (
+        "ppo", {"per_device_training_batch_size": 3},
+        ["--per_device_generation_batch_size 4 x --generation_batches 2 = 8", "3", "multiple"]),
+    "another vocabulary": (
+        "ppo", {"critic_model_name_or_path": "@other_reward"}, ["--critic_model_name_or_path", "another vocabulary"]),
+    "reward model as critic": (
+        "ppo", {"reward_model_name_or_path": "@other_reward"}, ["other_reward", "actor's own folder"]),
+    "no reward model": ("ppo", {"reward_model_name_or_path": None}, ["--reward_model_name_or_path: name"]),
+    "no judge": ("ppo", {"judge": "nothing.py:f"}, ["--judge nothing.py:f", "FILE.py:FUNCTION"]),
+    "no texts": (
+        "ppo", {"unsup_coef": 1, "unsupervised_dataset_name": "@nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
+    "adapters without rank": ("sft", {"only_optimize_lora": True}, ["--only_optimize_lora", "--lora_dim"]),
+    "adapters of neither": ("ppo", {"only_optimize_lora": True}, ["--actor_lora_dim or --critic_lora_dim"]),
+    "offload of nothing": ("reward", {"offload": True, "zero_stage": 0}, ["--offload", "--zero_stage 0"]),
+    "stage four": ("ppo", {"actor_zero_stage": 4}, ["--actor_zero_stage 4: choose one of 0, 1, 2, 3"]),
+    "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is no flag of this step: did you mean --kl_coef?"]),
+    "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is no flag of this step"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("step, settings, parts", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_one_clear_line(step, settings, parts, materials, tmp_path):
+    (line,) = mistakes(step, materials, tmp_path, **settings)
+    assert all(part in line for part in parts), line
+
+
+def test_prompt_and_response_together_must_fit_actor_and_critic(materials, tmp_path):
+    lengths = {"max_prompt_seq_len": 100, "max_answer_seq_len": 29}
+    for line, model in zip(mistakes("ppo", materials, tmp_path, **lengths), ("actor", "reward"), strict=True):
+        assert "--max_prompt_seq_len 100 + --max_answer_seq_len 29 = 129 tokens" in line
+        assert f"{materials / model} has 128 positions" in line
+    assert mistakes("ppo", materials, tmp_path, **(lengths | {"max_answer_seq_len": 28})) == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device trains in fp16")
+def test_fp16_is_refused_on_a_cpu(materials, tmp_path):
+    (line,) = mistakes("sft", materials, tmp_path, dtype="fp16")
+    assert line.startswith("--dtype fp16: a CPU cannot train in it")
+
+
+def test_mistakes_of_every_kind_are_listed_together(materials, tmp_path):
+    (tmp_path / "file").touch()
+    lines = mistakes(
+        "sft", materials, tmp_path / "file" / "run", data_path="@nothing.jsonl", max_seq_len=500, zero_stage=4,
+        learning_rate=0, model_name_or_path="@no_tokenizer", only_optimize_lora=True, learning_rat=1,
+        deepspeed_config="@empty.jsonl",
+    )  # fmt: skip
+    parts = [
+        "--output_dir", "nothing.jsonl", "--max_seq_len 500", "--zero_stage 4", "--learning_rate 0.0: must be above 0",
+        "no_tokenizer has no tokenizer", "--only_optimize_lora", "--learning_rat is no flag", "not valid JSON",
+    ]  # fmt: skip
+    for part in parts:
+        assert sum(part in line for line in lines) == 1, (part, lines)
+    assert len(lines) == len(parts)
+
+
+def test_a_reward_model_may_have_another_tokenizer_if_the_critic_has_the_actors(materials, tmp_path):
+    settings = {"reward_model_name_or_path": "@other_reward", "critic_model_name_or_path": "@actor"}
+    assert mistakes("ppo", materials, tmp_path, **settings) == []
+
+
+def test_an_added_end_token_mends_a_tokenizer_without_one(materials, tmp_path):
+    assert mistakes("sft", materials, tmp_path, model_name_or_path="@no_end", add_eot_token=True) == []
+    assert mistakes("ppo", materials, tmp_path, add_eot_token=True) == []
+
+
+def test_rows_that_only_reading_finds_bad_are_a_mistake_of_the_settings_too(materials, tmp_path, tiny_tokenizer):
+    from dschat.data.datasets import DataOptions
+
+    file = write_rows(tmp_path / "late.jsonl", [{"prompt": "a", "response": "b"}] * 5)
+    file.write_text(file.read_text() + "{broken\n" * 3)
+    options = DataOptions(data_path=[str(file)], output_path=str(tmp_path / "arrow"), max_tokens=32, max_bad_rows=2)
+    with pytest.raises(SettingsError, match=r"late\.jsonl:6"):
+        load_splits("sft", tiny_tokenizer, options)
+
+
+def test_the_order_of_rows_tells_two_runs_apart():
+    plain = {"lengths": [1] * 8, "global_batch_size": 2, "seed": 1}
+    first = order_of_rows(GlobalBatches(**plain))
+    assert first == {"rows": 8, "global_batch_size": 2, "seed": 1}
+    for change in ({"lengths": [1] * 9}, {"global_batch_size": 4}, {"seed": 2}):
+        assert order_of_rows(GlobalBatches(**(plain | change))) != first
