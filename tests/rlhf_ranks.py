@@ -41,6 +41,8 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
             dist.all_gather_object(everyone, samples)
         answers = {sample["prompt"]: sample["response"] for part in everyone for sample in part}
         found[f"evaluation {size}"] = metrics, answers, sum(map(len, everyone))
+    _, samples = evaluate(trainer, seven, batch_size=4 // ranks, max_batches=1)
+    found["one batch on each device"] = int(launch.sum_over_ranks(torch.tensor(len(samples))))
     _, found["updates"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=2)
     if launch.is_main():
         (root / f"ema-{stage}-{ranks}").mkdir()

@@ -65,7 +65,7 @@ def arguments(folder: Path, output: Path, judge: str = "judge", **flags) -> list
         "model_name_or_path": folder / "actor", "data_path": folder / "prompts.jsonl", "output_dir": output,
         "judge": f"{folder / 'judge.py'}:{judge}", "dtype": "fp32", "eval_fraction": 0, "num_samples_per_prompt": 3,
         "pairs_per_prompt": 2, "max_prompt_seq_len": 64, "max_answer_seq_len": 8,
-        "per_device_generation_batch_size": 2,
+        "per_device_generation_batch_size": 3,  # 7 prompts on two ranks: 3 + 1 and 3, so one has nothing at the end
     } | flags  # fmt: skip
     return [word for name, value in given.items() for word in (f"--{name}", value)]
 
@@ -94,8 +94,8 @@ def test_prompts_alike_are_answered_unlike(folder, programs, tmp_path):
     other = folder / "prompts.jsonl"
     programs.run(TOOL, argv[:at] + [f"{other}:0.1"] + argv[at:], log=tmp_path / "log")
     rows = [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]
-    same = [(row["chosen"], row["rejected"]) for row in rows if row["prompt"][0]["content"] == QUESTIONS[0]]
-    assert len(same) > 2 and len(set(same)) == len(same)
+    same = [row[name] for row in rows if row["prompt"][0]["content"] == QUESTIONS[0] for name in ("chosen", "rejected")]
+    assert len(same) > 10 and len(set(same)) > 0.9 * len(same)  # two short answers may be alike by chance
 
 
 def test_a_judge_who_finds_all_answers_alike_stops_the_tool_with_the_way_out(folder, programs, tmp_path):

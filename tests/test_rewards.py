@@ -55,14 +55,14 @@ def classifier(tokenizer, kind: str = "llama", positions: int = 96) -> hf.PreTra
     sizes = {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
     if kind == "bert":
         config = hf.BertConfig(
-            **sizes, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+            **sizes, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
             max_position_embeddings=positions, initializer_range=0.3,
         )  # fmt: skip
     elif kind == "gpt2":
-        config = hf.GPT2Config(**sizes, n_embd=16, n_layer=2, n_head=2, n_positions=positions, initializer_range=0.3)
+        config = hf.GPT2Config(**sizes, n_embd=32, n_layer=2, n_head=2, n_positions=positions, initializer_range=0.3)
     else:
         config = hf.LlamaConfig(
-            **sizes, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            **sizes, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
             max_position_embeddings=positions, initializer_range=0.3,
         )  # fmt: skip
     return hf.AutoModelForSequenceClassification.from_config(config).eval()

@@ -122,6 +122,7 @@ def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_pr
         assert metrics == pytest.approx(others, rel=1e-4, abs=1e-5)
         assert metrics["judge"] == pytest.approx((2**7 - 1) / 7)  # every row once
     assert expected["evaluation 1"][0] == pytest.approx(expected["evaluation 2"][0], rel=1e-4, abs=1e-5)
+    assert found["one batch on each device"] == expected["one batch on each device"] == 4
     assert len(found["updates"]) == 4
     for ours, theirs in zip(found["updates"], expected["updates"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)

@@ -119,11 +119,11 @@ def test_offload_and_recomputed_activations_do_not_change_the_curve(step, zero, 
 
 
 @pytest.mark.parametrize("step", MAINS)
-def test_bf16_trains_under_every_zero_stage_and_stays_near_fp32(step, run):
+def test_bf16_trains_under_zero_0_2_and_3_and_stays_near_fp32(step, run):
     first = "kl" if step == "ppo" else "loss"
     settings = {"max_steps": 2, "enable_tensorboard": True}
     exact = metrics_of(run(step, "fp32", max_steps=2))
-    for zero in (0, 1, 2, 3):
+    for zero in (0, 2, 3):  # each has an optimizer of its own in DeepSpeed; 1 shares that of 2
         output = run(step, f"zero-{zero}", zero=zero, dtype="bf16", **settings)
         rounded = metrics_of(output)
         assert [line["step"] for line in rounded] == [line["step"] for line in exact]

@@ -67,10 +67,11 @@ def main() -> None:
     unsupervised = None
     if ppo.unsupervised_dataset_name:
         texts = text_options(options, ppo.unsupervised_dataset_name, rollouts.max_answer_seq_len)
-        unsupervised = UnsupervisedBatches(
-            load_splits("sft", tokenizer, texts).train, micro_batch_size=ppo.per_device_training_batch_size,
-            minibatch_size=minibatch_size, seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
-        )  # fmt: skip
+        with settings_of_user():
+            unsupervised = UnsupervisedBatches(
+                load_splits("sft", tokenizer, texts).train, micro_batch_size=ppo.per_device_training_batch_size,
+                minibatch_size=minibatch_size, seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
+            )  # fmt: skip
 
     # Fit, evaluating on the way
     fit(
@@ -92,7 +93,7 @@ def fit(
 ) -> None:  # fmt: skip
     """Iterations of experience and updates, from the start or from a checkpoint, evaluated and saved at intervals."""
     engine, rollouts, run = trainer.engine, trainer.rollouts, groups[-1]
-    first, order = 0, order_of_rows(batches)
+    first, order = 0, order_of_rows(batches) | {"moving_average": engine.actor_ema is not None}
     if resumed:
         with settings_of_user():
             first = checkpoint.load(resumed, engines=engine.trained, same=order)["iteration"]
