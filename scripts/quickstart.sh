@@ -38,7 +38,7 @@ output=$(cd "$output" && pwd)
 sft_steps=400 sft_batch=64 sft_lr=4e-3
 pair_prompts=2000 samples_per_prompt=8 pairs_per_prompt=6
 reward_epochs=1 reward_batch=64 reward_lr=1e-3
-ppo_iterations=30 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.3
+ppo_iterations=30 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.5
 eval_prompts=160 eval_every=10
 if ((short)); then
     sft_steps=60 pair_prompts=200 reward_batch=16 ppo_iterations=3 eval_prompts=32 eval_every=3

@@ -1,7 +1,11 @@
 """transformers' generate behind the interface of our decoder: the same rollouts by other means."""
 
+import json
+
 import pytest
 import torch
+from programs import MAINS
+from rlhf_models import QUESTIONS, save_models
 from tiny_models import tiny_causal_lm
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams, TransformersDecoder
@@ -66,3 +70,31 @@ def test_it_serves_a_hybrid_engine():
             rollouts.append(actor.generate(PROMPTS, max_new_tokens=6, eos_token_ids=[3], pad_token_id=0, seed=1))
     assert_equal(*rollouts)
     assert model.training
+
+
+def test_step_3_samples_alike_with_either_decoder_and_on_any_number_of_ranks(programs, tmp_path):
+    folder = save_models(tmp_path)
+    for name, questions in (("often", QUESTIONS[:2]), ("seldom", QUESTIONS[2:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
+    seen = []
+    for processes, hybrid in ((1, True), (1, False), (2, True)):
+        output = tmp_path / f"{processes}-{hybrid}"
+        given = {
+            "actor_model_name_or_path": folder / "actor", "reward_model_name_or_path": folder / "reward",
+            "output_dir": output, "dtype": "fp32", "eval_fraction": 0, "max_prompt_seq_len": 64,
+            "max_answer_seq_len": 8, "per_device_generation_batch_size": 8 // processes,
+            "per_device_training_batch_size": 8 // processes, "enable_hybrid_engine": hybrid, "actor_zero_stage": 0,
+            "critic_zero_stage": 0, "actor_learning_rate": 1e-4,
+        }  # fmt: skip
+        argv = [word for name, value in given.items() for word in (f"--{name}", value)]
+        sources = [f"{tmp_path / 'often.jsonl'}:0.9", f"{tmp_path / 'seldom.jsonl'}:0.1"]
+        programs.run(MAINS["ppo"], [*argv, "--data_path", *sources], processes=processes, log=tmp_path / "log")
+        samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+        metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+        seen.append((sorted((s["prompt"], s["response"]) for s in samples), metrics["kl"], metrics["score"]))
+    ours, theirs, half = seen
+    assert ours[0] == theirs[0] and ours[1:] == pytest.approx(theirs[1:], abs=1e-5)
+    assert half[1:] == pytest.approx(ours[1:], abs=1e-5)
+    assert len(half[0]) == 4 and set(half[0]) <= set(ours[0])  # what the first rank saw
+    prompts = [prompt for prompt, _ in ours[0]]
+    assert len(set(prompts)) < len(prompts) - 2 and len(set(ours[0])) == len(prompts), "alike, answered unlike"
