@@ -74,11 +74,11 @@ def fit(
         lora=lora,
         devices=devices,
     )
+    launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
     order = order_of_rows(batches)
     with settings_of_user():
         state = checkpoint.load(resumed, engines={"model": engine}, same=order) if resumed else {"step": 0}
-    first_step = state["step"]
-    log = open_log(name, groups, run, total_steps=total, finished_steps=first_step)
+    log = open_log(name, groups, run, total_steps=total, finished_steps=state["step"])
     log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
 
     def evaluate(step: int) -> None:
@@ -88,21 +88,11 @@ def fit(
         if values:
             log.metrics(step, values, phase="eval")
 
-    if first_step == 0:
+    if state["step"] == 0:
         evaluate(0)
-    rows_of_epoch: tuple[int, list[list[int]]] = (-1, [])
-    for step in range(first_step, total):
-        epoch, position = divmod(step, len(batches))
-        if rows_of_epoch[0] != epoch:
-            rows_of_epoch = (epoch, batches.epoch(epoch))
-        micro_batches = [
-            collated(objective, splits.train, rows, engine.device)
-            for rows in _share(rows_of_epoch[1][position], model.per_device_train_batch_size)
-        ]
-        count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
-        losses = [partial(objective.loss_of, engine, batch, count) for batch in micro_batches]
-        done = step + 1
-        log.metrics(done, optimizer_step(engine, losses))
+    for step in range(state["step"], total):
+        rows, done = batches.step(step), step + 1
+        log.metrics(done, train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size))
         if done == total or (run.eval_interval and done % run.eval_interval == 0):
             evaluate(done)
         if run.save_interval and done % run.save_interval == 0:
@@ -111,6 +101,16 @@ def fit(
             )
     log.close()
     return engine
+
+
+def train_step(
+    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
+) -> dict[str, float]:
+    """One optimizer step over the rows of a global batch, this rank's share in micro-batches; metrics of all ranks."""
+    shares = _share(indices, micro_batch_size)
+    micro_batches = [collated(objective, rows, share, engine.device) for share in shares]
+    count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
+    return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
 
 
 @torch.no_grad()

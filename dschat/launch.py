@@ -6,9 +6,11 @@ import shutil
 import socket
 import sys
 import sysconfig
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -18,6 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from dschat.command_line import SettingsError
+
+LONGEST_BUILD_SECONDS = 600
 
 
 def run(main: Callable[[], None]) -> None:
@@ -36,7 +40,8 @@ def run(main: Callable[[], None]) -> None:
 def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
     """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
 
-    All ranks get the same seed: what must differ between ranks (dropout aside) is drawn by position, not by rank.
+    All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
+    dropout. What training draws besides is drawn by position, not by rank.
 
     Returns: this rank's device.
     Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing.
@@ -49,6 +54,9 @@ def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
     _keep_builds_apart()
     if accelerator.device_name() == "cpu":
         _check_build_tools()
+        builds = os.environ.get("TORCH_EXTENSIONS_DIR")
+        if builds and local_rank == 0:
+            _clear_stale_build_locks(Path(builds))
         _share_cores()
         device = torch.device("cpu")
     else:
@@ -98,6 +106,11 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
+def joined_lists(values: list[Any]) -> list[Any]:
+    """The entries of every rank's list in one list, rank after rank."""
+    return [value for of_rank in from_all_ranks(values) for value in of_rank]
+
+
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, in float64; the argument is left as it was."""
     total = value.detach().to(torch.float64, copy=True)
@@ -145,6 +158,29 @@ def _keep_builds_apart() -> None:
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+
+
+def _clear_stale_build_locks(builds: Path) -> None:
+    """Remove the lock of a build that was killed, for which every later start would wait in silence.
+
+    torch keeps the file open while it compiles. One that nobody here has open may be of another machine on the same
+    disk: it is waited for while it is young.
+    """
+    for lock in builds.glob("deepspeed_*/lock"):
+        if any(_opens(process, lock) for process in Path("/proc").glob("[0-9]*")):
+            continue
+        if time.time() - lock.stat().st_mtime > LONGEST_BUILD_SECONDS:
+            lock.unlink(missing_ok=True)
+        else:
+            print(f"waiting for another machine to build an operation; if none does, remove {lock}", file=sys.stderr)
+
+
+def _opens(process: Path, file: Path) -> bool:
+    """Whether a process, by its folder in /proc, has the file open; False for those of other users."""
+    try:
+        return any(os.path.realpath(link) == str(file.resolve()) for link in (process / "fd").iterdir())
+    except OSError:
+        return False
 
 
 def _share_cores() -> None:

@@ -95,3 +95,9 @@ def test_impossible_shares_are_refused():
         rank_share([1], rank=0, world_size=1, micro_batch_size=0)
     with pytest.raises(ValueError, match="at least 1"):
         GlobalBatches([1], global_batch_size=0, seed=0)
+
+
+def test_steps_go_through_the_epochs():
+    batches = GlobalBatches(LENGTHS, global_batch_size=10, seed=1)
+    assert [batches.step(step) for step in range(20)] == batches.epoch(0) + batches.epoch(1)
+    assert batches.step(3) == batches.epoch(0)[3]

@@ -53,10 +53,18 @@ class GlobalBatches:
         self.shuffle = shuffle
         self.group_by_length = group_by_length
         self.dropped_per_epoch = rows % global_batch_size if drop_last else 0
+        self._newest_epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def __len__(self) -> int:
         """Optimizer steps per epoch."""
         return -(-(len(self.lengths) - self.dropped_per_epoch) // self.global_batch_size)
+
+    def step(self, step: int) -> list[int]:
+        """Row indices of an optimizer step, counted from 0 over the whole run."""
+        epoch, position = divmod(step, len(self))
+        if self._newest_epoch[0] != epoch:
+            self._newest_epoch = (epoch, self.epoch(epoch))
+        return self._newest_epoch[1][position]
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The steps of this epoch, each a list of row indices, longest row first where grouped by length."""

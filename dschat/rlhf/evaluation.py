@@ -56,7 +56,7 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
 def evaluate(
     trainer: DeepSpeedPPOTrainer, rows: Dataset, *, batch_size: int, max_batches: int
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics over held-out prompts, one sampled response each, and this rank's samples. ({}, []) without rows.
+    """Metrics over held-out prompts, one sampled response each, and the samples. ({}, []) without rows.
 
     Args:
         batch_size: prompts per device and rollout.
@@ -74,4 +74,4 @@ def evaluate(
         sums.append(experience_sums(experience, trainer.samples, weight=1.0 if share else 0.0))
         samples += trainer.samples if share else []
     trainer.take_seconds()
-    return (experience_metrics(sums) if sums else {}), samples
+    return (experience_metrics(sums) if sums else {}), launch.joined_lists(samples)

@@ -41,15 +41,11 @@ class UnsupervisedBatches:
                  device: torch.device):  # fmt: skip
         self.rows, self.micro_batch_size, self.pad_token_id, self.device = rows, micro_batch_size, pad_token_id, device
         self.batches = GlobalBatches(rows["length"], global_batch_size=minibatch_size * launch.world_size(), seed=seed)
-        self.steps_of_epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def of_update(self, update: int) -> list[Batch]:
         """This rank's micro-batches for the given update, counted from 0 over the whole run."""
-        epoch, position = divmod(update, len(self.batches))
-        if self.steps_of_epoch[0] != epoch:
-            self.steps_of_epoch = (epoch, self.batches.epoch(epoch))
         share = rank_share(
-            self.steps_of_epoch[1][position],
+            self.batches.step(update),
             rank=launch.rank(),
             world_size=launch.world_size(),
             micro_batch_size=self.micro_batch_size,

@@ -59,6 +59,7 @@ def main() -> None:
         total_steps=iterations * updates_per_iteration,
         decoder=Decoder if rollouts.enable_hybrid_engine else TransformersDecoder,
     )  # fmt: skip
+    launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
     trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=judge)
     dataset = MiniDataset(
         generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
@@ -126,6 +127,7 @@ def fit(
         metrics = experience_metrics(sums) | mean_of(updates) | trainer.take_seconds()
         tokens = metrics["response_length"] * batches.global_batch_size
         log.metrics(done, metrics | {"tokens_per_second": tokens / metrics["seconds_rollout"]})
+        samples = launch.joined_lists(samples)
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:
@@ -147,8 +149,7 @@ def prompts_of(
 
     Positions name the samples: they are the same for any number of ranks, and unique even where a row occurs twice.
     """
-    epoch, position = divmod(iteration, len(batches))
-    rows = batches.epoch(epoch)[position]
+    rows = batches.step(iteration)
     share = rank_share(range(len(rows)), rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=per_batch)
     for mine in share:
         yield collate_prompts([prompts.train[rows[i]] for i in mine]), mine
