@@ -106,7 +106,7 @@ stage ppo step step3_rlhf_finetuning "${common[@]}" \
     --data_path "$output/data/prompts.jsonl" --eval_data_path "$output/data/prompts_eval.jsonl" --data_split 0,0,1 \
     --max_prompt_seq_len 128 --max_answer_seq_len "${option[answer]}" \
     --per_device_generation_batch_size "$ppo_rollout" --per_device_training_batch_size "$ppo_micro" \
-    --max_steps "${option[ppo_iterations]}" --actor_learning_rate 2e-5 --critic_learning_rate 2e-5 --kl_coef 0.05 \
+    --max_steps "${option[ppo_iterations]}" --actor_learning_rate 5e-6 --critic_learning_rate 1e-5 --kl_coef 0.05 \
     --lr_scheduler_type constant_with_warmup --num_warmup_steps 4 --missing_eos_penalty 1 \
     --actor_zero_stage 2 --critic_zero_stage 2 --eval_iters 2 --eval_interval 9 "${ppo_flags[@]}"
 
