@@ -264,10 +264,22 @@ class RolloutArguments(SamplingArguments):
     _argument_group_name: ClassVar[str] = "rollouts"
     generation_batches: int = flag(1, "rollout batches per iteration", at_least=1)
     enable_hybrid_engine: bool = flag(True, "decode with dschat.generation; else with transformers' generate")
-    print_answers: bool = flag(False, "print sampled answers to the console")
-    print_answers_interval: int = flag(
-        1, "print them every so many iterations", at_least=1, needs=["print_answers"]
+    rollout_engine: Literal["hybrid", "transformers"] | None = flag(
+        None, "the same choice by name; default: hybrid, unless --enable_hybrid_engine False"
     )
+    generation_slots: int = flag(0, "rows decoded at once per device; 0: as many as memory allows", at_least=0)
+    generation_memory_fraction: float = flag(
+        0.8, "share of the device's free memory that keys and values of a rollout may take", above=0, at_most=1
+    )
+    pin_generation_buffers: bool = flag(
+        False, "keep the pool of keys and values between rollouts, with its memory"
+    )
+    print_answers: bool = flag(False, "print sampled answers to the console")
+    print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1, needs=["print_answers"])
+
+    @property
+    def uses_hybrid_engine(self) -> bool:
+        return self.enable_hybrid_engine if self.rollout_engine is None else self.rollout_engine == "hybrid"
 
 
 @dataclass
@@ -286,6 +298,15 @@ class PPOArguments:
     gamma: float = flag(1.0, "discount per token", at_least=0, at_most=1)
     gae_lambda: float = flag(0.95, "bias-variance trade of generalised advantage estimation", at_least=0, at_most=1)
     whiten_advantages: bool = flag(True, "advantages to zero mean and unit variance over the rollout, all ranks")
+    old_logprobs: Literal["recompute", "rollout"] = flag(
+        "recompute", "what the ratio starts from: a forward pass of the actor, or the decoder's own log-probs"
+    )
+    rollout_correction: Literal["none", "tis"] = flag(
+        "none", "tis: weigh the policy loss by min(actor / decoder, cap)", needs=["old_logprobs=recompute"]
+    )
+    rollout_correction_cap: float = flag(
+        2.0, "no such weight is larger than this", above=0, needs=["rollout_correction=tis"]
+    )
     unsupervised_dataset_name: str | None = flag(None, "texts for the pretraining loss mixed into the actor's update")
     unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
 

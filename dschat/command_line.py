@@ -65,7 +65,8 @@ def flag(default: Any, text: str, *, at_least: float | None = None, above: float
     """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows.
 
     Args:
-        needs: flags without one of which it has no effect: then a value other than the default draws a warning.
+        needs: flags ("name", or "name=value") without one of which it has no effect: then a value other than the
+            default draws a warning.
     """
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
     bounds = {word: bound for word, bound in bounds.items() if bound is not None}
@@ -88,14 +89,16 @@ def out_of_bounds(group: Any) -> list[str]:
 
 
 def without_effect(groups: Sequence[Any]) -> list[str]:
-    """A line for each flag that was changed although the flags that it needs are all off."""
+    """A line for each flag that was changed although the flags that it needs are all off (or have other values)."""
     values = {name: value for group in groups for name, value in vars(group).items()}
     lines = []
     for field in (field for group in groups for field in dataclasses.fields(group)):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        needed = [name for name in field.metadata["needs"] if name in values]
-        if needed and values[field.name] != default and not any(values[name] for name in needed):
-            lines.append(f"--{field.name} {values[field.name]} has no effect without --{' or --'.join(needed)}")
+        needed = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
+        met = any(str(values[name]) == value if value else values[name] for name, _, value in needed)
+        if needed and values[field.name] != default and not met:
+            ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in needed)
+            lines.append(f"--{field.name} {values[field.name]} has no effect without {ways}")
     return lines
 
 
@@ -105,13 +108,15 @@ def parse(
     *,
     description: str,
     check: Callable[..., list[str]] | None = None,
+    warn: Callable[..., list[str]] | None = None,
 ) -> tuple:
     """Read the flags of one step into its dataclass groups.
 
     A YAML file given by --config is read first, flags on the command line are laid over it. What the
     groups' `problems()` return is reported together with unknown flags and values out of bounds, and
     with what `check(*parsed groups)` finds: mistakes that concern several groups, or the files that flags name.
-    Flags without effect are warned of.
+    Flags without effect are warned of, together with what `warn(*parsed groups)` finds: settings that work, but not as
+    one may think.
 
     Returns: one instance of each group, in order.
     Raises: SettingsError with every mistake, one a line.
@@ -137,7 +142,7 @@ def parse(
         mistakes += check(*parsed)
     raise_together(mistakes)
     if int(os.environ.get("RANK", 0)) == 0:
-        for line in without_effect(parsed):
+        for line in without_effect(parsed) + (warn(*parsed) if warn else []):
             print(f"warning: {line}", file=sys.stderr)
     return tuple(parsed)
 

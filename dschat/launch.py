@@ -119,6 +119,14 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The largest of a tensor's entries over all ranks, entry by entry, in float64; the argument is left as it was."""
+    largest = value.detach().to(torch.float64, copy=True)
+    if world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
 @contextmanager
 def local_main_first() -> Iterator[None]:
     """The first process of every node runs the block before the others: it prepares files that they then reuse."""

@@ -35,9 +35,7 @@ from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
 
 
-def model_problems(
-    flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False
-) -> list[str]:
+def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False) -> list[str]:
     """What makes a model unusable for sequences of so many tokens, found before anything is loaded.
 
     Args:
@@ -134,6 +132,8 @@ def rlhf_problems(
     if ppo.unsupervised_dataset_name:
         texts = replace(options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=())
         problems += data_problems("sft", texts)
+    if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
+        problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")
     rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
     if rows % minibatch:
@@ -144,6 +144,21 @@ def rlhf_problems(
             f"{optimizer.gradient_accumulation_steps} = {minibatch}: make the first a multiple of the second"
         )
     return problems
+
+
+def rlhf_warnings(_models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, *_: Any) -> list[str]:
+    """What works in step 3, but not as one may think; takes the groups that rlhf_problems takes."""
+    truncation = [f"--top_p {rollouts.top_p}"] if rollouts.top_p < 1 else []
+    truncation += [f"--top_k {rollouts.top_k}"] if rollouts.top_k else []
+    if ppo.old_logprobs != "rollout" or not truncation:
+        return []
+    return [
+        f"{' '.join(truncation)} with --old_logprobs rollout: the decoder's log-probs are those of the truncated, "
+        "renormalised distribution, the actor's those of the whole one. So the ratio starts at the probability mass "
+        "that was kept, below 1, and clipping cuts tokens before the policy has moved (those of negative advantage "
+        f"whose mass is below 1 - {ppo.clip_range}): take --top_p 1 --top_k 0, or --old_logprobs recompute, where "
+        "--rollout_correction tis weighs each token by that mass"
+    ]
 
 
 def data_options(

@@ -12,14 +12,14 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
-from dschat.generation import HybridEngine
+from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -175,7 +175,7 @@ def chat(
     lines: Iterator[str],
     *,
     stops: list[int],
-    sampling: dict[str, float | int],
+    sampling: dict[str, Any],
     out: TextIO,
 ) -> None:
     """Answer every line until there are no more. `sampling`: keywords of HybridEngine.stream."""
@@ -234,12 +234,11 @@ def main(arguments: list[str] | None = None) -> int:
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     if sys.stdin.isatty():
         print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")
-    sampling = {
-        "temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k, "seed": options.seed
-    }
     try:
+        params = SamplingParams(options.temperature, options.top_k, options.top_p)
         lines = lines_of(sys.stdin, out=sys.stdout)
-        chat(HybridEngine(model), conversation, lines, stops=stops, sampling=sampling, out=sys.stdout)
+        chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
+             out=sys.stdout)  # fmt: skip
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -41,7 +41,9 @@ LEARNING = {
     "policy_loss": ("Policy loss", "mean per token"),
     "value_loss": ("Value loss", "mean per token"),
     "value": ("Value", "mean per token"),
-    "rollout_gap": ("Rollout against training", "mean |Δ log-prob|"),
+    "rollout_gap_mean": ("Rollout against training", "mean |Δ log-prob|"),
+    "rollout_gap_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
+    "rollout_ratio": ("Ratio of training to rollout", "mean over tokens"),
 }
 RUNNING = {
     "tokens_per_second": ("Throughput", "tokens per second"),
@@ -193,9 +195,7 @@ def sample_cell(sample: dict | None) -> str:
     if sample is None:
         return '<td class="none">not sampled again</td>'
     numbers = [
-        f"{name} {value:.2f}"
-        for name in ("score", "judge", "kl")
-        if (value := number_of(sample.get(name))) is not None
+        f"{name} {value:.2f}" for name in ("score", "judge", "kl") if (value := number_of(sample.get(name))) is not None
     ]
     step = html.escape(str(sample.get("step", "?")))
     small = " · ".join([f"step {step}", *numbers])
@@ -214,7 +214,7 @@ def sample_table(run: Run, *, limit: int) -> str:
     return (
         f"<h3>Responses before and after · {html.escape(run.folder.name)}</h3>"
         '<div class="scroll"><table class="samples"><thead><tr><th>Prompt</th><th>First</th>'
-        f'<th>Last</th></tr></thead><tbody>{rows}</tbody></table></div>'
+        f"<th>Last</th></tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 

@@ -24,6 +24,8 @@ def together() -> None:
     total = launch.sum_over_ranks(mine)
     assert total.tolist() == [3.0, 2.0] and total.dtype == torch.float64
     assert mine.tolist() == [1.5, 2.0 * rank] and mine.dtype == torch.float32
+    largest = launch.max_over_ranks(torch.tensor([[-3.0 - rank, 2.0 * rank]]))
+    assert largest.tolist() == [[-3.0, 2.0]] and largest.dtype == torch.float64
     # 2^24 + 1 is no float32: sums of counts are exact all the same.
     assert launch.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
     assert launch.from_all_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}]

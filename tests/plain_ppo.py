@@ -80,14 +80,15 @@ def whitened(rows: list[Row]) -> list[Tensor]:
 
 def losses(rows: list[Row], actor: PreTrainedModel, critic: PreTrainedModel, advantages: list[Tensor],
            settings: Settings) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Policy and value loss over all tokens of the rows."""
+    """Policy and value loss over all tokens of the rows, weighed by what is known as "weights" (1 where nothing is)."""
     tokens = sum(len(row.response) for row in rows)
     policy, value = torch.zeros(()), torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):
         new, _ = logprobs(actor, row, settings.temperature)
         ratio = (new - row.known["old_logprobs"]).exp()
         low, high = 1 - settings.clip_range, 1 + settings.clip_range
-        policy = policy - torch.min(ratio * advantage, ratio.clip(low, high) * advantage).sum()
+        gain = torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
+        policy = policy - (row.known.get("weights", 1.0) * gain).sum()
         now, old, target = values(critic, row), row.known["values"], row.known["returns"]
         near = torch.max(torch.min(now, old + settings.value_clip_range), old - settings.value_clip_range)
         value = value + torch.max((now - target) ** 2, (near - target) ** 2).sum() / 2

@@ -26,6 +26,7 @@ MAINS = {
     "reward": TRAINING / "step2_reward_model_finetuning" / "main.py",
     "ppo": TRAINING / "step3_rlhf_finetuning" / "main.py",
 }
+GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RUNG_OUT = 300  # seconds until a program counts as hung
 
 
@@ -33,9 +34,12 @@ class Programs:
     """Starts programs, one at a time. Use it as a context manager."""
 
     def __enter__(self) -> Programs:
+        # A test that joined a group in this process has left its rank and port in the environment.
+        environment = {name: value for name, value in os.environ.items() if name not in GROUP}
         self.server = subprocess.Popen(
-            [sys.executable, "-u", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+            [sys.executable, "-u", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env=environment,
+        )  # fmt: skip
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,6 @@ from tiny_tokenizers import CHATML, make_tokenizer
 from dschat import arguments, launch
 from dschat.data.batches import rank_share
 from dschat.data.chat_template import encode_prompt
-from dschat.generation import Decoder
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
@@ -74,7 +73,7 @@ def _config(family: str, vocabulary: int, dropout: float) -> hf.PreTrainedConfig
     )  # fmt: skip
 
 
-def make_trainer(root: Path, *, decoder: type = Decoder, judge: Any = None, **changes: Any) -> DeepSpeedPPOTrainer:
+def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedPPOTrainer:
     """Engine and trainer in fp32; `changes` are fields of any argument group."""
     given = {
         "actor_model_name_or_path": str(root / "actor"), "reward_model_name_or_path": str(root / "reward"),
@@ -95,7 +94,7 @@ def make_trainer(root: Path, *, decoder: type = Decoder, judge: Any = None, **ch
     reward = models.reward_model_name_or_path or models.critic_model_name_or_path
     engine = DeepSpeedRLHFEngine(
         load_tokenizer(models.actor_model_name_or_path), load_tokenizer(reward), models=models, ppo=ppo,
-        optimizer=optimizer, lora=lora, devices=devices, total_steps=100, decoder=decoder,
+        optimizer=optimizer, lora=lora, devices=devices, rollouts=rollouts, total_steps=100,
     )  # fmt: skip
     return DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=3, judge=judge)
 

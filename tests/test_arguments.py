@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from programs import MAINS
@@ -33,7 +34,8 @@ RLHF = """
     unsupervised_dataset_name unsup_coef enable_tensorboard tensorboard_path print_answers print_answers_interval
     output_dir eval_interval eval_iters actor_dropout critic_dropout add_eot_token kl_coef kl_estimator clip_range
     value_clip_range reward_clip gamma gae_lambda temperature top_p top_k missing_eos_penalty whiten_advantages
-    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows
+    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows old_logprobs rollout_correction
+    rollout_correction_cap rollout_engine generation_slots generation_memory_fraction pin_generation_buffers
 """
 
 
@@ -62,7 +64,10 @@ def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(gr
     assert out_of_bounds(group()) == []
     for field in dataclasses.fields(group):
         assert len(field.metadata["help"]) > 5
-        assert set(field.metadata["needs"]) <= {name for other in GROUPS for name in names((other,))}
+        for need in field.metadata["needs"]:
+            name, _, value = need.partition("=")
+            (other,) = [f for g in GROUPS for f in dataclasses.fields(g) if f.name == name]
+            assert not value or value in get_args(other.type), need
 
 
 def test_every_flag_is_read_by_something():
@@ -128,6 +133,41 @@ def test_flags_that_only_work_together(tmp_path):
         arguments.OptimizerArguments, lr_scheduler_type="constant", num_warmup_steps=3
     )[0]  # fmt: skip
     assert "--resume" in problems(arguments.RunArguments, output_dir=str(tmp_path), resume="yes")[0]
+
+
+@pytest.mark.parametrize(
+    ("values", "hybrid"),
+    [
+        ({}, True),
+        ({"enable_hybrid_engine": False}, False),
+        ({"rollout_engine": "hybrid"}, True),
+        ({"rollout_engine": "transformers"}, False),
+        ({"rollout_engine": "transformers", "enable_hybrid_engine": False}, False),
+    ],
+)
+def test_the_decoder_may_be_named_or_switched_off(values, hybrid):
+    rollouts = arguments.RolloutArguments(**values)
+    assert rollouts.uses_hybrid_engine is hybrid
+
+
+def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
+    argv = ["--actor_model_name_or_path", "a", "--reward_model_name_or_path", "r", "--data_path", "d"]
+    argv += ["--output_dir", str(tmp_path)]
+
+    def said(*more: str) -> str:
+        parse(groups_of("ppo"), [*argv, *more], description="")
+        return capsys.readouterr().err
+
+    tis = "--rollout_correction", "tis"
+    assert said(*tis, "--old_logprobs", "rollout") == (
+        "warning: --rollout_correction tis has no effect without --old_logprobs recompute\n"
+    )
+    assert said("--rollout_correction_cap", "3") == (
+        "warning: --rollout_correction_cap 3.0 has no effect without --rollout_correction tis\n"
+    )
+    assert said(*tis, "--rollout_correction_cap", "3") == said("--old_logprobs", "rollout") == ""
+    with pytest.raises(SettingsError, match="--rollout_correction_cap 0.0: must be above 0"):
+        said(*tis, "--rollout_correction_cap", "0")
 
 
 def test_adapters_settings_without_adapters_warn(tmp_path, capsys):

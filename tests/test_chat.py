@@ -19,9 +19,9 @@ import chat  # noqa: E402
 import make_model  # noqa: E402
 
 from dschat.data.chat_template import encode_prompt, stop_token_ids  # noqa: E402
-from dschat.generation import HybridEngine  # noqa: E402
+from dschat.generation import HybridEngine, SamplingParams  # noqa: E402
 
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 0}
+GREEDY = {"sampling": SamplingParams(0)}
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ class Colour:
     pigments: list[str] = flag([], "what is in it")
     varnish: bool = flag(False, "seal it")
     varnish_hours: int = flag(12, "until it is dry", needs=["varnish"])
+    sparkle: int = flag(0, "grains of mica a litre", needs=["varnish", "shade=dark"])
 
     def problems(self) -> list[str]:
         return ["--pigments: there are none"] if not self.pigments else []
@@ -128,6 +129,26 @@ def test_a_flag_without_effect_warns_and_one_with_effect_does_not(capsys):
     assert "warning: --varnish_hours 3 has no effect without --varnish" in capsys.readouterr().err
     parsed("--varnish_hours", "3", "--varnish")
     parsed("--varnish_hours", "12")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_flag_may_need_a_value_of_another(capsys):
+    parsed("--sparkle", "2", "--shade", "light")
+    assert "warning: --sparkle 2 has no effect without --varnish or --shade dark\n" in capsys.readouterr().err
+    parsed("--sparkle", "2", "--shade", "dark")
+    parsed("--sparkle", "2", "--shade", "light", "--varnish")
+    assert capsys.readouterr().err == ""
+
+
+def test_settings_that_work_but_not_as_one_may_think_are_warned_of_by_the_main_rank(capsys, monkeypatch):
+    def warn(colour: Colour, brush: Brush) -> list[str]:
+        return [f"{colour.coats} coats of a brush of {brush.width} take their time"] if colour.coats > 2 else []
+
+    parsed("--coats", "3", "--width", "1", warn=warn)
+    assert capsys.readouterr().err == "warning: 3 coats of a brush of 1.0 take their time\n"
+    parsed("--coats", "2", warn=warn)
+    monkeypatch.setenv("RANK", "1")
+    parsed("--coats", "3", warn=warn)
     assert capsys.readouterr().err == ""
 
 

@@ -57,10 +57,25 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     expected["response_length"] = sum(counts) / 8
     expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
     expected["entropy"] = per_token([part.entropy for part in parts])
-    expected["rollout_gap"] = per_token([(part.rollout_logprobs - part.old_logprobs).abs() for part in parts])
+    gaps = [part.old_logprobs - part.rollout_logprobs for part in parts]
+    expected["rollout_gap_mean"] = per_token([gap.abs() for gap in gaps])
+    expected["rollout_gap_max"] = max(float(gap.abs().max()) for gap in gaps)
+    expected["rollout_ratio"] = per_token([gap.exp() for gap in gaps])
     assert metrics == pytest.approx(expected, rel=1e-5)
-    assert abs(metrics["kl"]) > 1e-3 and 0 < metrics["ended_by_eos"] < 1 and 0 < metrics["rollout_gap"] < 1e-4
-    assert len(set(counts)) > 1
+    assert abs(metrics["kl"]) > 1e-3 and 0 < metrics["ended_by_eos"] < 1 and len(set(counts)) > 1
+    assert 0 < metrics["rollout_gap_mean"] < metrics["rollout_gap_max"] < 1e-4
+
+
+def test_log_probs_of_the_decoder_say_nothing_of_the_gap_and_estimate_the_entropy(folder):
+    trainers = [make_trainer(folder, old_logprobs=which) for which in ("recompute", "rollout")]
+    rows = eval_rows(trainers[0], QUESTIONS)
+    (recomputed, _), (decoders, _) = (evaluate(trainer, rows, batch_size=8, max_batches=0) for trainer in trainers)
+    gap = {name for name in recomputed if name.startswith("rollout_")}
+    assert len(gap) == 3 and recomputed.keys() - decoders.keys() == gap and not decoders.keys() - recomputed.keys()
+    same = recomputed.keys() - gap - {"entropy"}
+    assert {name: decoders[name] for name in same} == pytest.approx({name: recomputed[name] for name in same}, abs=1e-5)
+    # −log q has the entropy as its mean and some 1 nat of deviation: about 0.2 in the mean of these 30 tokens.
+    assert decoders["entropy"] == pytest.approx(recomputed["entropy"], abs=0.6) and decoders["entropy"] > 1
 
 
 def test_rows_of_weight_0_count_for_nothing(trainer):
@@ -79,7 +94,8 @@ def test_every_row_is_answered_once_however_the_batches_fall(trainer):
         assert [sample["prompt"] for sample in samples] == QUESTIONS
     (metrics, samples), (others, other_samples) = by_size.values()
     assert [sample["response"] for sample in samples] == [sample["response"] for sample in other_samples]
-    assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6)
+    largest = metrics.pop("rollout_gap_max"), others.pop("rollout_gap_max")  # of rounding, which the batch decides
+    assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6) and max(largest) < 1e-4
 
 
 def test_rows_alike_are_answered_unlike(trainer):

@@ -9,12 +9,12 @@ import torch.multiprocessing
 import transformers
 from torch import Tensor, nn
 
-from dschat.generation import HybridEngine
+from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import TokenLogprobs
 from dschat.models.lora import add_lora
 
 PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [11, 12]]
-GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "temperature": 0}
+GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
 LEARNING_RATE = 0.02
 SAMPLED = {"max_new_tokens": 10, "eos_token_ids": list(range(0, 97, 8)), "pad_token_id": 0, "seed": 5}
 
@@ -198,8 +198,8 @@ def test_wrong_use_says_what_to_do():
         with pytest.raises(RuntimeError, match="inside generation"), actor.generation():
             pass
         assert actor.generate(PROMPTS, **GREEDY).response_mask.all(), "the outer context goes on"
-    with pytest.raises(ValueError, match="temperature is -1"), actor.generation():
-        actor.generate(PROMPTS, **{**GREEDY, "temperature": -1})
+    with pytest.raises(ValueError, match="max_new_tokens is 0"), actor.generation():
+        actor.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 0})
     with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
         HybridEngine(nn.Linear(2, 2))
 

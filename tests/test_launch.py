@@ -40,6 +40,9 @@ def test_a_process_that_did_not_join_is_a_group_of_one():
     total = launch.sum_over_ranks(value)
     total += 1
     assert value.tolist() == [1, 2] and total.tolist() == [2.0, 3.0]
+    largest = launch.max_over_ranks(value)
+    largest += 1
+    assert value.tolist() == [1, 2] and largest.tolist() == [2.0, 3.0]
 
 
 def test_one_seed_seeds_every_generator():

@@ -23,6 +23,11 @@ def rollout(seed: int = 0, dtype: torch.dtype = torch.float64) -> dict[str, torc
     }
 
 
+def weighted_rollout(seed: int = 0) -> dict[str, torch.Tensor]:
+    batch = rollout(seed)
+    return batch | {"weights": 2 * torch.rand(4, 5, dtype=torch.float64)}
+
+
 def critic_batch(seed: int = 0) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     values, old_values, returns = torch.randn(3, 4, 5, dtype=torch.float64)
@@ -57,6 +62,23 @@ def test_policy_loss_by_hand():
     torch.testing.assert_close(metrics["clip_fraction"], torch.tensor(3 / 6))
     torch.testing.assert_close(metrics["approx_kl"], torch.tensor(0.8869068 / 6))
     torch.testing.assert_close(metrics["ratio"], torch.tensor(7.1 / 6))
+
+
+def test_weighted_policy_loss_by_hand():
+    # ρ = 1.5, 0.5, 1.5 with A = 2, 2, −2, clipped to [0.8, 1.3]: −2.6 (clipped), −1, 3; weighted 2, 0.5, 0.25:
+    # −5.2 − 0.5 + 0.75 = −4.95; three tokens. d/dlogprob = −w·A·ρ or 0 where clipped: 0, −0.5, 0.75
+    ratio = torch.tensor([[1.5, 0.5, 1.5]])
+    old, mask = torch.full((1, 3), -1.0), torch.ones(1, 3).bool()
+    advantages, weights = torch.tensor([[2.0, 2.0, -2.0]]), torch.tensor([[2.0, 0.5, 0.25]], requires_grad=True)
+    logprobs = (old + ratio.log()).requires_grad_()
+    loss, metrics = policy_loss(logprobs, old, advantages, mask, clip_range=(0.2, 0.3), weights=weights)
+    torch.testing.assert_close(loss, torch.tensor(-4.95 / 3))
+    loss.backward()
+    torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -0.5, 0.75]]) / 3)
+    assert weights.grad is None
+    # What is said of the ratio is said of the policy, not of the weights.
+    _, unweighted = policy_loss(logprobs, old, advantages, mask, clip_range=(0.2, 0.3))
+    assert metrics == unweighted
 
 
 def naive_policy_loss(batch: dict[str, torch.Tensor], low: float, high: float) -> float:
@@ -308,6 +330,7 @@ def sft(batch, **keywords):
 
 MASKED_LOSSES = [
     pytest.param(policy, rollout, "logprobs", id="policy"),
+    pytest.param(policy, weighted_rollout, "logprobs", id="weighted policy"),
     pytest.param(value, critic_batch, "values", id="value"),
     pytest.param(sft, rollout, "logprobs", id="sft"),
 ]

@@ -11,7 +11,6 @@ import torch
 import transformers as hf
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
-from dschat.generation import Decoder, TransformersDecoder
 from dschat.rlhf.experience import Experience
 
 SETTINGS = plain_ppo.Settings(
@@ -76,6 +75,18 @@ def whitened(experience: Experience) -> Experience:
     return changed
 
 
+def drift(experience: Experience) -> torch.Tensor:
+    """[B, T]: 0.2, −0.2, 0.2, …"""
+    return (0.2 * (-1.0) ** torch.arange(experience.response_mask.shape[1])).expand(experience.response_mask.shape)
+
+
+def far_from_the_decoder(experience: Experience) -> Experience:
+    """A copy whose tokens a decoder sampled that found them e^0.2 times less and more likely, in turn."""
+    changed = copy.copy(experience)
+    changed.rollout_logprobs = experience.old_logprobs - drift(experience)
+    return changed
+
+
 def test_experience_equals_plain_ppo_row_by_row(each_family):
     trainer = make_trainer(each_family, **PPO)
     with torch.no_grad():  # an actor that has left the reference model, so that KL counts
@@ -104,12 +115,25 @@ def test_experience_equals_plain_ppo_row_by_row(each_family):
         )
 
 
-def test_three_updates_equal_plain_ppo_with_the_same_adam(folder):
-    trainer = make_trainer(folder, **PPO)
+OLD_LOGPROBS = {
+    "recomputed": {},
+    "weighted": {"rollout_correction": "tis", "rollout_correction_cap": 1.1},
+    "of the decoder": {"old_logprobs": "rollout"},
+}
+
+
+@pytest.mark.parametrize("which", OLD_LOGPROBS)
+def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
+    trainer = make_trainer(folder, **PPO, **OLD_LOGPROBS[which])
     experience = trainer.generate_experience(prompts_of(trainer))
+    if which != "of the decoder":
+        experience = far_from_the_decoder(experience)
     minibatch, rows = whitened(experience), rows_of(experience)
     actor, ref, critic, reward = plain_models(folder)
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
+    if which == "weighted":  # a decoder that is off by e^±0.2 in turn; the cap of 1.1 cuts every other weight
+        for row in rows:
+            row.known["weights"] = torch.tensor([(1.1, math.exp(-0.2))[t % 2] for t in range(len(row.response))])
     advantages = plain_ppo.whitened(rows)
     adams = [
         torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -132,6 +156,89 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder):
         for name, parameter in plain.named_parameters():
             # A step moves a weight by 1e-4 or 2e-4, whichever way its gradient points.
             torch.testing.assert_close(ours[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_log_probs_of_the_decoder_save_the_actors_forward_pass_and_nothing_else_changes(folder):
+    trainers = {which: make_trainer(folder, **PPO, old_logprobs=which) for which in ("recompute", "rollout")}
+    passes, found = {}, {}
+    for which, trainer in trainers.items():
+        with torch.no_grad():  # an actor that has left the reference model, so that KL counts
+            for parameter in trainer.engine.actor.engine.parameters():
+                parameter.mul_(1.1)
+        calls = []
+        hook = trainer.engine.actor.engine.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        found[which] = trainer.generate_experience(prompts_of(trainer))
+        passes[which] = len(calls)
+        hook.remove()
+    assert passes == {"recompute": 1, "rollout": 0}
+    recomputed, decoders = found["recompute"], found["rollout"]
+    assert torch.equal(decoders.old_logprobs, decoders.rollout_logprobs)
+    assert torch.equal(decoders.entropy, -decoders.rollout_logprobs)
+    assert recomputed.kl.abs().max() > 0.05
+    for name in vars(recomputed).keys() - {"entropy"}:
+        torch.testing.assert_close(
+            getattr(decoders, name), getattr(recomputed, name), atol=5e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_the_gap_is_that_of_the_first_minibatch_before_any_update_and_is_said_again_with_every_later_one(folder):
+    trainer = make_trainer(folder, **PPO, old_logprobs="rollout", per_device_training_batch_size=2)
+    first = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
+    assert 0 < first["rollout_gap_mean"] < first["rollout_gap_max"] < 1e-4, "fp32"
+    assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
+    honest = trainer.generate_experience(prompts_of(trainer))
+    minibatch = whitened(far_from_the_decoder(honest))
+    minibatch.rollout_logprobs[-1, 0] = honest.rollout_logprobs[-1, 0] + 1.0  # the worst one is in the last micro-batch
+    minibatch.old_logprobs = minibatch.rollout_logprobs
+    delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
+    told = [trainer.train_rlhf(minibatch) for _ in range(3)]
+    mean, ratio = float(delta.abs().mean()), float(delta.exp().mean())
+    expected = {"rollout_gap_mean": mean, "rollout_gap_max": 1.0, "rollout_ratio": ratio}
+    for metrics in told:
+        assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    assert told[2]["ratio"] != pytest.approx(told[0]["ratio"], abs=1e-4), "the policy did move"
+    experience = trainer.generate_experience(prompts_of(trainer))
+    assert trainer.train_rlhf(whitened(experience))["rollout_gap_max"] < 1e-4, "another experience, another gap"
+    recomputing = make_trainer(folder, **PPO)
+    metrics = recomputing.train_rlhf(whitened(recomputing.generate_experience(prompts_of(recomputing))))
+    assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout told it"
+
+
+def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder):
+    tis = {"rollout_correction": "tis", "rollout_correction_cap": 1.1}
+    trainer, decoders, plain = (
+        make_trainer(folder, **PPO, **changes)
+        for changes in (tis, tis | {"old_logprobs": "rollout"}, {"old_logprobs": "rollout"})
+    )
+    experience = far_from_the_decoder(trainer.generate_experience(prompts_of(trainer)))
+    even = torch.arange(experience.response_mask.shape[1]) % 2 == 0
+    share = float((experience.response_mask & even).sum() / experience.response_mask.sum())
+    metrics = trainer.train_rlhf(whitened(experience))
+    assert metrics["correction_truncated"] == pytest.approx(share)
+    assert metrics["correction_weight"] == pytest.approx(1.1 * share + math.exp(-0.2) * (1 - share), abs=1e-5)
+    metrics, others = (t.train_rlhf(whitened(t.generate_experience(prompts_of(t)))) for t in (decoders, plain))
+    assert metrics == others and "correction_weight" not in metrics
+
+
+def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_that_mass(folder):
+    changes = PPO | {"top_k": 4, "clip_range": 0.2}
+    trainer = make_trainer(folder, **changes, old_logprobs="rollout")
+    experience = trainer.generate_experience(prompts_of(trainer))
+    actor, masses = plain_models(folder)[0], []
+    for row in rows_of(experience):
+        logits = actor(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
+        masses += (logits / SETTINGS.temperature).softmax(-1).topk(4).values.sum(-1).tolist()
+    mass = sum(masses) / len(masses)
+    assert min(masses) < 0.8 and mass < 0.95, "a distribution that loses something"
+    metrics = trainer.train_rlhf(whitened(experience))
+    assert metrics["ratio"] == pytest.approx(mass, rel=1e-4)
+    assert metrics["rollout_ratio"] == pytest.approx(mass, rel=1e-4)
+    assert metrics["rollout_gap_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
+    assert metrics["clip_fraction"] > 0, "before the policy has moved"
+    trainer = make_trainer(folder, **changes, rollout_correction="tis")
+    metrics = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
+    assert metrics["correction_weight"] == pytest.approx(mass, rel=1e-4) and metrics["correction_truncated"] == 0
+    assert metrics["ratio"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
 
 
 def test_before_the_first_update_kl_is_0_and_the_ratio_1(folder):
@@ -323,8 +430,8 @@ def test_seconds_are_given_once(folder):
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 40, "top_p": 0.9}])
 def test_generate_of_transformers_gives_the_same_experience(folder, sampling):
     ours, theirs = (
-        make_trainer(folder, decoder=decoder, max_answer_seq_len=12, **sampling)
-        for decoder in (Decoder, TransformersDecoder)
+        make_trainer(folder, rollout_engine=name, max_answer_seq_len=12, **sampling)
+        for name in ("hybrid", "transformers")
     )
     expected, found = (trainer.generate_experience(prompts_of(trainer)) for trainer in (ours, theirs))
     assert [s["response"] for s in theirs.samples] == [s["response"] for s in ours.samples]

@@ -102,6 +102,12 @@ def test_only_adapters_move_and_the_reference_knows_none(folder):
     torch.testing.assert_close(again.rollout_logprobs, again.old_logprobs, atol=1e-4, rtol=1e-4)
 
 
+def rounded_alike(metrics: dict[str, float]) -> dict[str, float]:
+    """All but the largest gap, which in fp32 is nothing but rounding."""
+    assert metrics["rollout_gap_max"] < 1e-4
+    return {name: value for name, value in metrics.items() if name != "rollout_gap_max"}
+
+
 @pytest.fixture(scope="module")
 def one_process(folder):
     return rlhf_ranks.scenario(folder, 0)
@@ -119,12 +125,15 @@ def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_pr
     for size in (1, 2):
         (metrics, answers, count), (others, other_answers, _) = (x[f"evaluation {size}"] for x in (found, expected))
         assert count == 7 and answers == other_answers
-        assert metrics == pytest.approx(others, rel=1e-4, abs=1e-5)
+        assert rounded_alike(metrics) == pytest.approx(rounded_alike(others), rel=1e-4, abs=1e-5)
         assert metrics["judge"] == pytest.approx((2**7 - 1) / 7)  # every row once
-    assert expected["evaluation 1"][0] == pytest.approx(expected["evaluation 2"][0], rel=1e-4, abs=1e-5)
+    first, second = (rounded_alike(expected[f"evaluation {size}"][0]) for size in (1, 2))
+    assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
     assert found["one batch on each device"] == expected["one batch on each device"] == 4
     assert len(found["updates"]) == 4
-    for ours, theirs in zip(found["updates"], expected["updates"], strict=True):
+    decoders = "updates of the decoder's"
+    assert min(update["rollout_gap_max"] for update in expected[decoders]) > 0.1 and len(found[decoders]) == 2
+    for ours, theirs in zip(found["updates"] + found[decoders], expected["updates"] + expected[decoders], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     for name, origin in (("actor", "actor"), ("critic", "reward"), ("average", "actor")):
         assert relative_distance(found[name], expected[name], saved(folder, origin)) < 0.003

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from dschat import arguments
 from dschat.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
-from dschat.set_up import load_splits, one_model_problems, order_of_rows, rlhf_problems
+from dschat.set_up import load_splits, one_model_problems, order_of_rows, rlhf_problems, rlhf_warnings
 
 COMMON = (
     arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
@@ -103,6 +103,8 @@ BAD = {  # step, flags, what the message must contain
     "adapters of neither": ("ppo", {"only_optimize_lora": True}, ["--actor_lora_dim or --critic_lora_dim"]),
     "offload of nothing": ("reward", {"offload": True, "zero_stage": 0}, ["--offload", "--zero_stage 0"]),
     "stage four": ("ppo", {"actor_zero_stage": 4}, ["--actor_zero_stage 4: choose one of 0, 1, 2, 3"]),
+    "a decoder named and switched off": (
+        "ppo", {"rollout_engine": "hybrid", "enable_hybrid_engine": False}, ["--rollout_engine hybrid", "drop one"]),
     "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is no flag of this step: did you mean --kl_coef?"]),
     "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is no flag of this step"]),
 }  # fmt: skip
@@ -152,6 +154,31 @@ def test_a_reward_model_may_have_another_tokenizer_if_the_critic_has_the_actors(
 def test_an_added_end_token_mends_a_tokenizer_without_one(materials, tmp_path):
     assert mistakes("sft", materials, tmp_path, model_name_or_path="@no_end", add_eot_token=True) == []
     assert mistakes("ppo", materials, tmp_path, add_eot_token=True) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"top_p": 0.9}, "--top_p 0.9 with"),
+        ({"top_k": 40}, "--top_k 40 with"),
+        ({"top_p": 0.9, "top_k": 40}, "--top_p 0.9 --top_k 40 with"),
+    ],
+)
+def test_truncated_sampling_with_the_decoders_log_probs_warns_what_becomes_of_the_ratio(
+    settings, named, materials, tmp_path, capsys
+):
+    groups, check = STEPS["ppo"]
+
+    def said(**settings) -> str:
+        parse(groups, flags("ppo", materials, tmp_path, **settings), description="", check=check, warn=rlhf_warnings)
+        return capsys.readouterr().err
+
+    text = said(**settings, old_logprobs="rollout", clip_range=0.1)
+    assert text.startswith(f"warning: {named} --old_logprobs rollout: ") and text.count("\n") == 1
+    for part in ("ratio starts at the probability mass that was kept, below 1", "before the policy has moved",
+                 "below 1 - 0.1", "--top_p 1 --top_k 0", "--old_logprobs recompute", "tis"):  # fmt: skip
+        assert part in text
+    assert said(**settings) == said(old_logprobs="rollout") == ""
 
 
 def test_rows_that_only_reading_finds_bad_are_a_mistake_of_the_settings_too(materials, tmp_path, tiny_tokenizer):

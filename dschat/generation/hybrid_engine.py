@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dschat.generation.decoder import Decoder
 from dschat.generation.generation_module import GenerationModule
 from dschat.generation.rollout import Rollout
-from dschat.generation.sampling import SamplingParams
 from dschat.generation.transformers_decoder import TransformersDecoder
 from dschat.models.weights import pretrained_model
 
@@ -38,6 +38,10 @@ class HybridEngine:
         *,
         dtype: torch.dtype | None = None,
         decoder: type[Decoder] | type[TransformersDecoder] = Decoder,
+        slots: int | None = None,
+        memory_fraction: float = 0.8,
+        pin_buffers: bool = False,
+        without: Collection[str] = (),
     ) -> None:
         """Wrap an engine or a model.
 
@@ -45,10 +49,15 @@ class HybridEngine:
             engine: see the class.
             dtype: of the weights while generating (bfloat16 rollouts of float32 weights cost a copy); None: no change.
             decoder: what runs the tokens; TransformersDecoder neither streams nor counts what it has run.
+            slots, memory_fraction, without: see Decoder.
+            pin_buffers: keep the pool of keys and values from one context to the next.
         """
         self.engine = engine
+        self.pin_buffers = pin_buffers
         self._generation_module = GenerationModule(pretrained_model(engine), dtype=dtype)
-        self._decoder = decoder(self._generation_module.module)
+        self._decoder = decoder(
+            self._generation_module.module, slots=slots, memory_fraction=memory_fraction, without=without
+        )
         self._generating = False
 
     @property
@@ -78,56 +87,22 @@ class HybridEngine:
             self._generation_module.fill()
             yield self
         finally:
+            if not self.pin_buffers:
+                self._decoder.release()
             self._generation_module.release()
             self._generating = False
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        max_new_tokens: int,
-        eos_token_ids: int | Sequence[int] | None,
-        pad_token_id: int,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        iteration: int = 0,
-        sample_ids: Tensor | None = None,
-        batch_size: int | None = None,
-    ) -> Rollout:
-        """Decode one response for each prompt, inside generation(). Arguments: Decoder.generate and SamplingParams.
+    def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
+        """Decode one response for each prompt, inside generation(). The arguments are those of Request.
 
         Raises:
             RuntimeError: called outside generation().
             ValueError: see Decoder.generate and SamplingParams.
         """
         self._require_weights("generate")
-        return self._decoder.generate(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-            pad_token_id=pad_token_id,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
-            seed=seed,
-            iteration=iteration,
-            sample_ids=sample_ids,
-            batch_size=batch_size,
-        )
+        return self._decoder.generate(prompts, **request)
 
-    def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        max_new_tokens: int,
-        eos_token_ids: int | Sequence[int] | None,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        iteration: int = 0,
-        sample_id: int = 0,
-    ) -> Iterator[int]:
+    def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
         """Yield the tokens of one response as they come, the EOS included, inside generation().
 
         Raises:
@@ -135,15 +110,7 @@ class HybridEngine:
             ValueError: see Decoder.generate and SamplingParams; raised with the first token.
         """
         self._require_weights("stream")
-        return self._decoder.stream(
-            prompt,
-            max_new_tokens=max_new_tokens,
-            eos_token_ids=eos_token_ids,
-            sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
-            seed=seed,
-            iteration=iteration,
-            sample_id=sample_id,
-        )
+        return self._decoder.stream(prompt, sample_id=sample_id, **request)
 
     def _require_weights(self, call: str) -> None:
         if not self._generating:

@@ -11,18 +11,23 @@ from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
 from dschat.engines import Metrics, sum_metrics
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.off_policy import gap_metrics, rollout_gap
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 
 # Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
 EVALUATION = 2**31 - 1
 
 
-def experience_sums(experience: Experience, samples: Sequence[dict[str, Any]], weight: float = 1.0) -> Metrics:
+def experience_sums(
+    experience: Experience, samples: Sequence[dict[str, Any]], weight: float = 1.0, *, recomputed: bool = True
+) -> Metrics:
     """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
 
     Args:
         samples: of the trainer, for the judge's scores.
         weight: 0 for rows that only keep a rank busy.
+        recomputed: whether old_logprobs are the actor's own; the decoder's say nothing of the gap between the two,
+            which the trainer's first update then measures.
     """
     mask = experience.response_mask
     sums = {
@@ -33,8 +38,9 @@ def experience_sums(experience: Experience, samples: Sequence[dict[str, Any]], w
         "kl": experience.kl[mask].sum(),
         "entropy": experience.entropy[mask].sum(),
         "ended_by_eos": experience.ended.sum(),
-        "rollout_gap": (experience.rollout_logprobs - experience.old_logprobs)[mask].abs().sum(),
     }
+    if recomputed:
+        sums |= rollout_gap(experience.old_logprobs, experience.rollout_logprobs, mask)
     if samples and samples[0]["judge"] is not None:
         sums["judge"] = torch.tensor(sum(sample["judge"] for sample in samples))
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
@@ -43,14 +49,15 @@ def experience_sums(experience: Experience, samples: Sequence[dict[str, Any]], w
 def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     """Means over all ranks and rollout batches. A collective.
 
-    score, judge, reward, kl (nats), response_length (tokens) and ended_by_eos are per response; entropy and
-    rollout_gap (absolute difference of the decoder's and the actor's log-probs) are per token, in nats.
+    score, judge, reward, kl (nats), response_length (tokens) and ended_by_eos are per response; entropy (nats) and the
+    gap between decoder and actor, where it is known (see off_policy.gap_metrics), are per token.
     """
-    total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0]})
+    gap = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
+    total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in gap})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
-    per_token = {name: total.pop(name) / max(tokens, 1.0) for name in ("entropy", "rollout_gap")}
+    entropy = total.pop("entropy") / max(tokens, 1.0)
     means = {name: value / sequences for name, value in total.items()}
-    return means | {"response_length": tokens / sequences} | per_token
+    return means | {"response_length": tokens / sequences, "entropy": entropy} | gap
 
 
 def evaluate(
@@ -71,7 +78,8 @@ def evaluate(
         mine = share or indices[:1]  # a rank without rows joins in
         prompts = collate_prompts([rows[index] for index in mine])
         experience = trainer.generate_experience(prompts, iteration=EVALUATION, sample_ids=mine)
-        sums.append(experience_sums(experience, trainer.samples, weight=1.0 if share else 0.0))
+        recomputed = trainer.ppo.old_logprobs == "recompute"
+        sums.append(experience_sums(experience, trainer.samples, 1.0 if share else 0.0, recomputed=recomputed))
         samples += trainer.samples if share else []
     trainer.take_seconds()
     return (experience_metrics(sums) if sums else {}), launch.joined_lists(samples)

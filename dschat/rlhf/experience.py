@@ -19,8 +19,10 @@ class Experience:
         sequences: [B, P+T] long, prompts left-padded, responses right-padded.
         attention_mask: [B, P+T] bool, True on prompt and response tokens.
         response_mask: [B, T] bool, True on response tokens, the final EOS too.
-        rollout_logprobs, old_logprobs, ref_logprobs: [B, T] of decoder, actor and reference on the response tokens.
-        entropy: [B, T] of the actor's distribution at each response token, nats.
+        rollout_logprobs, old_logprobs, ref_logprobs: [B, T] of decoder, actor and reference on the response tokens;
+            with --old_logprobs rollout the first two are the same.
+        entropy: [B, T] of the actor's distribution at each response token, nats; with --old_logprobs rollout the
+            estimate of one sample, −rollout_logprobs.
         values: [B, T], V of the state before each response token.
         scores: [B], the reward model's judgement of whole responses.
         ended: [B] bool, True where the response ended by EOS.

@@ -28,9 +28,10 @@ def policy_loss(
     response_mask: Tensor,
     *,
     clip_range: float | tuple[float, float],
+    weights: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clipped surrogate, to be minimised: Σ max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)) / normalizer.
+    """PPO's clipped surrogate, to be minimised: Σ w·max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)) / normalizer.
 
     Args:
         logprobs: [B, T] float, of the policy being trained; the only input that receives a gradient.
@@ -38,19 +39,21 @@ def policy_loss(
         advantages: [B, T] float.
         response_mask: [B, T] bool, True on generated tokens.
         clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
+        weights: [B, T] float, w of each token (see off_policy.truncated_weights), a constant; None is 1.
         normalizer: response tokens of the whole step (see the top of this module).
 
     Returns:
         loss: scalar.
         metrics: clip_fraction (share of tokens whose clipped branch is the strictly larger one, so their gradient
-            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ).
+            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ); none of them is weighted.
 
     Raises:
         ValueError: shapes that differ, a mask that is not bool, a clip_range or normalizer out of range.
 
     Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two-sided clip_range: DAPO, section 3.1 (arXiv:2503.14476).
     """
-    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    weights = torch.ones_like(advantages) if weights is None else weights
+    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(
@@ -62,10 +65,11 @@ def policy_loss(
     log_ratio = torch.where(response_mask, at_least_float32(logprobs) - at_least_float32(old_logprobs).detach(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     advantages = torch.where(response_mask, at_least_float32(advantages).detach(), 0.0)
+    weights = torch.where(response_mask, at_least_float32(weights).detach(), 0.0)
     ratio = log_ratio.exp()  # [B, T]
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = torch.maximum(unclipped, clipped).sum() / count
+    loss = (weights * torch.maximum(unclipped, clipped)).sum() / count
     with torch.no_grad():
         metrics = {
             "clip_fraction": (clipped > unclipped).sum() / count,

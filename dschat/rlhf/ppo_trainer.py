@@ -12,15 +12,19 @@ from torch import Tensor
 from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.engines import Metrics, optimizer_step
-from dschat.generation import Rollout
+from dschat.generation import Rollout, SamplingParams
 from dschat.launch import sum_over_ranks
 from dschat.rlhf.advantages import gae, kl_estimate, token_rewards
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.losses import explained_variance, policy_loss, sft_loss, value_loss
+from dschat.rlhf.off_policy import gap_metrics, rollout_gap, truncated_weights
 from dschat.rlhf.rewards import Judge, RewardModel, judged, prompt_text
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 
 Prompts = Mapping[str, list]  # of collate_prompts
+ACTOR_METRICS = (
+    "clip_fraction", "approx_kl", "ratio", "correction_weight", "correction_truncated", "unsupervised_loss",
+)  # fmt: skip
 
 
 class DeepSpeedPPOTrainer:
@@ -35,6 +39,7 @@ class DeepSpeedPPOTrainer:
     Attributes:
         samples: prompt, response and scores of the newest rollout of this rank, for people to read.
         seconds: {"rollout", "scoring", "update"} since `take_seconds` was last called.
+        gap: with --old_logprobs rollout, what gap_metrics say of the first minibatch after the newest experience.
     """
 
     def __init__(self, engine: DeepSpeedRLHFEngine, *, rollouts: RolloutArguments, ppo: PPOArguments, seed: int,
@@ -46,6 +51,7 @@ class DeepSpeedPPOTrainer:
             engine.reward, tokenizer=engine.reward_tokenizer, actor_tokenizer=self.tokenizer
         )
         self.samples: list[dict[str, Any]] = []
+        self.gap: dict[str, float] = {}
         self.seconds = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
 
     @torch.no_grad()
@@ -59,7 +65,7 @@ class DeepSpeedPPOTrainer:
                 rollout, all ranks and batches together. Default: the rows' own numbers (a prompt that occurs twice
                 then gets the same response twice).
         """
-        ppo = self.ppo
+        ppo, self.gap = self.ppo, {}
         names = prompts["row_index"] if sample_ids is None else sample_ids
         rollout = self.timed("rollout", lambda: self.roll_out(prompts, iteration=iteration, sample_ids=names))
         scored = self.timed("scoring", lambda: self.score(rollout, prompts))
@@ -97,7 +103,9 @@ class DeepSpeedPPOTrainer:
             minibatch: this rank's rows of the step; cut into micro-batches here.
             unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
 
-        Returns: metrics of the whole step, the same on all ranks.
+        Returns: metrics of the whole step, the same on all ranks. With --old_logprobs rollout the gap between decoder
+            and actor too: of the first step after an experience, in which the weights are still those that sampled,
+            and as it was there in the metrics of later steps.
         """
         return self.timed("update", lambda: self._train_rlhf(minibatch, unsupervised or []))
 
@@ -107,11 +115,13 @@ class DeepSpeedPPOTrainer:
         tokens = float(sum_over_ranks(minibatch.response_mask.sum()))
         texts = minibatch.response_mask.new_zeros((), dtype=torch.long)  # on the device: NCCL sums nothing else
         texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
+        gaps = [] if self.ppo.old_logprobs == "rollout" and not self.gap else None
         actor = optimizer_step(
             self.engine.actor.engine,
-            [partial(self.actor_loss, part, tokens) for part in parts]
+            [partial(self.actor_loss, part, tokens, gaps) for part in parts]
             + [partial(self.unsupervised_loss, batch, texts) for batch in unsupervised],
         )
+        self.gap = gap_metrics(gaps) if gaps else self.gap
         critic = optimizer_step(self.engine.critic, [partial(self.critic_loss, part, tokens) for part in parts])
         self.engine.update_ema(self.engine.models.ema_decay)
         variance = explained_variance({name: torch.tensor(value) for name, value in critic.items()})
@@ -123,22 +133,29 @@ class DeepSpeedPPOTrainer:
             "actor_grad_norm": actor["grad_norm"],
             "critic_grad_norm": critic["grad_norm"],
             "actor_learning_rate": actor["learning_rate"],
-            **{
-                name: actor[name]
-                for name in ("clip_fraction", "approx_kl", "ratio", "unsupervised_loss")
-                if name in actor
-            },
+            **{name: actor[name] for name in ACTOR_METRICS if name in actor},
+            **self.gap,
         }
 
-    def actor_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
+    def actor_loss(self, part: Experience, tokens: float, gaps: list[Metrics] | None = None) -> tuple[Tensor, Metrics]:
+        """Policy loss of a micro-batch, and its metrics; a list of gaps gets the one between decoder and actor."""
+        ppo, mask = self.ppo, part.response_mask
         logprobs = self.engine.actor.engine(
             part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature
         )  # [B, P+T]
+        logprobs = _response(logprobs, mask)
+        if gaps is not None:
+            gaps.append(rollout_gap(logprobs, part.rollout_logprobs, mask))
+        weights, correction = None, {}
+        if ppo.rollout_correction == "tis" and ppo.old_logprobs == "recompute":
+            weights, correction = truncated_weights(
+                part.old_logprobs, part.rollout_logprobs, mask, cap=ppo.rollout_correction_cap, normalizer=tokens
+            )
         loss, metrics = policy_loss(
-            _response(logprobs, part.response_mask), part.old_logprobs, part.advantages, part.response_mask,
-            clip_range=self.ppo.clip_range, normalizer=tokens,
+            logprobs, part.old_logprobs, part.advantages, mask, clip_range=ppo.clip_range, weights=weights,
+            normalizer=tokens,
         )  # fmt: skip
-        return loss, metrics | {"policy_loss": loss}
+        return loss, metrics | correction | {"policy_loss": loss}
 
     def critic_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
         values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
@@ -161,9 +178,7 @@ class DeepSpeedPPOTrainer:
                 max_new_tokens=rollouts.max_answer_seq_len,
                 eos_token_ids=self.stop_ids,
                 pad_token_id=self.tokenizer.pad_token_id,
-                temperature=rollouts.temperature,
-                top_k=rollouts.top_k,
-                top_p=rollouts.top_p,
+                sampling=SamplingParams(rollouts.temperature, rollouts.top_k, rollouts.top_p),
                 seed=self.seed,
                 iteration=iteration,
                 sample_ids=torch.tensor(sample_ids),
@@ -172,16 +187,30 @@ class DeepSpeedPPOTrainer:
     def score(self, rollout: Rollout, prompts: Prompts) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """old_logprobs, entropy, ref_logprobs, values [B, T] and scores [B] of a rollout; dropout is off."""
         engine, mask = self.engine, rollout.response_mask
-        engine.actor.engine.eval()
         engine.critic.eval()
         ids, attended = rollout.sequences, rollout.attention_mask
         loss_mask = torch.nn.functional.pad(mask, (rollout.prompt_length, 0))
-        old_logprobs, entropy = engine.actor.engine(ids, attended, loss_mask, self.rollouts.temperature, True)
+        old_logprobs, entropy = self.old_logprobs(rollout, loss_mask)
         ref_logprobs = engine.ref(ids, attended, loss_mask, self.rollouts.temperature)
         values = _states(engine.critic(ids, attended), mask)
         scores = self.reward_model.score(rollout, prompts["messages"])
         self.samples = self._samples(rollout, prompts, scores)
-        return _response(old_logprobs, mask), _response(entropy, mask), _response(ref_logprobs, mask), values, scores
+        return old_logprobs, entropy, _response(ref_logprobs, mask), values, scores
+
+    def old_logprobs(self, rollout: Rollout, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T] what the ratio starts from, and entropies: of a forward pass without dropout, or of the decoder.
+
+        Args:
+            loss_mask: [B, P+T] bool, True on response tokens.
+        """
+        if self.ppo.old_logprobs == "rollout":
+            return rollout.logprobs, -rollout.logprobs  # −log q of what q draws is its entropy, on average
+        actor = self.engine.actor.engine
+        actor.eval()
+        logprobs, entropy = actor(
+            rollout.sequences, rollout.attention_mask, loss_mask, self.rollouts.temperature, True
+        )  # [B, P+T]
+        return _response(logprobs, rollout.response_mask), _response(entropy, rollout.response_mask)
 
     def timed(self, what: str, work: Callable[[], Any]) -> Any:
         """Run the work and add its seconds to those of the rollout, the scoring or the update."""

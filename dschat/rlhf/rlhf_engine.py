@@ -9,7 +9,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from dschat import launch
-from dschat.arguments import DeviceArguments, LoraArguments, OptimizerArguments, PPOArguments, RLHFModelArguments
+from dschat.arguments import (
+    DeviceArguments,
+    LoraArguments,
+    OptimizerArguments,
+    PPOArguments,
+    RLHFModelArguments,
+    RolloutArguments,
+)
 from dschat.deepspeed_config import DTYPES, frozen_config
 from dschat.engines import frozen_engine
 from dschat.generation import Decoder, HybridEngine, TransformersDecoder
@@ -41,8 +48,8 @@ class DeepSpeedRLHFEngine:
         optimizer: OptimizerArguments,
         lora: LoraArguments,
         devices: DeviceArguments,
+        rollouts: RolloutArguments,
         total_steps: int,
-        decoder: type[Decoder] | type[TransformersDecoder] = Decoder,
     ):
         self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
         self.models, self.devices, self.lora = models, devices, lora
@@ -77,7 +84,13 @@ class DeepSpeedRLHFEngine:
         self.reward = frozen_engine(
             self._scalar_head(reward_path, reward_config, reward_tokenizer, dropout=0.0), config=reward_config
         )
-        self.actor = HybridEngine(policy, decoder=decoder)
+        self.actor = HybridEngine(
+            policy,
+            decoder=Decoder if rollouts.uses_hybrid_engine else TransformersDecoder,
+            slots=rollouts.generation_slots or None,
+            memory_fraction=rollouts.generation_memory_fraction,
+            pin_buffers=rollouts.pin_generation_buffers,
+        )
         self.actor_ema = self._moving_average() if models.enable_ema else None
 
     @property

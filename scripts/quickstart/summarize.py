@@ -18,7 +18,7 @@ from arithmetic_chats import accuracy, judge
 from deepspeed.accelerator import get_accelerator
 
 from dschat.data.chat_template import encode_prompt, stop_token_ids
-from dschat.generation import HybridEngine
+from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 
 MAX_NEW_TOKENS = 32
@@ -41,7 +41,7 @@ def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) 
             max_new_tokens=MAX_NEW_TOKENS,
             eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
             pad_token_id=tokenizer.pad_token_id,
-            temperature=temperature,
+            sampling=SamplingParams(temperature),
             seed=seed,
         )
     return [text.strip() for text in tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)]

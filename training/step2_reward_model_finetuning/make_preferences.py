@@ -27,7 +27,7 @@ from dschat.data.batches import rank_share
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
 from dschat.deepspeed_config import DTYPES
-from dschat.generation import HybridEngine
+from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.rlhf.rewards import Judge, judged, load_judge
 from dschat.set_up import data_options, load_splits, model_problems
@@ -88,8 +88,8 @@ def sampled_answers(
     with actor.generation():
         rollout = actor.generate(
             [prompt for prompt in prompts for _ in range(samples)], max_new_tokens=sampling.max_answer_seq_len,
-            eos_token_ids=stop_ids, pad_token_id=tokenizer.pad_token_id, temperature=sampling.temperature,
-            top_k=sampling.top_k, top_p=sampling.top_p, seed=seed, sample_ids=ids.flatten(),
+            eos_token_ids=stop_ids, pad_token_id=tokenizer.pad_token_id, seed=seed, sample_ids=ids.flatten(),
+            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
         )  # fmt: skip
     texts = decode_responses(tokenizer, rollout.responses())
     return [texts[start : start + samples] for start in range(0, len(texts), samples)]

@@ -8,7 +8,6 @@ from dschat.command_line import parse, settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_prompts
 from dschat.data.datasets import DataSplits
-from dschat.generation import Decoder, TransformersDecoder
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.weights import export_model
 from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
@@ -17,7 +16,7 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rewards import load_judge
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
-from dschat.set_up import data_options, load_splits, open_log, order_of_rows, rlhf_problems
+from dschat.set_up import data_options, load_splits, open_log, order_of_rows, rlhf_problems, rlhf_warnings
 
 GROUPS = (
     arguments.RLHFModelArguments,
@@ -33,7 +32,7 @@ GROUPS = (
 
 def main() -> None:
     # Set up
-    groups = parse(GROUPS, description=__doc__, check=rlhf_problems)
+    groups = parse(GROUPS, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
     models, rollouts, ppo, data, optimizer, lora, devices, run = groups
     device = launch.join(seed=run.seed)
     with settings_of_user():
@@ -56,8 +55,7 @@ def main() -> None:
 
     engine = DeepSpeedRLHFEngine(
         tokenizer, reward_tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices,
-        total_steps=iterations * updates_per_iteration,
-        decoder=Decoder if rollouts.enable_hybrid_engine else TransformersDecoder,
+        rollouts=rollouts, total_steps=iterations * updates_per_iteration,
     )  # fmt: skip
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
     trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=judge)

@@ -1,15 +1,25 @@
-"""The rows being decoded: what the model has seen of them and where each stands."""
+"""Decoding without a pool, for models whose attention cannot be reached: one padded batch over transformers' caches."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_cache import new_cache
+from dschat.generation.request import Request, Responses
+from dschat.generation.rollout import left_pad
+from dschat.generation.scheduler import Counts, first_row_tokens, queue_order
+from dschat.generation.slots import Slots
 from dschat.tensors import position_ids
+
+# A row that leaves saves its share of every later step; letting rows leave costs one copy of the cache that stays,
+# about what one step reads. At a quarter the copies of a whole rollout sum to at most four times its first cache.
+LEAVE_WHEN_FINISHED = 0.25
 
 
 def takes(model: PreTrainedModel, name: str) -> bool:
@@ -61,3 +71,51 @@ class LiveRows:
         self.ids, self.positions, self.mask = self.ids[index], self.positions[index], self.mask[index]
         if self.cache is not None:
             self.cache.reorder_cache(index)
+
+
+def plain_steps(
+    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None
+) -> Iterator[int]:
+    """Decode the rows of a request in padded batches; after every token, how many of them the first row has."""
+    device = responses.tokens.device
+    for rows in torch.tensor(queue_order(request)).split(slots or len(request)):
+        yield from _batch_steps(model, request, responses, counts, rows.tolist(), device)
+
+
+def _batch_steps(
+    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, rows: list[int],
+    device: torch.device,
+) -> Iterator[int]:  # fmt: skip
+    limits = request.limits
+    unique: dict[tuple[int, ...], int] = {}
+    shared = [unique.setdefault(tuple(request.prompts[row]), len(unique)) for row in rows]
+    ids, mask = left_pad(list(unique), pad_token_id=0, device=device)  # [U, P]
+    batch = LiveRows(model, ids, mask, max_new_tokens=max(limits[row] for row in rows))
+    counts.prefilled_tokens += sum(map(len, unique))
+    logits = batch.next_logits()[torch.tensor(shared, device=device)]  # [R, V]
+    if len(unique) < len(rows):
+        batch.select(torch.tensor(shared, device=device))
+
+    stops = torch.tensor(request.stops, dtype=torch.long, device=device)
+    state = Slots.empty(len(rows), device)
+    state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses.columns)
+    while True:
+        places = slice(0, state.used)
+        uniform = responses.uniforms
+        if uniform is not None:
+            uniform = uniform[state.next_cells(places, responses)]
+        tokens, logprobs = draw_tokens(logits, uniform, request.sampling)
+        state.write(places, tokens, logprobs, responses, stops)
+        batch.append(tokens)
+        live = state.live[places]
+        going_on = int(live.sum())
+        if going_on <= (1 - LEAVE_WHEN_FINISHED) * state.used:
+            index = live.nonzero().squeeze(1)
+            state.leave(responses)
+            if going_on:
+                batch.select(index)
+        yield first_row_tokens(state, responses)
+        if not going_on:
+            return
+        counts.decoded_rows += state.used
+        logits = batch.next_logits()  # [R, V]

@@ -1,0 +1,271 @@
+"""The keys and values of all rows in flight: one pool of tokens a layer, in which rows own runs of any length."""
+
+from __future__ import annotations
+
+import os
+from bisect import insort
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, PreTrainedModel
+
+from dschat.generation.attention import decode_attention
+from dschat.tensors import position_ids
+
+DECODING = "dschat_decoding"  # the name under which transformers' models find `attend`
+UNUSED_TOKEN = 0  # a place of the pool that belongs to no row
+TRIAL_TOKENS = 12  # of each of the two rows that a model is tried on
+
+
+class Runs:
+    """Which places of a pool are free, as runs (start, length) in order; first fit."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self.free = [(start, stop - start)]
+
+    def take(self, length: int) -> int | None:
+        """The start of a run of this length, or None where no free run is long enough."""
+        for index, (start, size) in enumerate(self.free):
+            if size >= length:
+                self.free[index : index + 1] = [(start + length, size - length)] if size > length else []
+                return start
+        return None
+
+    def give(self, start: int, length: int) -> None:
+        """Take a run back; it grows together with free neighbours."""
+        insort(self.free, (start, length))
+        index = self.free.index((start, length))
+        for left in (index, index - 1):  # first with the one behind, then with the one before
+            if left >= 0 and left + 1 < len(self.free) and sum(self.free[left]) == self.free[left + 1][0]:
+                self.free[left : left + 2] = [(self.free[left][0], self.free[left][1] + self.free[left + 1][1])]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer keeps of a token."""
+
+    heads: int
+    width: int
+    value_width: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.heads * (self.width + self.value_width) * self.dtype.itemsize
+
+
+class KVPool(Cache):
+    """transformers' Cache interface over a pool: a forward pass either fills in prompts or adds a token to each row.
+
+    Attributes:
+        size: places for tokens, a layer; place 0 belongs to no row.
+        shapes: of each layer, once it has run.
+        windows: the sliding window that each layer's attention asked for, while decoding.
+    """
+
+    def __init__(self, size: int, *, kernels: bool = True) -> None:
+        """Make room for size tokens; kernels: see attention.decode_attention."""
+        super().__init__(layers=[])
+        self.size, self.kernels = size, kernels
+        self.runs = Runs(UNUSED_TOKEN + 1, size)
+        self.shapes: dict[int, LayerShape] = {}
+        self.windows: dict[int, int | None] = {}
+        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompt_places: Tensor | None = None
+        self._real: Tensor | None = None
+        self._spans: Tensor | None = None
+        self._longest = 0
+
+    def clear(self) -> None:
+        """All places are free again."""
+        self.runs = Runs(UNUSED_TOKEN + 1, self.size)
+
+    def fill_in(self, places: Tensor, real: Tensor) -> None:
+        """The next forward passes run prompts. places: [tokens] long, of the tokens where real [U, P] bool is True."""
+        self._prompt_places, self._real, self._spans = places, real, None
+
+    def extend(self, spans: Tensor, *, longest: int) -> None:
+        """The next forward passes run the newest token of each row; arguments as in attention.decode_attention."""
+        self._spans, self._longest, self._prompt_places = spans, longest, None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [R, heads, new tokens, width]. While decoding the answer is for `attend` only."""
+        if self._spans is not None:
+            return NewTokens(self, layer_idx, key_states), value_states
+        if layer_idx not in self._stored:
+            shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
+            self.shapes[layer_idx] = shape
+            self._stored[layer_idx] = (
+                key_states.new_zeros(self.size, shape.heads, shape.width),
+                value_states.new_zeros(self.size, shape.heads, shape.value_width),
+            )
+        for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
+            store[self._prompt_places] = states.transpose(1, 2)[self._real]
+        return key_states, value_states
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None,
+        softcap: float | None,
+    ) -> Tensor:  # fmt: skip
+        """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]."""
+        self.windows[layer] = window
+        keys, values = self._stored[layer]
+        return decode_attention(
+            query[:, :, 0], key[:, :, 0], value[:, :, 0], keys, values, self._spans,
+            scale=scale, window=window, softcap=softcap, longest=self._longest, kernels=self.kernels,
+        ).unsqueeze(1)  # fmt: skip
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always passed, and masks made of the forward's own columns
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What travels as `key` through a model's attention to `attend`: the newest keys, and where the others are."""
+
+    pool: KVPool
+    layer: int
+    keys: Tensor
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: NewTokens,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """A decoding step's attention for transformers' AttentionInterface.
+
+    Raises:
+        NotImplementedError: the model asks for something that changes attention and that we do not know.
+    """
+    unknown = [name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = key.pool.attend(key.layer, query, key.keys, value, scale=scale, window=sliding_window, softcap=softcap)
+    return out, None
+
+
+AttentionInterface.register(DECODING, attend)
+
+
+class PooledModel:
+    """A model whose forwards run over a pool."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.shapes: dict[int, LayerShape] = {}
+
+    def prefill(self, pool: KVPool, ids: Tensor, mask: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+        """Run left-padded prompts ids [U, P] and keep their keys and values at places; the last logits, [U, V]."""
+        pool.fill_in(places, mask)
+        whole = bool(mask.all())
+        return self.model(
+            input_ids=ids, attention_mask=None if whole else mask.long(), position_ids=positions, past_key_values=pool,
+            use_cache=True, logits_to_keep=1, return_dict=True,
+        ).logits[:, -1]  # fmt: skip
+
+    def decode(self, pool: KVPool, tokens: Tensor, spans: Tensor, *, longest: int) -> Tensor:
+        """Run the newest token of each row, tokens [R]; the next logits, [R, V]."""
+        pool.extend(spans, longest=longest)
+        positions = spans[:, 1] + spans[:, 3] - 1
+        config = self.model.config
+        usual, config._attn_implementation = config._attn_implementation, DECODING
+        try:
+            return self.model(
+                input_ids=tokens.unsqueeze(1), position_ids=positions.unsqueeze(1), past_key_values=pool,
+                use_cache=True, logits_to_keep=1, return_dict=True,
+            ).logits[:, -1]  # fmt: skip
+        finally:
+            config._attn_implementation = usual
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What all layers keep of a token; known after `mismatch`."""
+        return sum(shape.bytes for shape in self.shapes.values())
+
+    @torch.inference_mode()
+    def mismatch(self) -> str | None:
+        """Why the pool does not serve this model, or None: a few tokens are run both ways.
+
+        An architecture is never asked for by name: whatever it does to its attention shows in its logits.
+        """
+        embeddings = self.model.get_input_embeddings()
+        vocabulary, device = embeddings.num_embeddings, embeddings.weight.device
+        ids = torch.arange(2 * TRIAL_TOKENS, device=device).view(2, -1) * 7919 % vocabulary
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        mask[1, :3] = False
+        positions = position_ids(mask)
+        pool = KVPool(2 * TRIAL_TOKENS + 3)
+        starts = torch.tensor([[1], [1 + TRIAL_TOKENS]], device=device)
+        before = mask[:, :-1]
+        try:
+            expected = self.model(
+                input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False, logits_to_keep=1
+            ).logits[:, -1]
+            self.prefill(pool, ids[:, :-1], before, positions[:, :-1], (starts + positions[:, :-1])[before])
+            lengths = before.sum(1, keepdim=True)
+            newest = torch.tensor([[2 * TRIAL_TOKENS + 1], [2 * TRIAL_TOKENS + 2]], device=device)
+            spans = torch.cat([starts, lengths, newest, torch.ones_like(newest)], dim=1)
+            found = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
+        self.shapes = pool.shapes
+        spread = (expected.float() - expected.float().mean(-1, keepdim=True)).norm()
+        off = float((found.float() - expected.float()).norm() / spread)
+        if not off < (1e-2 if expected.dtype == torch.float32 else 0.1):
+            return f"over the pool its logits are off by {off:.2g} of their spread"
+        return self._window_mismatch(pool.windows)
+
+    def _window_mismatch(self, windows: dict[int, int | None]) -> str | None:
+        """Layers that slide by their mask alone would look right on a few tokens: they have to say their window."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or []
+        strange = set(kinds) - {"full_attention", "sliding_attention"}
+        if strange:
+            return f"it has layers of {', '.join(sorted(strange))}"
+        silent = [
+            layer for layer, kind in enumerate(kinds) if (kind == "sliding_attention") != bool(windows.get(layer))
+        ]
+        return f"its layers {silent} do not tell their attention which window they have" if silent else None
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated; on a CPU this process's share of the node's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return 1 << 40  # not Linux: nothing is known, so nothing is bounded
+    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

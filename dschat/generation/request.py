@@ -1,0 +1,134 @@
+"""What is asked of a decoder, checked once, and the table its answers are written into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from dschat.generation.rollout import Rollout, left_pad
+from dschat.generation.sampling import SamplingParams
+from dschat.tensors import seeded_uniform
+
+# Numbers hashed at once: the hash works on int64 and makes many temporaries.
+UNIFORM_CELLS = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One response is wanted for each prompt.
+
+    A row's tokens depend on its prompt, the weights, the sampling, and (seed, iteration, sample id) alone, up to
+    floating-point ties: not on how many rows are decoded at once, nor on the other rows.
+
+    Attributes:
+        prompts: B non-empty lists of ids. Equal prompts share one prefill, and its keys and values.
+        max_new_tokens: ≥ 1, the EOS included; or one limit for each prompt.
+        eos_token_ids: ids that end a response; None or empty: none does.
+        pad_token_id: fills what the masks leave out; it may equal an EOS.
+        sampling: the distribution.
+        seed, iteration, sample_ids: name the random numbers; sample_ids [B] long, unique over all ranks, default
+            0 … B−1. Equal ids draw equal numbers.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int | Sequence[int]
+    eos_token_ids: int | Sequence[int] | None
+    pad_token_id: int
+    sampling: SamplingParams = SamplingParams()
+    seed: int = 0
+    iteration: int = 0
+    sample_ids: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def limits(self) -> list[int]:
+        """The most new tokens of each prompt."""
+        same = isinstance(self.max_new_tokens, int)
+        return [self.max_new_tokens] * len(self) if same else list(self.max_new_tokens)
+
+    @property
+    def stops(self) -> list[int]:
+        """The ids that end a response."""
+        ids = self.eos_token_ids
+        return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+    def uniforms(self, device: torch.device) -> Tensor | None:
+        """The numbers in (0, 1) that choose the tokens, [B, T] float32; None where sampling is greedy."""
+        if self.sampling.greedy:
+            return None
+        names = torch.arange(len(self)) if self.sample_ids is None else self.sample_ids
+        columns = torch.arange(max(self.limits), device=device)
+        rows = names.to(device).unsqueeze(1).split(max(1, UNIFORM_CELLS // len(columns)))
+        return torch.cat([seeded_uniform(self.seed, self.iteration, part, columns) for part in rows])
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Raise one ValueError with everything that is wrong: empty prompts, numbers out of range, too many tokens."""
+        left_pad(self.prompts, pad_token_id=0, device=torch.device("cpu"))  # raises for empty ones
+        problems, limits = [], self.limits
+        if len(limits) != len(self):
+            problems.append(f"max_new_tokens has {len(limits)} limits, but there are {len(self)} prompts")
+        elif min(limits) < 1:
+            problems.append(f"max_new_tokens is {min(limits)}, but a response has at least 1 token")
+        if self.sample_ids is not None and self.sample_ids.shape != (len(self),):
+            problems.append(f"sample_ids has shape {tuple(self.sample_ids.shape)}, but there are {len(self)} prompts")
+        positions = getattr(config, "max_position_embeddings", None)
+        longest, limit = max(((len(p), limit) for p, limit in zip(self.prompts, limits)), key=sum)  # noqa: B905
+        # The last token is never fed, so it needs no position.
+        if positions is not None and longest + limit - 1 > positions:
+            problems.append(
+                f"the longest prompt has {longest} tokens, with max_new_tokens {limit} that is {longest + limit}, "
+                f"but the model has {positions} positions: shorten one of them"
+            )
+        if problems:
+            raise ValueError("; ".join(problems) + ".")
+
+
+class Responses:
+    """The tokens drawn so far: a row per prompt, filled from the left.
+
+    A step writes token t of row b at cell b·T + t of the flat tensors; the cells of row B take what nobody wants.
+
+    Attributes:
+        tokens: [(B+1)·T] long. logprobs: [(B+1)·T] float32. uniforms: [(B+1)·T] float32, or None.
+        counts: [B] long, tokens of each row.
+        columns: T, the largest limit. unwanted: a cell that is never read.
+    """
+
+    def __init__(self, request: Request, device: torch.device) -> None:
+        count, self.columns = len(request), max(request.limits)
+        self.unwanted = count * self.columns
+        cells = (count + 1) * self.columns
+        self.tokens = torch.full((cells,), request.pad_token_id, dtype=torch.long, device=device)
+        self.logprobs = torch.zeros(cells, device=device)
+        self.counts = torch.zeros(count, dtype=torch.long, device=device)
+        uniforms = request.uniforms(device)
+        self.uniforms = None
+        if uniforms is not None:
+            self.uniforms = torch.cat([uniforms.flatten(), uniforms.new_full((self.columns,), 0.5)])
+
+    def rollout(self, request: Request) -> Rollout:
+        """The rectangle of prompts and responses; a row ended where its last token is a stop."""
+        device, count = self.tokens.device, len(request)
+        longest = int(self.counts.max())
+        prompts, prompt_mask = left_pad(request.prompts, pad_token_id=request.pad_token_id, device=device)
+        columns = torch.arange(longest, device=device)
+        mask = columns < self.counts.unsqueeze(1)  # [B, T]
+        rows = self.tokens[: self.unwanted].view(count, self.columns)
+        # A row that began again after running out of memory may have left tokens behind its end.
+        tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
+        last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
+        stops = torch.tensor(request.stops, dtype=torch.long, device=device)
+        logprobs = self.logprobs[: self.unwanted].view(count, self.columns)[:, :longest]
+        return Rollout(
+            sequences=torch.cat([prompts, tokens], dim=1),
+            attention_mask=torch.cat([prompt_mask, mask], dim=1),
+            response_mask=mask,
+            logprobs=torch.where(mask, logprobs, 0.0),
+            ended=torch.isin(last, stops),
+        )

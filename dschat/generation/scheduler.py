@@ -1,0 +1,225 @@
+"""Which prompts are decoded when, and where their keys and values lie."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dschat.generation.draw import draw_tokens
+from dschat.generation.kv_pool import KVPool, PooledModel, free_memory
+from dschat.generation.request import Request, Responses
+from dschat.generation.rollout import left_pad
+from dschat.generation.slots import Slots
+from dschat.tensors import position_ids
+
+# Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.
+PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}
+# Free slots wait until this share of all is free, so that a refill's prefill serves several rows.
+REFILL_SHARE = 1 / 8
+# Steps between two looks of the host at which rows have ended: a look waits for the device.
+STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+
+
+class Counts(Protocol):
+    """Where the cost of decoding is counted."""
+
+    prefilled_tokens: int
+    decoded_rows: int
+
+
+@dataclass
+class Prompt:
+    """A prompt whose keys and values are in the pool."""
+
+    start: int
+    length: int
+    logits: Tensor  # [V] after its last token
+
+
+class Rollouts:
+    """Runs requests over a pool that is sized for each; what can be kept for the next one is kept.
+
+    Args:
+        model: what runs the tokens.
+        slots, memory_fraction, without: see Decoder.
+    """
+
+    def __init__(
+        self, model: PooledModel, *, slots: int | None, memory_fraction: float, without: Collection[str]
+    ) -> None:
+        self.model, self.memory_fraction, self.without = model, memory_fraction, without
+        self.most_slots = slots
+        self.device = model.model.get_input_embeddings().weight.device
+        self.pool: KVPool | None = None
+
+    def steps(self, request: Request, responses: Responses, counts: Counts) -> Iterator[int]:
+        """Decode all rows; after every look of the host the number of tokens that the first row has.
+
+        Out of memory, the unfinished rows begin again with half the slots: their tokens are the same.
+
+        Raises:
+            torch.OutOfMemoryError: one row alone does not fit.
+        """
+        waiting = queue_order(request)
+        slots = min(self.most_slots or len(waiting), len(waiting))
+        while waiting:
+            rollout = None
+            try:
+                rollout = _Rollout(self, request, responses, counts, waiting, slots)
+                yield from rollout.steps()
+                return
+            except torch.OutOfMemoryError:
+                if slots == 1:
+                    raise
+                waiting = rollout.unfinished if rollout else waiting
+            del rollout
+            self.pool, slots = None, max(1, slots // 2)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def pool_for(self, request: Request, rows: list[int], slots: int) -> KVPool:
+        """A pool with room for what can be in flight at once, as far as memory goes."""
+        limits = request.limits
+        lengths = {self.name(request, row): len(request.prompts[row]) for row in rows}
+        each = sorted((len(request.prompts[row]) + limits[row] for row in rows), reverse=True)
+        wanted = 1 + min(sum(lengths.values()) + sum(limits[row] for row in rows), sum(each[:slots]))
+        if self.pool is not None and self.pool.size >= wanted:
+            self.pool.clear()
+            return self.pool
+        self.pool = None  # its memory first
+        affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
+        if affordable <= each[0]:
+            raise torch.OutOfMemoryError(
+                f"the keys and values of one row take {each[0]} tokens x {self.model.bytes_per_token} bytes, but there "
+                f"is room for {affordable} tokens: shorten prompts or responses, or raise --generation_memory_fraction"
+            )
+        self.pool = KVPool(min(wanted, affordable), kernels="kernels" not in self.without)
+        return self.pool
+
+    def name(self, request: Request, row: int) -> tuple[int, ...]:
+        """Rows of the same name share their prompt's prefill, keys and values."""
+        prompt = tuple(request.prompts[row])
+        return (*prompt, -1 - row) if "sharing" in self.without else prompt
+
+
+def queue_order(request: Request) -> list[int]:
+    """Longest possible responses first, so that no long row starts last; then longest prompts, equal ones together."""
+    limits, prompts = request.limits, request.prompts
+    return sorted(range(len(request)), key=lambda row: (-limits[row], -len(prompts[row]), tuple(prompts[row])))
+
+
+def first_row_tokens(slots: Slots, responses: Responses) -> int:
+    """How many tokens the only row of a request has, in flight or ended; meaningless for several rows."""
+    return int(slots.cells[0]) if slots.used else int(responses.counts[0])
+
+
+class _Rollout:
+    """One pass over a queue of rows."""
+
+    def __init__(
+        self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int
+    ) -> None:
+        self.owner, self.request, self.responses, self.counts = owner, request, responses, counts
+        self.model, self.device = owner.model, owner.device
+        self.pool = owner.pool_for(request, rows, slots)
+        self.queue = deque(rows)
+        self.limits = request.limits
+        self.stops = torch.tensor(request.stops, dtype=torch.long, device=self.device)
+        self.slots = Slots.empty(slots, self.device)
+        self.prompts: dict[tuple[int, ...], Prompt] = {}
+        self.users = Counter(owner.name(request, row) for row in rows)  # rows not finished yet
+        self.places: dict[int, int] = {}  # of each row in flight: where its response begins in the pool
+        self.longest = max(len(request.prompts[row]) + self.limits[row] for row in rows)
+
+    @property
+    def unfinished(self) -> list[int]:
+        return [*self.slots.rows, *self.queue]
+
+    def steps(self) -> Iterator[int]:
+        while self.queue or self.slots.used:
+            free = self.slots.count - self.slots.used
+            if self.queue and (free == self.slots.count or free >= max(1, REFILL_SHARE * self.slots.count)):
+                self.admit()
+            self.retire()
+            yield first_row_tokens(self.slots, self.responses)
+            if not self.slots.used:
+                continue
+            for _ in range(STEPS_PER_LOOK[self.device.type]):
+                self.step()
+            self.retire()
+        yield first_row_tokens(self.slots, self.responses)
+
+    def step(self) -> None:
+        """One token for every row in flight."""
+        count = self.slots.used
+        self.counts.decoded_rows += count
+        tokens, spans = self.slots.advance(count)
+        logits = self.model.decode(self.pool, tokens, spans, longest=self.longest)  # [R, V]
+        self.draw(slice(0, count), logits)
+
+    def draw(self, places: slice, logits: Tensor) -> None:
+        """Draw the next token of some places from logits [n, V]."""
+        uniform = None
+        if self.responses.uniforms is not None:
+            uniform = self.responses.uniforms[self.slots.next_cells(places, self.responses)]
+        tokens, logprobs = draw_tokens(
+            logits, uniform, self.request.sampling, kernels="kernels" not in self.owner.without
+        )
+        self.slots.write(places, tokens, logprobs, self.responses, self.stops)
+
+    def admit(self) -> None:
+        """Fill free slots from the queue, as far as the pool goes; prompts that are new to it run together."""
+        rows, fresh = [], {}
+        while self.queue and len(rows) < self.slots.count - self.slots.used:
+            row = self.queue[0]
+            name, prompt = self.owner.name(self.request, row), self.request.prompts[row]
+            response = self.pool.runs.take(self.limits[row])
+            if response is None:
+                break
+            if name not in self.prompts and name not in fresh:
+                start = self.pool.runs.take(len(prompt))
+                if start is None:
+                    self.pool.runs.give(response, self.limits[row])
+                    break
+                fresh[name] = (start, prompt)
+            self.places[row] = response
+            rows.append(self.queue.popleft())
+        if not rows:
+            return
+        self.prefill(fresh)
+        prompts = [self.prompts[self.owner.name(self.request, row)] for row in rows]
+        spans = [(prompt.start, prompt.length, self.places[row]) for prompt, row in zip(prompts, rows, strict=True)]
+        places = self.slots.add(rows, spans, [self.limits[row] for row in rows], self.responses.columns)
+        self.draw(places, torch.stack([prompt.logits for prompt in prompts]))
+
+    def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
+        """Run new prompts, similar lengths together: name → where in the pool, and ids."""
+        waiting = sorted(fresh.items(), key=lambda item: -len(item[1][1]))
+        while waiting:
+            most = max(1, PREFILL_TOKENS[self.device.type] // len(waiting[0][1][1]))
+            part, waiting = waiting[:most], waiting[most:]
+            ids, mask = left_pad([prompt for _, (_, prompt) in part], pad_token_id=0, device=self.device)  # [U, P]
+            starts = torch.tensor([start for _, (start, _) in part], device=self.device)
+            positions = position_ids(mask)
+            places = (starts.unsqueeze(1) + positions)[mask]
+            logits = self.model.prefill(self.pool, ids, mask, positions, places)  # [U, V]
+            for (name, (start, prompt)), last in zip(part, logits, strict=True):
+                self.prompts[name] = Prompt(start, len(prompt), last)
+                self.counts.prefilled_tokens += len(prompt)
+
+    def retire(self) -> None:
+        """Let finished rows go, with their places in the pool."""
+        if "compaction" in self.owner.without and bool(self.slots.live[: self.slots.used].any()):
+            return
+        for row in self.slots.leave(self.responses):
+            self.pool.runs.give(self.places.pop(row), self.limits[row])
+            name = self.owner.name(self.request, row)
+            self.users[name] -= 1
+            if not self.users[name]:
+                prompt = self.prompts.pop(name)
+                self.pool.runs.give(prompt.start, prompt.length)

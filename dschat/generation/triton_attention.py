@@ -1,0 +1,300 @@
+"""Attention of one new token a row against a flat pool of keys and values, and writing that token into the pool.
+
+The pool of a layer holds the tokens of all rows, one after the other; a row owns two spans of it, its prompt's (which
+other rows may share) and its response's. Importing this needs triton; triton_kernels.available() says whether it works.
+
+Source: Dao et al. 2023, "Flash-Decoding for long-context inference" (the split over the context, and its combination);
+Dao 2023, algorithm 1 (arXiv:2307.08691), for the running maximum and sum of a split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Numbers of a block of keys, by their bytes. Two blocks in flight, keys and values of each, are then 64 KiB of shared
+# memory in half precision: every GPU since Ampere has that much, an H100 three times. Float32 has no tensor cores to
+# feed; its products are made in registers, which larger blocks spill.
+TILE_NUMBERS = {2: 8192, 4: 2048}
+# Enough programs to fill every processor once, and again while the first ones end.
+PROGRAMS_PER_PROCESSOR = 4
+# A split costs one partial result (a value vector in float32) to write and to read: it must cover more than that.
+SMALLEST_SPLIT = 128
+MOST_SPLITS = 64
+UNLIMITED = 2**31 - 1
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    spans: Tensor,
+    *,
+    longest: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    splits: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Attend from one token of each row to that row's context; H = KVH·G query heads, G to each head of the pool.
+
+    The context of row r is its prompt span, then its response span, the last token of which is the querying token
+    itself: nothing in it is masked but what the window leaves out. Sums are float32. No device data is looked at, so
+    the call can be captured in a CUDA graph. A row's result depends on `splits`, by rounding, and on no other row.
+
+    Args:
+        query: [R, H, D] float16, bfloat16 or float32.
+        keys: [N, KVH, D], values: [N, KVH, Dv], in one dtype: the pool of a layer, in tokens. The last dimension of
+            these and of query is contiguous; the others have any stride.
+        spans: [R, 4] long: prompt start, prompt length, response start, response length, in tokens of the pool. Either
+            length may be 0; a row with neither gets zeros.
+        longest: upper bound of the context lengths. It chooses the number of splits and bounds nothing else.
+        scale: multiplies query·key.
+        window: only the last so many tokens of the context count; None: all.
+        softcap: logits become softcap·tanh(logits / softcap); None: they stay.
+        splits: parts that each row's context is cut into, worked on side by side; None: choose_splits().
+        out: [R, H, Dv] to write into, last dimension contiguous; None: a new tensor in the query's dtype.
+
+    Returns:
+        [R, H, Dv], out where it is given.
+
+    Raises:
+        ValueError: shapes, dtypes or strides that do not fit, or a window or number of splits below 1.
+    """
+    (rows, heads, width), (kv_heads, value_width) = query.shape, values.shape[1:]
+    if out is None:
+        out = query.new_empty(rows, heads, value_width)
+    _check(query, keys, values, spans, out, window, splits)
+    group = heads // kv_heads
+    window = window or UNLIMITED
+    if splits is None:
+        splits = choose_splits(rows, kv_heads, longest=min(longest, window), processors=_processors(query.device))
+
+    # Tensor cores multiply tiles of 16, and tiles are powers of two: heads and widths are padded to the next.
+    key_tile, value_tile = (max(16, triton.next_power_of_2(w)) for w in (width, value_width))
+    widest = max(key_tile, value_tile)
+    head_tile = 32 if group > 16 and widest <= 128 and keys.element_size() == 2 else 16
+    token_tile = min(128, max(16, TILE_NUMBERS[keys.element_size()] // widest))
+    common = {"SPLITS": splits, "TOKEN_TILE": token_tile, "VALUE_WIDTH": value_width, "VALUE_TILE": value_tile}
+
+    partial = statistics = out  # not touched where there is nothing to combine
+    if splits > 1:
+        partial = query.new_empty(rows, heads, splits, value_width, dtype=torch.float32)
+        statistics = query.new_empty(rows, heads, splits, 2, dtype=torch.float32)  # maximum and sum
+    # Rows come first in the grid, so samples of one prompt run at the same time and find its keys in the L2 cache.
+    _attend[(rows, kv_heads * triton.cdiv(group, head_tile), splits)](
+        query, keys, values, spans, out, partial, statistics,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        spans.stride(0), out.stride(0), out.stride(1),
+        float(scale), window, SOFTCAP=float(softcap or 0), GROUP=group, WIDTH=width, KEY_TILE=key_tile,
+        HEAD_TILE=head_tile, **common, num_warps=4, num_stages=3 if widest <= 256 else 2,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(rows, heads)](
+            partial, statistics, spans, out, spans.stride(0), out.stride(0), out.stride(1), window,
+            SPLIT_TILE=triton.next_power_of_2(splits), **common, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def choose_splits(rows: int, kv_heads: int, *, longest: int, processors: int) -> int:
+    """How many parts to cut each context into, so that rows · kv_heads · parts programs fill the processors.
+
+    No row attends to more than `longest` tokens; the device has so many `processors` (streaming multiprocessors).
+    """
+    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, max(1, rows * kv_heads))
+    # A power of two, because each value is a kernel of its own to compile.
+    return min(triton.next_power_of_2(min(wanted, triton.cdiv(longest, SMALLEST_SPLIT))), MOST_SPLITS)
+
+
+def write_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, destination: Tensor) -> None:
+    """Put one token of each row into the pool, in place: keys[destination[r]] = new_keys[r], likewise the values.
+
+    Args:
+        keys: [N, KVH, D], values: [N, KVH, Dv]: the pool of a layer.
+        new_keys: [R, KVH, D], new_values: [R, KVH, Dv]; the last dimension of all four is contiguous.
+        destination: [R] long, in [0, N), all different.
+
+    Raises:
+        ValueError: shapes or strides that do not fit.
+    """
+    (rows, kv_heads, width), value_width = new_keys.shape, new_values.shape[2]
+    fits = keys.shape[1:] == new_keys.shape[1:] and values.shape[1:] == (kv_heads, value_width)
+    if not fits or new_values.shape[:2] != (rows, kv_heads) or destination.shape != (rows,):
+        raise ValueError(
+            f"new_keys {tuple(new_keys.shape)}, new_values {tuple(new_values.shape)} and destination "
+            f"{tuple(destination.shape)} do not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}: a pool "
+            "[N, KVH, D] takes [R, KVH, D] at [R]."
+        )
+    _require_contiguous_vectors(keys=keys, values=values, new_keys=new_keys, new_values=new_values)
+    _write[(rows, kv_heads)](
+        keys, values, new_keys, new_values, destination,
+        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+        new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1), destination.stride(0),
+        WIDTH=width, VALUE_WIDTH=value_width, TILE=triton.next_power_of_2(max(width, value_width)), num_warps=1,
+    )  # fmt: skip
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, out: Tensor, window: int | None,
+           splits: int | None) -> None:  # fmt: skip
+    """Raise one ValueError with everything that is wrong with a call of decode_attention."""
+    problems = []
+    (rows, heads, width), (tokens, kv_heads, _) = query.shape, keys.shape
+    if keys.shape[2] != width or heads % kv_heads or values.shape[:2] != (tokens, kv_heads):
+        problems.append(
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit: they "
+            "must be [R, KVH·G, D], [N, KVH, D] and [N, KVH, Dv]"
+        )
+    if spans.shape != (rows, 4) or spans.stride(1) != 1:
+        problems.append(f"spans has shape {tuple(spans.shape)}, but every row has 4 numbers: ({rows}, 4), contiguous")
+    if out.shape != (rows, heads, values.shape[2]):
+        problems.append(f"out has shape {tuple(out.shape)}, but the result has {(rows, heads, values.shape[2])}")
+    if keys.dtype != values.dtype or keys.element_size() not in TILE_NUMBERS:
+        problems.append(f"keys are {keys.dtype}, values {values.dtype}, but both must be float32, or one half type")
+    if window is not None and window < 1:
+        problems.append(f"window is {window}, but it counts tokens, the query's own too: use ≥ 1, or None for all")
+    if splits is not None and splits < 1:
+        problems.append(f"splits is {splits}, but it counts the parts of a context: use ≥ 1, or None to choose")
+    if problems:
+        raise ValueError("; ".join(problems) + ".")
+    _require_contiguous_vectors(query=query, keys=keys, values=values, out=out)
+
+
+def _require_contiguous_vectors(**tensors: Tensor) -> None:
+    for name, x in tensors.items():
+        if x.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {x.stride(-1)} in its last dimension, but it must be 1: .contiguous()")
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@triton.jit
+def _attended(spans, span_stride, row, window, SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr):
+    """The attended stretch [first, context) of a row's context, and how much of it a split covers."""
+    prompt_length = tl.load(spans + row * span_stride + 1).to(tl.int32)
+    context = prompt_length + tl.load(spans + row * span_stride + 3).to(tl.int32)
+    first = tl.maximum(context - window, 0)
+    # Whole blocks: what rounding up adds to the first splits, the last ones do not have to start for.
+    part = tl.cdiv(tl.cdiv(context - first, SPLITS), TOKEN_TILE) * TOKEN_TILE
+    return first, context, part, prompt_length
+
+
+@triton.jit
+def _dot(a, b, total):
+    if INTERPRETED:  # The interpreter would multiply the bit patterns of bfloat16.
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _attend(
+    query, keys, values, spans, out, partial, statistics,
+    query_row_stride, query_head_stride, key_stride, key_head_stride, value_stride, value_head_stride,
+    span_stride, out_row_stride, out_head_stride,
+    scale, window,
+    SOFTCAP: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, KEY_TILE: tl.constexpr, HEAD_TILE: tl.constexpr,
+    SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_TILE: tl.constexpr,
+):  # fmt: skip
+    """One split of one row, for up to HEAD_TILE query heads of one key head; SPLITS = 1 writes the result itself."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    kv_head = (tl.program_id(1) // TILES).to(tl.int64)
+    first, context, part, prompt_length = _attended(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
+    begin = first + split * part
+    end = tl.minimum(begin + part, context)
+    if (SPLITS > 1) & (begin >= end):
+        return
+
+    in_group = tl.program_id(1) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)  # [G]
+    heads, real_head = kv_head * GROUP + in_group, in_group < GROUP
+    d, dv = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
+    place = row * query_row_stride + heads[:, None] * query_head_stride + d[None, :]
+    q = tl.load(query + place, mask=real_head[:, None] & (d[None, :] < WIDTH), other=0.0).to(keys.dtype.element_ty)
+
+    # Position p of the context is token start + p of the pool, with one start for the prompt and one for the response.
+    prompt_start = tl.load(spans + row * span_stride)
+    response_start = tl.load(spans + row * span_stride + 2) - prompt_length
+    keys += kv_head * key_head_stride
+    values += kv_head * value_head_stride
+    top = tl.full([HEAD_TILE], float("-inf"), tl.float32)
+    total = tl.zeros([HEAD_TILE], tl.float32)
+    weighted = tl.zeros([HEAD_TILE, VALUE_TILE], tl.float32)
+    for start in range(begin, end, TOKEN_TILE):
+        position = start + tl.arange(0, TOKEN_TILE)
+        real = position < end
+        token = tl.where(position < prompt_length, prompt_start, response_start) + position  # [T] int64
+        key_place = token[None, :] * key_stride + d[:, None]
+        k = tl.load(keys + key_place, mask=real[None, :] & (d[:, None] < WIDTH), other=0.0)  # [D, T]
+        logits = _dot(q, k, tl.zeros([HEAD_TILE, TOKEN_TILE], tl.float32)) * scale  # [G, T]
+        if SOFTCAP > 0:
+            # tanh(x) = 1 − 2 / (e²ˣ + 1), which saturates where the exponential overflows.
+            logits = SOFTCAP * (1.0 - 2.0 / (tl.exp(logits * (2.0 / SOFTCAP)) + 1.0))
+        logits = tl.where(real[None, :], logits * LOG2_E, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, axis=1))
+        correction = tl.exp2(top - new_top)
+        weights = tl.exp2(logits - new_top[:, None])
+        value_place = token[:, None] * value_stride + dv[None, :]
+        v = tl.load(values + value_place, mask=real[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [T, Dv]
+        total = total * correction + tl.sum(weights, axis=1)
+        weighted = _dot(weights.to(v.dtype), v, weighted * correction[:, None])
+        top = new_top
+
+    real_value = real_head[:, None] & (dv[None, :] < VALUE_WIDTH)
+    if SPLITS == 1:
+        result = weighted / (total + (total == 0.0))[:, None]  # a row without tokens gets zeros
+        place = row * out_row_stride + heads[:, None] * out_head_stride + dv[None, :]
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=real_value)
+    else:
+        place = (row * (tl.num_programs(1) // TILES * GROUP) + heads) * SPLITS + split  # [G]
+        tl.store(partial + place[:, None] * VALUE_WIDTH + dv[None, :], weighted, mask=real_value)
+        tl.store(statistics + place * 2, top, mask=real_head)
+        tl.store(statistics + place * 2 + 1, total, mask=real_head)
+
+
+@triton.jit
+def _combine(
+    partial, statistics, spans, out, span_stride, out_row_stride, out_head_stride, window,
+    SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_TILE: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Bring the splits of one row and head to their common maximum and add them."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    first, context, part, _ = _attended(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
+    split, dv = tl.arange(0, SPLIT_TILE), tl.arange(0, VALUE_TILE)
+    # Splits beyond the context have written nothing: what stands in their place must not be read.
+    real = split * part < context - first
+    place = (row * tl.num_programs(1) + head) * SPLITS + split  # [S]
+    top = tl.load(statistics + place * 2, mask=real, other=float("-inf"))
+    total = tl.load(statistics + place * 2 + 1, mask=real, other=0.0)
+    place = place[:, None] * VALUE_WIDTH + dv[None, :]
+    weighted = tl.load(partial + place, mask=real[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [S, Dv]
+    factor = tl.where(real, tl.exp2(top - tl.max(top, axis=0)), 0.0)
+    total = tl.sum(total * factor, axis=0)
+    result = tl.sum(weighted * factor[:, None], axis=0) / (total + (total == 0.0))
+    place = row * out_row_stride + head * out_head_stride + dv
+    tl.store(out + place, result.to(out.dtype.element_ty), mask=dv < VALUE_WIDTH)
+
+
+@triton.jit
+def _write(
+    keys, values, new_keys, new_values, destination,
+    key_stride, key_head_stride, value_stride, value_head_stride,
+    new_key_stride, new_key_head_stride, new_value_stride, new_value_head_stride, destination_stride,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One head of one row."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    token = tl.load(destination + row * destination_stride)
+    d = tl.arange(0, TILE)
+    key = tl.load(new_keys + row * new_key_stride + head * new_key_head_stride + d, mask=d < WIDTH)
+    value = tl.load(new_values + row * new_value_stride + head * new_value_head_stride + d, mask=d < VALUE_WIDTH)
+    tl.store(keys + token * key_stride + head * key_head_stride + d, key.to(keys.dtype.element_ty), mask=d < WIDTH)
+    place = token * value_stride + head * value_head_stride + d
+    tl.store(values + place, value.to(values.dtype.element_ty), mask=d < VALUE_WIDTH)

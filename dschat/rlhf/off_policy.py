@@ -1,0 +1,100 @@
+"""The decoder is not quite the actor: how far its policy is from the one that is trained, and weights that correct it.
+
+Δ = log π_actor − log π_rollout of each sampled token, under the same weights. Rounding alone makes it other than 0, in
+bf16 visibly; a truncated distribution (top-p, top-k) makes it the log of the probability mass that was kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dschat.engines import Metrics, sum_metrics
+from dschat.launch import max_over_ranks
+from dschat.rlhf.losses import Normalizer
+from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
+
+
+def truncated_weights(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    cap: float,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """Truncated importance weights of tokens that another policy sampled: w = min(π_old / π_rollout, cap).
+
+    Args:
+        old_logprobs: [B, T] float, of the policy whose expectation is wanted.
+        rollout_logprobs: [B, T] float, of the policy that sampled.
+        response_mask: [B, T] bool, True on generated tokens.
+        cap: > 0; bounds the variance, for a bias where it cuts.
+        normalizer: response tokens of the whole step (see dschat.rlhf.losses); None: those of this batch.
+
+    Returns:
+        weights: [B, T] float32 without gradient, 0 where the mask is False.
+        metrics: correction_weight (mean w), correction_truncated (share of tokens whose ratio is above the cap).
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, a cap that is not above 0.
+
+    Source: Ionides 2008, Truncated Importance Sampling (J. Comput. Graph. Stat. 17:2); per token, between decoder and
+        trainer: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
+        (fengyao.notion.site/off-policy-rl).
+    """
+    if not cap > 0:
+        raise ValueError(f"cap is {cap}, but it bounds weights that are above 0: 2 is usual.")
+    ratio = _log_ratio(old_logprobs, rollout_logprobs, response_mask).exp()  # [B, T]
+    weights = torch.where(response_mask, ratio.clamp(max=cap), 0.0)
+    count = response_mask.sum().clamp(min=1) if normalizer is None else normalizer
+    truncated = response_mask & (ratio > cap)
+    return weights, {"correction_weight": weights.sum() / count, "correction_truncated": truncated.sum() / count}
+
+
+def rollout_gap(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Metrics:
+    """What `gap_metrics` takes of one batch on one rank.
+
+    Args:
+        logprobs: [B, T] float, of the actor, with the weights that sampled.
+        rollout_logprobs: [B, T] float, of the decoder.
+        response_mask: [B, T] bool, True on generated tokens.
+
+    Returns:
+        tokens, rollout_gap_mean (Σ|Δ|), rollout_ratio (Σ e^Δ), rollout_gap_max (max |Δ|; 0 without a token), float64.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool.
+    """
+    delta = _log_ratio(logprobs, rollout_logprobs, response_mask).double()  # [B, T]
+    return {
+        "tokens": response_mask.sum().double(),
+        "rollout_gap_mean": delta.abs().sum(),
+        "rollout_ratio": torch.where(response_mask, delta.exp(), 0.0).sum(),
+        "rollout_gap_max": delta.abs().max(),
+    }
+
+
+def gap_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
+    """The gap over the batches of all ranks. A collective; every rank brings at least one batch.
+
+    Returns: rollout_gap_mean (mean |Δ|) and rollout_gap_max (max |Δ|), nats; rollout_ratio (mean π_actor / π_rollout).
+    """
+    summed = ("tokens", "rollout_gap_mean", "rollout_ratio")
+    total = sum_metrics({name: sum(part[name] for part in parts) for name in summed})
+    largest = max_over_ranks(torch.stack([part["rollout_gap_max"] for part in parts]).max())
+    tokens = max(total["tokens"], 1.0)
+    return {
+        "rollout_gap_mean": total["rollout_gap_mean"] / tokens,
+        "rollout_gap_max": float(largest),
+        "rollout_ratio": total["rollout_ratio"] / tokens,
+    }
+
+
+def _log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, T] Δ without gradient, within ± LOG_RATIO_LIMIT, 0 where the mask is False."""
+    require_mask(response_mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
+    delta = at_least_float32(logprobs).detach() - at_least_float32(rollout_logprobs).detach()
+    return torch.where(response_mask, delta, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

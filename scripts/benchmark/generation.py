@@ -1,0 +1,313 @@
+"""Our generation engine against others: the same random weights, prompts and response lengths, turn by turn in one run.
+
+    python scripts/benchmark/generation.py
+    python scripts/benchmark/generation.py --models tiny --batch 64 --lengths lognormal:128,constant:64 --json out.jsonl
+    python scripts/benchmark/generation.py --without sharing,graphs,compaction,graphs+kernels
+
+README.md beside this file says what is measured and how to read the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch  # noqa: E402
+import transformers  # noqa: E402
+from contenders import CONTENDERS, PARTS, Contender, Setting, Turn, equal_greedy_tokens, one_line, ours  # noqa: E402
+from measure import PeakMemory, available_bytes, copy_bandwidth, free_memory  # noqa: E402
+from shapes import (  # noqa: E402
+    DTYPES,
+    SHAPES,
+    Case,
+    LengthKind,
+    PromptKind,
+    bandwidth_limit,
+    kv_bytes_per_token,
+    make_case,
+    needed_bytes,
+    random_model,
+    weight_bytes,
+)
+from table import greedy_line, table  # noqa: E402
+from vllm_process import VLLMProcess  # noqa: E402
+
+# What is run where nothing is said: flag → value, per kind of device.
+DEFAULTS = {
+    "cpu": {"models": "tiny,smollm2", "prompts": "16-32,512x8", "max_new": 64},
+    "cuda": {
+        "models": "qwen2.5-0.5b,qwen2.5-1.5b,opt-1.3b,llama-3-8b", "prompts": "16-32,512x8", "max_new": 128,
+        "batch": "1,8,32,128,512", "lengths": "constant,lognormal",
+    },
+}  # fmt: skip
+CPU_CASES = {"tiny": {"batch": "64", "lengths": "lognormal:128,constant:64"}}
+OTHER_CPU_CASES = {"batch": "32", "lengths": "lognormal,constant"}
+
+
+@dataclass
+class Result:
+    """What one contender did with one case.
+
+    Attributes:
+        seconds: of its turns, the first one (warm-up) left out.
+        first_seconds: setting up and the first turn.
+        peak_bytes: memory taken in that time.
+        failure: why it has no numbers.
+    """
+
+    contender: str
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
+    peak_bytes: int = 0
+    note: str = ""
+    failure: str = ""
+
+    @contextlib.contextmanager
+    def or_failure(self) -> Iterator[None]:
+        """Whatever stops a contender is its result."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or one_line(error)
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds and not self.failure else None
+
+    @property
+    def warmup_seconds(self) -> float | None:
+        """What the first turn and the setting up took longer than a turn."""
+        return None if self.median is None else max(0.0, self.first_seconds - self.median)
+
+
+def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender], *, repeat: int) -> list[Result]:
+    """Set every contender up, then let them take turns; whoever fails keeps the reason and the others go on."""
+    results = {name: Result(name) for name in contenders}
+    try:
+        with contextlib.ExitStack() as stack:
+            turns = {}
+            for name, contender in contenders.items():
+                progress(f"{name}: setting up")
+                with results[name].or_failure():
+                    turns[name] = set_up(setting, case, contender, results[name], stack)
+            for repetition in range(repeat):
+                # Forth and back, so that a machine that warms up or slows down treats all alike.
+                for name in list(turns)[:: -1 if repetition % 2 else 1]:
+                    progress(f"{name}: turn {repetition + 1} of {repeat}")
+                    with results[name].or_failure():
+                        results[name].seconds.append(taken(turns[name](), case))
+    except Exception as error:  # everything is measured by now, and what follows does not need a clean end
+        progress(f"a contender did not end as it should: {one_line(error)}")
+    free_memory(setting.device)
+    return list(results.values())
+
+
+def set_up(
+    setting: Setting, case: Case, contender: Contender, result: Result, stack: contextlib.ExitStack
+) -> Callable[[], Turn]:
+    """Start a contender, which ends with the stack, and take its first turn."""
+    with PeakMemory(setting.device) as memory:
+        start = time.perf_counter()
+        ready = stack.enter_context(contender(setting, case))
+        taken(ready.turn(), case)
+        result.first_seconds = time.perf_counter() - start
+    result.peak_bytes = ready.peak_bytes() if ready.peak_bytes else memory.peak_bytes
+    result.note = ready.note
+    return ready.turn
+
+
+def taken(turn: Turn, case: Case) -> float:
+    """The seconds of a turn that made what it should."""
+    if turn.tokens != case.tokens:
+        raise RuntimeError(f"made {turn.tokens} tokens where {case.tokens} were asked for")
+    return turn.seconds
+
+
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+
+
+def measure_model(options: argparse.Namespace, name: str, bandwidth: float) -> Iterator[dict]:
+    """All cases of a model: yields a row for each contender and case."""
+    device, dtype = options.device, DTYPES[options.dtype]
+    model = random_model(name, dtype=dtype, device=device, seed=options.seed)
+    vocabulary, kv = model.config.vocab_size, kv_bytes_per_token(model.config, dtype)
+    cases = [make_case(*parts, vocabulary=vocabulary, seed=options.seed) for parts in product(*plan(options, name))]
+    with contextlib.ExitStack() as stack:
+        setting = Setting(model, device, options.seed, cache(partial(start_vllm, options, model, cases, stack)))
+        for case in cases:
+            title = f"{name} {case.batch} {case.prompt_kind} {case.length_kind}"
+            needed, there = needed_bytes(case, kv=kv, vocabulary=vocabulary), available_bytes(device)
+            equal: tuple[int, int] | str = "not checked"
+            if needed > there:
+                failure = f"needs about {needed / 2**30:.1f} GiB, and {there / 2**30:.1f} are free"
+                results = [Result(label, failure=failure) for label in options.contenders]
+            else:
+                if options.verify:
+                    progress(f"{title}: greedy tokens in float32")
+                    try:
+                        equal = equal_greedy_tokens(model, case)
+                    except Exception as error:
+                        equal = one_line(error)
+                    free_memory(device)
+                progress(title)
+                results = measure_case(setting, case, options.contenders, repeat=options.repeat)
+            limit = bandwidth_limit(case, weights=weight_bytes(model), kv=kv, bandwidth=bandwidth)
+            for result in results:
+                yield row(options, name, case, result, limit=limit, bandwidth=bandwidth, equal=equal)
+
+
+def row(
+    options: argparse.Namespace, model: str, case: Case, result: Result, *, limit: float, bandwidth: float,
+    equal: tuple[int, int] | str,
+) -> dict:  # fmt: skip
+    """A line of the JSON file."""
+    rate = None if result.median is None else case.tokens / result.median
+    return {
+        "model": model, "dtype": options.dtype, "device": options.device_name, "threads": options.threads,
+        "batch": case.batch, "prompts": str(case.prompt_kind), "lengths": str(case.length_kind),
+        "contender": result.contender, "tokens": case.tokens, "tokens_per_second": rate,
+        "best_tokens_per_second": None if rate is None else case.tokens / min(result.seconds),
+        "percent_of_bandwidth": None if rate is None else 100 * rate / limit,
+        "peak_bytes": None if rate is None else result.peak_bytes, "warmup_seconds": result.warmup_seconds,
+        "seconds": result.seconds, "bandwidth": bandwidth, "equal_greedy_tokens": equal,
+        "note": result.failure or result.note,
+    }  # fmt: skip
+
+
+def start_vllm(
+    options: argparse.Namespace, model: transformers.PreTrainedModel, cases: list[Case], stack: contextlib.ExitStack
+) -> VLLMProcess:
+    """Save the weights and start vLLM with them and room for the largest case; it ends with the stack."""
+    if not options.vllm_python:
+        raise RuntimeError("--vllm_python is not given")
+    if not Path(options.vllm_python).exists():
+        raise RuntimeError(f"--vllm_python {options.vllm_python} is not there")
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm_benchmark_")))
+    model.save_pretrained(folder / "model")
+    kv = kv_bytes_per_token(model.config, model.dtype)
+    settings: dict[str, object] = {
+        "model": str(folder / "model"), "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed,
+        "max_model_len": max(case.columns for case in cases), "max_num_seqs": max(case.batch for case in cases),
+        # Two blocks (of at most 128 tokens) a row are left half empty or to spare.
+        "kv_cache_memory_bytes": max(case.batch * (case.columns + 256) for case in cases) * kv,
+    }  # fmt: skip
+    free = 0
+    if options.device.type == "cuda":
+        free_memory(options.device)
+        free, total = torch.cuda.mem_get_info(options.device)
+        settings["gpu_memory_utilization"] = 0.9 * free / total
+    progress("vllm: starting")
+    process = VLLMProcess(options.vllm_python, threads=options.threads, log=folder / "log", **settings)
+    stack.callback(process.close)
+    if options.device.type == "cuda":
+        process.device_bytes = free - torch.cuda.mem_get_info(options.device)[0]
+    return process
+
+
+def plan(options: argparse.Namespace, model: str) -> tuple[list[int], list[PromptKind], list[LengthKind]]:
+    """Batches, prompts and lengths of a model, whose product are its cases."""
+    fallback = CPU_CASES.get(model, OTHER_CPU_CASES)
+    return (
+        [int(word) for word in (options.batch or fallback["batch"]).split(",")],
+        [PromptKind.parse(word) for word in options.prompts.split(",")],
+        [LengthKind.parse(word, options.max_new) for word in (options.lengths or fallback["lengths"]).split(",")],
+    )
+
+
+def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", metavar="A,B", help=f"of {', '.join(SHAPES)} (default: by device)")
+    add("--batch", metavar="N,N", help="rows of a rollout (default: by device and model)")
+    add(
+        "--prompts",
+        metavar="KIND,KIND",
+        help="token counts LOW-HIGH or N, with xS for S responses a prompt: 16-32,512x8",
+    )
+    add("--lengths", metavar="KIND,KIND", help="constant[:N] or lognormal[:N], N the longest (default: --max_new)")
+    add("--max_new", type=int, metavar="N", help="longest response where --lengths does not say")
+    add("--contenders", metavar="A,B", default=",".join(CONTENDERS), help="default: %(default)s")
+    add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(PARTS)}; a+b: without both")
+    add("--repeat", type=int, default=3, metavar="N", help="turns of each contender after its warm-up (default: 3)")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--device", help="cpu or cuda (default: cuda where there is one)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: the cores there are")
+    add("--seed", type=int, default=0)
+    add("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare greedy tokens in float32 first")
+    add("--vllm_python", metavar="PATH", help="interpreter of the environment that vLLM is installed in")
+    add("--json", type=Path, metavar="PATH", help="write a JSON row for each contender and case")
+    options = parser.parse_args(argv)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    defaults = DEFAULTS.get(device.partition(":")[0])
+    if defaults is None:
+        parser.error(f"--device {device} is neither cpu nor cuda")
+    options.device = torch.device(device)
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    problems = []
+    options.models = options.models.split(",")
+    problems += [f"--models {m} is none of {', '.join(SHAPES)}" for m in options.models if m not in SHAPES]
+    try:
+        sizes = [size for model in options.models for size in plan(options, model)[0]]
+        problems += [f"--batch {size} is not at least 1" for size in sizes if size < 1]
+    except ValueError as error:
+        problems.append(f"--batch, --prompts or --lengths: {error}")
+    chosen = options.contenders.split(",")
+    problems += [f"--contenders {c} is none of {', '.join(CONTENDERS)}" for c in chosen if c not in CONTENDERS]
+    options.contenders = {name: CONTENDERS[name] for name in chosen if name in CONTENDERS}
+    for parts in filter(None, options.without.split(",")):
+        problems += [f"--without {p} is none of {', '.join(PARTS)}" for p in parts.split("+") if p not in PARTS]
+        options.contenders[f"ours -{parts}"] = partial(ours, without=frozenset(parts.split("+")))
+    problems += [f"--repeat {options.repeat} is not at least 1"] if options.repeat < 1 else []
+    if problems:
+        parser.error("; ".join(problems))
+    return options
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse_arguments(argv)
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(options.threads)
+    cuda = options.device.type == "cuda"
+    options.device_name = torch.cuda.get_device_name(options.device) if cuda else "cpu"
+    bandwidth = copy_bandwidth(options.device)
+    print(
+        f"{options.device_name}, {options.threads} threads, {options.dtype}; torch {torch.__version__}, transformers "
+        f"{transformers.__version__}; copies move {bandwidth / 1e9:,.1f} GB/s; median of {options.repeat} turns"
+    )
+    if options.json:
+        options.json.write_text("")
+    for name in options.models:
+        rows = []
+        try:
+            for found in measure_model(options, name, bandwidth):
+                rows.append(found)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(found) + "\n")
+        except torch.OutOfMemoryError as error:
+            print(f"\n{name}: {one_line(error)}")
+        if rows:
+            print(f"\n{name}\n{table(rows)}\n{greedy_line(rows)}", flush=True)
+        free_memory(options.device)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

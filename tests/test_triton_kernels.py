@@ -1,0 +1,113 @@
+"""The Triton kernels of generation: right where they can run, and compiled for GPUs where they cannot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dschat.generation import triton_kernels
+
+CASES = Path(__file__).with_name("triton_kernel_cases.py")
+
+
+def test_the_kernels_agree_with_plain_torch():
+    """On the GPU, or interpreted: triton decides that while it is imported, so for a whole process."""
+    pytest.importorskip("triton")
+    environment = dict(os.environ)
+    if not torch.cuda.is_available():
+        environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
+    ran = subprocess.run(command, env=environment, cwd=CASES.parents[1], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
+
+
+class Recorder:
+    """Stands where a kernel stands, and keeps what it would have been launched with."""
+
+    def __init__(self, kernel, launches: list) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launches.append((self.kernel, grid, args, options))
+
+
+def signature_type(value) -> str:
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.long: "i64"}
+    if isinstance(value, torch.Tensor):
+        return "*" + names[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def shared_memory(launch, capability: int) -> int:
+    """Compile a launch as Triton does when it meets it; bytes of shared memory of a program."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, grid, args, options = launch
+    assert all(size <= 65535 for size in grid[1:])
+    names = kernel.arg_names
+    constants = {name: value for name, value in options.items() if name in names}
+    options = {name: value for name, value in options.items() if name not in names}
+    given = dict(zip(names, args, strict=False))
+    types = {name: signature_type(given[name]) if name in given else "constexpr" for name in names}
+    # Pointers, and strides that are multiples of 16, are known to be aligned.
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if isinstance(given.get(name), torch.Tensor) or (name in given and given[name] % 16 == 0)
+    }
+    source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    assert len(compiled.asm["cubin"]) > 0
+    return compiled.metadata.shared
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capability, monkeypatch, tmp_path):
+    """The interpreter knows nothing of tile sizes, of types that change in a loop, or of shared memory."""
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
+    from dschat.generation import triton_attention, triton_sampling
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches: list = []
+    for module, names in ((triton_attention, "_attend _combine _write"), (triton_sampling, "_measure_blocks _draw")):
+        for name in names.split():
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    spans = torch.zeros(2, 4, dtype=torch.long)
+    for dtype, kv_heads, group, width, splits in [
+        (torch.bfloat16, 2, 4, 128, 1),
+        (torch.bfloat16, 2, 1, 80, 8),
+        (torch.bfloat16, 1, 71, 64, 1),
+        (torch.bfloat16, 2, 2, 256, 64),
+        (torch.float32, 2, 3, 64, 7),
+        (torch.float32, 1, 2, 256, 1),
+        (torch.float32, 1, 1, 8, 1),
+    ]:
+        query = torch.zeros(2, kv_heads * group, width, dtype=dtype)
+        pool = torch.zeros(9, kv_heads, width, dtype=dtype)
+        softcap = 50.0 if width == 256 else None
+        triton_attention.decode_attention(
+            query, pool, pool, spans, longest=9, scale=0.1, splits=splits, softcap=softcap, window=5
+        )
+    triton_attention.write_kv(pool, pool, query, query, spans[:, 0])
+    for dtype, vocabulary, temperature in [(torch.bfloat16, 151_936, 0.7), (torch.float32, 50_257, 0)]:
+        triton_sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
+    assert len(launches) == 7 + 3 + 1 + 4
+    # 99 KiB: what a program may have on the consumer GPUs of compute capability 8.6 and 8.9.
+    assert max(shared_memory(launch, capability) for launch in launches) <= 99 * 1024
+
+
+def test_kernels_are_available_on_gpus_that_have_bfloat16_and_where_they_are_interpreted(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(triton_kernels, "_triton_is_installed", lambda: True)
+    assert not triton_kernels.available(torch.zeros(1))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert triton_kernels.available(torch.zeros(1))
+    monkeypatch.setattr(triton_kernels, "_triton_is_installed", lambda: False)
+    assert not triton_kernels.available(torch.zeros(1))
