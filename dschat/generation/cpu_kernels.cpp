@@ -229,10 +229,17 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
     const float temperature = greedy ? 1.0f : draw.temperature;
     scaled.resize(size);
     float largest = -std::numeric_limits<float>::infinity();
-#pragma omp simd reduction(max : largest)
+    int strange = 0;
+#pragma omp simd reduction(max : largest) reduction(| : strange)
     for (int64_t i = 0; i < size; ++i) {
         scaled[i] = load(logits + i) / temperature;
         largest = std::max(largest, scaled[i]);
+        strange |= scaled[i] != scaled[i];
+    }
+    if (strange) {  // NaN has no place in an order, so nothing may be sorted
+        draw.tokens[row] = 0;
+        draw.logprobs[row] = std::numeric_limits<float>::quiet_NaN();
+        return;
     }
     const bool truncates = !greedy && (draw.top_p < 1 || (draw.top_k > 0 && draw.top_k < size));
     const float least = truncates ? border(scaled, draw, order) : -std::numeric_limits<float>::infinity();
@@ -251,7 +258,7 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
         total += sum;
     }
     int64_t token = 0;
-    if (!(total > 0) || !std::isfinite(total)) {  // NaN among the logits
+    if (!(total > 0) || !std::isfinite(total)) {  // infinite logits
         draw.tokens[row] = 0;
         draw.logprobs[row] = std::numeric_limits<float>::quiet_NaN();
         return;

@@ -1,0 +1,151 @@
+"""The C++ operations of a decoding step against loops in float64 and against sampling.sample_tokens."""
+
+import subprocess
+
+import pytest
+import torch
+from torch import Tensor
+
+from dschat.generation import SamplingParams, cpu_kernels
+from dschat.generation.attention import decode_attention, plain_attention
+from dschat.generation.sampling import sample_tokens
+
+# Contexts of 1 to 73 tokens; the first two rows share a prompt, the fifth has none.
+SPANS = [[0, 17, 100, 5], [0, 17, 120, 1], [20, 1, 140, 40], [30, 33, 180, 20], [70, 0, 200, 1], [70, 3, 210, 70]]
+
+
+@pytest.fixture(scope="module")
+def kernels() -> cpu_kernels.CPUKernels:
+    loaded = cpu_kernels.load()
+    assert loaded is not None, "the tests' machine has a compiler"
+    return loaded
+
+
+def loop(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None):
+    """Row by row, head by head, in float64, as the definition has it."""
+    group = query.shape[1] // keys.shape[1]
+    rows = []
+    for row, (prompt, prompt_length, response, response_length) in enumerate(SPANS):
+        places = [*range(prompt, prompt + prompt_length), *range(response, response + response_length)]
+        places = places[-window:] if window else places
+        heads = []
+        for head in range(query.shape[1]):
+            logits = keys[places, head // group].double() @ query[row, head].double() * scale
+            logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+            heads.append(logits.softmax(0) @ values[places, head // group].double())
+        rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width, value_width", [(64, 64), (80, 80), (24, 40), (128, 128)])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (9, 3), (8, 1)])
+@pytest.mark.parametrize("window, softcap", [(None, None), (5, None), (None, 3.0), (1, 2.0)])
+@pytest.mark.parametrize("by_kernel", [True, False])
+def test_attention_equals_the_definition(dtype, width, value_width, heads, kv_heads, window, softcap, by_kernel):
+    generator = torch.Generator().manual_seed(width + heads)
+    keys = torch.randn(300, kv_heads, width, generator=generator).to(dtype)
+    values = torch.randn(300, kv_heads, value_width, generator=generator).to(dtype)
+    # As models make them: heads and tokens swapped, so not contiguous.
+    query = torch.randn(6, 1, heads, width, generator=generator).to(dtype).transpose(1, 2)[:, :, 0]
+    key, value = torch.randn(6, kv_heads, width, generator=generator), torch.randn(6, kv_heads, value_width)
+    key, value, spans, others = key.to(dtype), value.to(dtype), torch.tensor(SPANS), keys.clone()
+    settings = {"scale": width**-0.5, "window": window, "softcap": softcap}
+    out = decode_attention(query, key, value, keys, values, spans, longest=80, kernels=by_kernel, **settings)
+    newest = spans[:, 2] + spans[:, 3] - 1
+    assert torch.equal(keys[newest], key) and torch.equal(values[newest], value)
+    others[newest] = key
+    assert torch.equal(keys, others), "nothing else is written"
+    expected = loop(query, keys, values, **settings)
+    assert out.dtype == dtype and out.shape == (6, heads, value_width)
+    torch.testing.assert_close(
+        out.float(), expected.float(), **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01})
+    )
+
+
+def test_what_lies_beyond_a_context_is_never_read(kernels):
+    keys, values = torch.full((300, 1, 8), torch.nan), torch.full((300, 1, 8), torch.nan)
+    for prompt, prompt_length, response, response_length in SPANS:
+        for start, length in ((prompt, prompt_length), (response, response_length)):
+            keys[start : start + length] = values[start : start + length] = 1.0
+    spans, ones = torch.tensor(SPANS), torch.ones(6, 1, 8)
+    out = kernels.decode_attention(ones, ones, ones, keys, values, spans, scale=1.0)
+    torch.testing.assert_close(out, torch.ones(6, 1, 8))
+
+
+def test_shapes_that_do_not_fit_are_refused(kernels):
+    pool, spans = torch.zeros(300, 2, 8), torch.tensor(SPANS)
+    query, key = torch.zeros(6, 4, 8), torch.zeros(6, 2, 8)
+    for bad in (
+        {"spans": spans.int()},
+        {"key": key[:, :1]},
+        {"query": query.bfloat16()},
+        {"pool": pool.transpose(0, 1)},
+    ):
+        given = {"query": query, "key": key, "pool": pool, "spans": spans} | bad
+        with pytest.raises(ValueError, match="do not fit together"):
+            kernels.decode_attention(
+                given["query"], given["key"], key, given["pool"], given["pool"], given["spans"], scale=1.0
+            )
+    with pytest.raises(ValueError, match="there are 2 rows of logits"):
+        kernels.sample_tokens(torch.zeros(2, 5), torch.rand(3), SamplingParams())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [7, 1024, 5000])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(), SamplingParams(0.7), SamplingParams(1.3, top_k=20), SamplingParams(top_p=0.9),
+        SamplingParams(2.0, top_k=100, top_p=0.5), SamplingParams(0), SamplingParams(5.0, top_p=0.999),
+    ],
+)  # fmt: skip
+def test_drawn_tokens_are_those_of_sample_tokens(kernels, dtype, vocabulary, params):
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = (3 * torch.randn(400, 2 * vocabulary, generator=generator)).to(dtype)[:, :vocabulary]  # rows apart
+    uniform = torch.rand(400, generator=generator).clamp(2**-24, 1 - 2**-24)
+    uniform[:2] = torch.tensor([2**-24, 1 - 2**-24])
+    tokens, logprobs = kernels.sample_tokens(logits, uniform, params)
+    expected, expected_logprobs = sample_tokens(logits, uniform, params)
+    same = tokens == expected
+    assert same.float().mean() >= 0.99, "a rounded sum may move a border between two tokens, seldom"
+    torch.testing.assert_close(
+        logprobs[same], expected_logprobs[same], atol=2e-3 if params.top_p < 1 else 2e-5, rtol=1e-5
+    )
+
+
+def test_impossible_tokens_are_never_drawn_and_nan_shows(kernels):
+    logits = torch.full((50, 3000), -torch.inf)
+    logits[:, [5, 2047, 2999]] = torch.tensor([0.0, 1.0, 2.0])
+    uniform = torch.linspace(2**-24, 1 - 2**-24, 50)
+    tokens, _ = kernels.sample_tokens(logits, uniform, SamplingParams())
+    assert set(tokens.tolist()) == {5, 2047, 2999}
+    logits[0, 0] = torch.nan
+    tokens, logprobs = kernels.sample_tokens(logits, uniform, SamplingParams())
+    assert logprobs[0].isnan() and 0 <= tokens[0] < 3000 and not logprobs[1:].isnan().any()
+
+
+def test_greedy_takes_the_lowest_of_equals(kernels):
+    tokens, logprobs = kernels.sample_tokens(torch.tensor([[0.0, 2.0, 2.0]]), None, SamplingParams(0))
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(logprobs, torch.tensor([[0.0, 2.0, 2.0]]).log_softmax(-1)[:, 1])
+
+
+def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.warns(UserWarning, match="cannot be built.*no-such-compiler"):
+        assert cpu_kernels.load.__wrapped__() is None
+    monkeypatch.setattr(
+        subprocess, "run",
+        lambda *_, **__: (_ for _ in ()).throw(subprocess.CalledProcessError(1, "c++", stderr="unknown flag")),
+    )  # fmt: skip
+    with pytest.warns(UserWarning, match="unknown flag"):
+        assert cpu_kernels.load.__wrapped__() is None
+    assert not list(tmp_path.glob("*.so"))
+
+
+def test_plain_attention_takes_any_bound_of_the_context():
+    query, pool, spans = torch.randn(6, 2, 8), torch.randn(300, 2, 8), torch.tensor(SPANS)
+    short, long = (plain_attention(query, pool, pool, spans, scale=1.0, longest=longest) for longest in (73, 500))
+    torch.testing.assert_close(short, long)

@@ -1,0 +1,45 @@
+"""Runs of places, and which models the pool serves."""
+
+import random
+
+import pytest
+from test_generation import ARCHITECTURES, tiny
+
+from dschat.generation.kv_pool import PooledModel, Runs
+
+
+def test_runs_never_overlap_and_all_room_comes_back():
+    chooser, runs, held = random.Random(3), Runs(1, 200), {}
+    for _ in range(3000):
+        if held and chooser.random() < 0.5:
+            start = chooser.choice(list(held))
+            runs.give(start, held.pop(start))
+        else:
+            length = chooser.randint(1, 30)
+            start = runs.take(length)
+            if start is not None:
+                held[start] = length
+        places = [place for start, length in held.items() for place in range(start, start + length)]
+        assert len(places) == len(set(places)) and all(1 <= place < 200 for place in places)
+        assert len(places) + sum(length for _, length in runs.free) == 199
+        assert all(a + b < c for (a, b), (c, _) in zip(runs.free, runs.free[1:], strict=False)), (
+            "neighbours are one run"
+        )
+    for start, length in held.items():
+        runs.give(start, length)
+    assert runs.free == [(1, 199)] and runs.take(200) is None and runs.take(199) == 1
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_architectures_that_are_served(name):
+    problem = PooledModel(tiny(name)).mismatch()
+    assert (problem is None) == (name not in ("bloom", "mamba")), problem
+
+
+def test_a_layer_that_slides_without_telling_its_attention_is_not_served(monkeypatch):
+    """On a dozen tokens a window of thousands looks like none."""
+    pooled = PooledModel(tiny("gemma2"))
+    assert pooled.mismatch() is None
+    assert "layers [0] do not tell" in pooled._window_mismatch({0: None, 1: None})
+    monkeypatch.setattr(pooled.model.config, "layer_types", ["chunked_attention", "full_attention"])
+    assert "layers of chunked_attention" in pooled._window_mismatch({})
