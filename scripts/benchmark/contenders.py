@@ -279,7 +279,6 @@ CONTENDERS: dict[str, Contender] = {
     "deepspeed-graphs": partial(deepspeed_rollout, graphs=True),
     "vllm": vllm,
 }
-PARTS = ("sharing", "graphs", "compaction", "kernels", "fusion")
 
 
 def equal_greedy_tokens(model: PreTrainedModel, case: Case, *, rows: int = 8) -> tuple[int, int]:

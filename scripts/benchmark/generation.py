@@ -2,7 +2,7 @@
 
     python scripts/benchmark/generation.py
     python scripts/benchmark/generation.py --models tiny --batch 64 --lengths lognormal:128,constant:64 --json out.jsonl
-    python scripts/benchmark/generation.py --without sharing,graphs,compaction,graphs+kernels
+    python scripts/benchmark/generation.py --without sharing,compaction,kernels,sharing+kernels
 
 README.md beside this file says what is measured and how to read the table.
 """
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -24,10 +25,11 @@ from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; spinning starves what else runs
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from contenders import CONTENDERS, PARTS, Contender, Setting, Turn, equal_greedy_tokens, one_line, ours  # noqa: E402
+from contenders import CONTENDERS, Contender, Setting, Turn, equal_greedy_tokens, one_line, ours  # noqa: E402
 from measure import PeakMemory, available_bytes, copy_bandwidth, free_memory  # noqa: E402
 from shapes import (  # noqa: E402
     DTYPES,
@@ -44,6 +46,8 @@ from shapes import (  # noqa: E402
 )
 from table import greedy_line, table  # noqa: E402
 from vllm_process import VLLMProcess  # noqa: E402
+
+from dschat.generation.decoder import PARTS  # noqa: E402
 
 # What is run where nothing is said: flag → value, per kind of device.
 DEFAULTS = {
@@ -241,7 +245,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lengths", metavar="KIND,KIND", help="constant[:N] or lognormal[:N], N the longest (default: --max_new)")
     add("--max_new", type=int, metavar="N", help="longest response where --lengths does not say")
     add("--contenders", metavar="A,B", default=",".join(CONTENDERS), help="default: %(default)s")
-    add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(PARTS)}; a+b: without both")
+    add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(sorted(PARTS))}; a+b: both")
     add("--repeat", type=int, default=3, metavar="N", help="turns of each contender after its warm-up (default: 3)")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--device", help="cpu or cuda (default: cuda where there is one)")
@@ -271,7 +275,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     problems += [f"--contenders {c} is none of {', '.join(CONTENDERS)}" for c in chosen if c not in CONTENDERS]
     options.contenders = {name: CONTENDERS[name] for name in chosen if name in CONTENDERS}
     for parts in filter(None, options.without.split(",")):
-        problems += [f"--without {p} is none of {', '.join(PARTS)}" for p in parts.split("+") if p not in PARTS]
+        problems += [f"--without {p} is none of {', '.join(sorted(PARTS))}" for p in parts.split("+") if p not in PARTS]
         options.contenders[f"ours -{parts}"] = partial(ours, without=frozenset(parts.split("+")))
     problems += [f"--repeat {options.repeat} is not at least 1"] if options.repeat < 1 else []
     if problems:
@@ -281,6 +285,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that vLLM is ended too
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     cuda = options.device.type == "cuda"

@@ -5,13 +5,19 @@ Each line of standard input is a JSON object: {"prompts": [[id, …], …], "lim
 goes to standard error.
 """
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
+    # It sleeps most of the time, and so would not notice that whoever started it is gone.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

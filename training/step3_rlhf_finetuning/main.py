@@ -113,7 +113,8 @@ def fit(
         sums, samples, minibatches = [], [], None
         for batch, sample_ids in prompts_of(iteration, prompts, batches, rollouts.per_device_generation_batch_size):
             experience = trainer.generate_experience(batch, iteration=iteration, sample_ids=sample_ids)
-            sums.append(experience_sums(experience, trainer.samples))
+            recomputed = trainer.ppo.old_logprobs == "recompute"
+            sums.append(experience_sums(experience, trainer.samples, recomputed=recomputed))
             samples += trainer.samples
             minibatches = dataset.add(experience, iteration=iteration)
         updates = []
