@@ -28,7 +28,7 @@ setup(
     python_requires=">=3.10,<3.14",
     install_requires=requirements(),
     extras_require={
-        "test": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.12"],
+        "test": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.12", "triton>=3.4; platform_system == 'Linux'"],
         "smollm2": ["gguf>=0.17"],
     },
 )

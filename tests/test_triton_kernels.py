@@ -85,8 +85,7 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
         (torch.bfloat16, 2, 1, 80, 8),
         (torch.bfloat16, 1, 71, 64, 1),
         (torch.bfloat16, 2, 2, 256, 64),
-        (torch.float32, 2, 3, 64, 7),
-        (torch.float32, 1, 2, 256, 1),
+        (torch.float32, 1, 3, 256, 1),
         (torch.float32, 1, 1, 8, 1),
     ]:
         query = torch.zeros(2, kv_heads * group, width, dtype=dtype)
@@ -98,7 +97,7 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
     triton_attention.write_kv(pool, pool, query, query, spans[:, 0])
     for dtype, vocabulary, temperature in [(torch.bfloat16, 151_936, 0.7), (torch.float32, 50_257, 0)]:
         triton_sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
-    assert len(launches) == 7 + 3 + 1 + 4
+    assert len(launches) == 6 + 2 + 1 + 4
     # 99 KiB: what a program may have on the consumer GPUs of compute capability 8.6 and 8.9.
     assert max(shared_memory(launch, capability) for launch in launches) <= 99 * 1024
 

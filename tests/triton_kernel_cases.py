@@ -16,14 +16,14 @@ from dschat.generation.triton_sampling import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
-POOL = 900
+POOL = 400
 SPANS = [
-    [100, 150, 300, 60],  # two samples of one prompt
-    [100, 150, 400, 1],
-    [500, 0, 500, 1],  # a context of one token
-    [510, 33, 0, 0],  # no response
-    [0, 0, 600, 290],  # no prompt, and the longest
-    [893, 7, 20, 30],  # the response lies before the prompt
+    [50, 70, 130, 40],  # two samples of one prompt
+    [50, 70, 180, 1],
+    [190, 0, 190, 1],  # a context of one token
+    [200, 33, 0, 0],  # no response
+    [0, 0, 240, 150],  # no prompt, and the longest
+    [393, 7, 10, 30],  # the response lies before the prompt
 ]
 FIRST, LAST = 2.0**-24, 1 - 2.0**-24  # the least and greatest of dschat.tensors.seeded_uniform
 
@@ -74,7 +74,7 @@ def plain_attention(query, keys, values, spans, *, scale, window=None, softcap=N
 
 def check(tensors, *, splits, tolerance=None, **law) -> None:
     law = {"scale": tensors[0].shape[2] ** -0.5} | law
-    result = decode_attention(*tensors, longest=290, splits=splits, **law)
+    result = decode_attention(*tensors, longest=150, splits=splits, **law)
     assert result.dtype == tensors[0].dtype
     torch.testing.assert_close(result, plain_attention(*tensors, **law).to(result.dtype), **tolerance or {})
 
@@ -101,7 +101,7 @@ def test_head_sizes_need_not_be_equal_nor_powers_of_two(width, value_width, spli
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("window", [1, 5, 32, 64, 200, 5000])
+@pytest.mark.parametrize("window", [1, 5, 32, 64, 100, 5000])
 def test_a_window_leaves_the_newest_tokens(window, splits):
     check(batch(), splits=splits, window=window)
 
@@ -115,7 +115,7 @@ def test_softcap_bounds_the_logits(splits):
 
 def test_large_logits_do_not_overflow():
     query, keys, values, spans = batch()
-    result = decode_attention(query, keys, values, spans, longest=290, scale=1e3, splits=2)
+    result = decode_attention(query, keys, values, spans, longest=150, scale=1e3, splits=2)
     # Differences of thousands: each head copies the value of its most fitting token.
     torch.testing.assert_close(result, plain_attention(query, keys, values, spans, scale=1e3).float())
 
@@ -140,10 +140,10 @@ def test_half_precision_sums_in_float32():
 
 def test_a_row_does_not_depend_on_its_neighbours():
     query, keys, values, spans = batch()
-    together = decode_attention(query, keys, values, spans, longest=290, scale=0.1, splits=4)
+    together = decode_attention(query, keys, values, spans, longest=150, scale=0.1, splits=4)
     for row in range(len(SPANS)):
         one = slice(row, row + 1)
-        alone = decode_attention(query[one], keys, values, spans[one], longest=290, scale=0.1, splits=4)
+        alone = decode_attention(query[one], keys, values, spans[one], longest=150, scale=0.1, splits=4)
         assert torch.equal(alone, together[one])
 
 
@@ -159,7 +159,7 @@ def test_attention_writes_into_out_and_nowhere_else(splits):
     query, keys, values, spans = batch(group=3)
     room = torch.full((len(SPANS) + 1, 8, 80), NAN, device=DEVICE)
     out = room[:-1, 1:7, :64]
-    assert decode_attention(query, keys, values, spans, longest=290, scale=0.1, splits=splits, out=out) is out
+    assert decode_attention(query, keys, values, spans, longest=150, scale=0.1, splits=splits, out=out) is out
     torch.testing.assert_close(out, plain_attention(query, keys, values, spans, scale=0.1).float())
     assert room.isnan().sum() == room.numel() - out.numel()
 
@@ -212,7 +212,7 @@ def test_new_tokens_go_to_their_place_in_the_pool(dtype):
 def test_write_says_what_does_not_fit():
     _, keys, values, _ = batch()
     for new_keys, new_values, count in [(keys[:2, :1], values[:2], 2), (keys[:2], values[:3], 2), (keys, values, 1)]:
-        with pytest.raises(ValueError, match=r"do not fit keys \(900, 2, 64\)"):
+        with pytest.raises(ValueError, match=r"do not fit keys \(400, 2, 64\)"):
             write_kv(keys, values, new_keys, new_values, torch.zeros(count, dtype=torch.long, device=DEVICE))
 
 
@@ -235,8 +235,8 @@ def test_the_law_holds_where_blocks_of_the_vocabulary_meet():
     assert draw(flat, [t / 16384 for t in tokens])[0] == tokens
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-@pytest.mark.parametrize(("vocabulary", "rows"), [(1000, 100), (1024, 100), (4097, 20), (50257, 20)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize(("vocabulary", "rows"), [(1000, 60), (1024, 10), (4097, 10), (50257, 16)])
 def test_tokens_are_those_of_sample_tokens(vocabulary, rows, temperature):
     generator = torch.Generator().manual_seed(vocabulary)
     logits = torch.randn(rows, vocabulary, generator=generator) * 3 + 100
@@ -246,11 +246,15 @@ def test_tokens_are_those_of_sample_tokens(vocabulary, rows, temperature):
     exact = (logits.double() / temperature).log_softmax(-1)
     tokens, logprobs = sample(logits.to(DEVICE), uniform.to(DEVICE), temperature=temperature)
     tokens, logprobs = tokens.cpu(), logprobs.cpu()
-    # Closer than this to a border, float32 decides.
-    border = (exact.exp().cumsum(-1) - uniform.double()[:, None]).abs().amin(-1) < 5e-7
-    assert border.sum() <= rows // 5
-    assert torch.equal(tokens[~border], expected[~border])
-    assert (tokens - expected).abs().max() <= 20  # on a border too it is one of the next few
+    # Each number lies in the interval of its token; and closer than this to a border, float32 decides which it is.
+    rounding, number = 5e-7, uniform.double()[:, None]
+    mass = exact.exp().cumsum(-1)  # [R, V]
+    above = mass.gather(-1, tokens[:, None])
+    below = above - exact.gather(-1, tokens[:, None]).exp()
+    assert ((below - rounding <= number) & (number <= above + rounding)).all()
+    clear = (mass - number).abs().amin(-1) > rounding
+    assert clear[4:].sum() >= rows // 2
+    assert torch.equal(tokens[clear], expected[clear])
     torch.testing.assert_close(logprobs, exact.gather(-1, tokens[:, None])[:, 0].float(), rtol=1e-6, atol=1e-5)
 
 

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
+from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
 from dschat.generation.kv_pool import PooledModel
 from dschat.generation.plain_rows import plain_steps, takes
 from dschat.generation.request import Request, Responses
@@ -16,7 +18,7 @@ from dschat.generation.rollout import Rollout
 from dschat.generation.scheduler import Rollouts
 
 # What can be switched off, to see what it brings.
-PARTS = frozenset({"sharing", "compaction", "kernels"})
+PARTS = frozenset({"sharing", "compaction", "kernels", "fusion"})
 
 
 class Decoder:
@@ -64,6 +66,8 @@ class Decoder:
         self._options = {"slots": slots, "memory_fraction": memory_fraction, "without": frozenset(without)}
         self._rollouts: Rollouts | None = None
         self._served: bool | None = None
+        self._groups: list[list[nn.Linear]] | None = None
+        self._fused: list[FusedLinears] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
         """Decode one response for each prompt; the arguments are those of Request.
@@ -117,6 +121,20 @@ class Decoder:
                     stacklevel=2,
                 )
         return self._served
+
+    def prepare(self) -> None:
+        """Make of the weights what runs fastest; they must not change until `unprepare`."""
+        if "fusion" in self._options["without"] or not fusable(self.model):
+            return
+        if self._groups is None:
+            self._groups = shared_inputs(self.model)
+        self._fused = [FusedLinears(group) for group in self._groups]
+
+    def unprepare(self) -> None:
+        """Let go of what `prepare` made."""
+        for fused in self._fused:
+            fused.release()
+        self._fused = []
 
     def release(self) -> None:
         """Let go of the pool."""

@@ -85,8 +85,10 @@ class HybridEngine:
         self._generating = True
         try:
             self._generation_module.fill()
+            self._decoder.prepare()
             yield self
         finally:
+            self._decoder.unprepare()
             if not self.pin_buffers:
                 self._decoder.release()
             self._generation_module.release()

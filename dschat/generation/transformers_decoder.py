@@ -99,5 +99,11 @@ class TransformersDecoder:
             stopping_criteria=StoppingCriteriaList([Limits(limits, prompt_length=ids.shape[1])]), synced_gpus=False,
         )  # fmt: skip
 
+    def prepare(self) -> None:
+        """The weights are used as they are."""
+
+    def unprepare(self) -> None:
+        """Nothing was made of them."""
+
     def release(self) -> None:
         """Nothing is kept between rollouts."""

@@ -1,0 +1,97 @@
+"""Contenders take turns at a case, in one run and in changing order; what stops one of them is its result."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from contenders import Contender, Setting, Turn, one_line
+from measure import PeakMemory, free_memory
+from shapes import Case
+
+
+@dataclass
+class Result:
+    """What one contender did with one case.
+
+    Attributes:
+        seconds: of its turns, the first one (warm-up) left out.
+        first_seconds: setting up and the first turn.
+        peak_bytes: memory taken in that time.
+        failure: why it has no numbers.
+    """
+
+    contender: str
+    seconds: list[float] = field(default_factory=list)
+    first_seconds: float = 0.0
+    peak_bytes: int = 0
+    note: str = ""
+    failure: str = ""
+
+    @contextlib.contextmanager
+    def or_failure(self) -> Iterator[None]:
+        """Whatever stops a contender is its result."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or one_line(error)
+
+    @property
+    def median(self) -> float | None:
+        return statistics.median(self.seconds) if self.seconds and not self.failure else None
+
+    @property
+    def warmup_seconds(self) -> float | None:
+        """What the first turn and the setting up took longer than a turn."""
+        return None if self.median is None else max(0.0, self.first_seconds - self.median)
+
+
+def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender], *, repeat: int) -> list[Result]:
+    """Set every contender up, then let them take turns; whoever fails keeps the reason and the others go on."""
+    results = {name: Result(name) for name in contenders}
+    try:
+        with contextlib.ExitStack() as stack:
+            turns = {}
+            for name, contender in contenders.items():
+                progress(f"{name}: setting up")
+                with results[name].or_failure():
+                    turns[name] = set_up(setting, case, contender, results[name], stack)
+            for repetition in range(repeat):
+                # Forth and back, so that a machine that warms up or slows down treats all alike.
+                for name in list(turns)[:: -1 if repetition % 2 else 1]:
+                    progress(f"{name}: turn {repetition + 1} of {repeat}")
+                    with results[name].or_failure():
+                        results[name].seconds.append(taken(turns[name](), case))
+    except Exception as error:  # everything is measured by now, and what follows does not need a clean end
+        progress(f"a contender did not end as it should: {one_line(error)}")
+    free_memory(setting.device)
+    return list(results.values())
+
+
+def set_up(
+    setting: Setting, case: Case, contender: Contender, result: Result, stack: contextlib.ExitStack
+) -> Callable[[], Turn]:
+    """Start a contender, which ends with the stack, and take its first turn."""
+    with PeakMemory(setting.device) as memory:
+        start = time.perf_counter()
+        ready = stack.enter_context(contender(setting, case))
+        taken(ready.turn(), case)
+        result.first_seconds = time.perf_counter() - start
+    result.peak_bytes = ready.peak_bytes() if ready.peak_bytes else memory.peak_bytes
+    result.note = ready.note
+    return ready.turn
+
+
+def taken(turn: Turn, case: Case) -> float:
+    """The seconds of a turn that made what it should."""
+    if turn.tokens != case.tokens:
+        raise RuntimeError(f"made {turn.tokens} tokens where {case.tokens} were asked for")
+    return turn.seconds
+
+
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)

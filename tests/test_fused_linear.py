@@ -1,0 +1,85 @@
+"""Linear layers that share an input, run as one product."""
+
+import pytest
+import torch
+from test_generation import tiny
+from torch import nn
+
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def names_of(model: nn.Module, groups: list[list[nn.Linear]]) -> list[list[str]]:
+    names = {module: name.rpartition(".")[2] for name, module in model.named_modules()}
+    return [[names[layer] for layer in group] for group in groups]
+
+
+def test_watching_a_forward_finds_the_layers_that_share_an_input():
+    model = tiny("llama")
+    layer = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
+    assert names_of(model, shared_inputs(model)) == [*layer, *layer, ["lm_head"]]
+    opt = tiny("opt")
+    assert ["fc1"] in names_of(opt, shared_inputs(opt))
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_parts_equal_the_layers_and_come_fresh_for_every_input(bias):
+    torch.manual_seed(0)
+    layers = [nn.Linear(32, size, bias=bias).bfloat16() for size in (48, 16, 8)]
+    with torch.inference_mode():
+        first, second = torch.randn(5, 1, 32).bfloat16(), torch.randn(7, 1, 32).bfloat16()
+        expected = [[layer(x) for layer in layers] for x in (first, second)]
+        fused = FusedLinears(layers)
+        for x, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
+            for layer, part in zip(layers, wanted, strict=True):
+                torch.testing.assert_close(layer(x), part, atol=0.02, rtol=0.02)
+        third = first.clone()
+        layers[0](third)
+        third.neg_()  # changed after its parts were made: a part that was handed out is computed again
+        torch.testing.assert_close(
+            layers[0](third), -expected[0][0] + 2 * (layers[0].bias if bias else 0), atol=0.02, rtol=0.02
+        )
+        fused.release()
+    assert all("forward" not in vars(layer) for layer in layers)
+
+
+def test_fused_rollouts_say_what_plain_ones_say_and_the_model_stays_as_it_was():
+    model = tiny("qwen2").bfloat16()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert fusable(model) and not fusable(tiny("llama"))
+    settings = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams()}
+    prompts = [[5, 6, 7], [9], [3, 4, 8, 8, 1]]
+    rollouts = []
+    for without in ((), ("fusion",)):
+        actor = HybridEngine(model, without=without)
+        for _ in range(2):
+            with actor.generation():
+                assert bool(actor._decoder._fused) == (not without)
+                rollouts.append(actor.generate(prompts, **settings))
+            assert not actor._decoder._fused
+    fused, again, plain, _ = rollouts
+    assert torch.equal(fused.sequences, again.sequences)
+    same = (fused.sequences == plain.sequences)[:, fused.prompt_length :].cumprod(dim=1).bool()
+    assert same.float().mean() > 0.5  # bf16: once a token differs, the rows go apart
+    gap = (fused.logprobs - plain.logprobs)[same].abs()
+    assert gap.mean() < 0.02
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_new_weights_are_packed_anew():
+    model = tiny("llama").bfloat16()
+    actor = HybridEngine(model)
+    settings = {"max_new_tokens": 6, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
+    with actor.generation():
+        actor.generate([[5, 6, 7]], **settings)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    with actor.generation():
+        found = actor.generate([[5, 6, 7]], **settings)
+    fresh = HybridEngine(model)
+    with fresh.generation():
+        assert fresh.generate([[5, 6, 7]], **settings).responses() == found.responses()
