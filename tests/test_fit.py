@@ -41,8 +41,9 @@ def objective() -> Objective:
         },
         count=lambda batch: batch["real"].sum(),
         loss_of=loss_of,
-        evaluation=lambda sums: {name: value / sums["count"] for name, value in sums.items() if name != "count"}
-        | {"count": sums["count"]},
+        evaluation=lambda sums: (
+            {name: value / sums["count"] for name, value in sums.items() if name != "count"} | {"count": sums["count"]}
+        ),
     )
 
 

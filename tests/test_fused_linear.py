@@ -5,10 +5,13 @@ import torch
 from test_generation import tiny
 from torch import nn
 
-from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation import HybridEngine, SamplingParams, cpu_kernels
 from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+LIBRARY = cpu_kernels.load()
+pytestmark = pytest.mark.skipif(
+    LIBRARY is None or not LIBRARY.multiplies_bf16, reason="this processor does not multiply bfloat16"
+)
 
 
 def names_of(model: nn.Module, groups: list[list[nn.Linear]]) -> list[list[str]]:
@@ -32,7 +35,8 @@ def test_parts_equal_the_layers_and_come_fresh_for_every_input(bias):
     with torch.inference_mode():
         first, second = torch.randn(5, 1, 32).bfloat16(), torch.randn(7, 1, 32).bfloat16()
         expected = [[layer(x) for layer in layers] for x in (first, second)]
-        fused = FusedLinears(layers)
+        fused = FusedLinears(layers, LIBRARY)
+        fused.take()
         for x, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
             for layer, part in zip(layers, wanted, strict=True):
                 torch.testing.assert_close(layer(x), part, atol=0.02, rtol=0.02)
@@ -57,9 +61,9 @@ def test_fused_rollouts_say_what_plain_ones_say_and_the_model_stays_as_it_was():
         actor = HybridEngine(model, without=without)
         for _ in range(2):
             with actor.generation():
-                assert bool(actor._decoder._fused) == (not without)
+                assert any(fused.packed is not None for fused in actor._decoder._fused) == (not without)
                 rollouts.append(actor.generate(prompts, **settings))
-            assert not actor._decoder._fused
+            assert all(fused.packed is None for fused in actor._decoder._fused)
     fused, again, plain, _ = rollouts
     assert torch.equal(fused.sequences, again.sequences)
     same = (fused.sequences == plain.sequences)[:, fused.prompt_length :].cumprod(dim=1).bool()
@@ -69,9 +73,10 @@ def test_fused_rollouts_say_what_plain_ones_say_and_the_model_stays_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_new_weights_are_packed_anew():
+@pytest.mark.parametrize("pinned", [False, True])
+def test_new_weights_are_packed_anew(pinned):
     model = tiny("llama").bfloat16()
-    actor = HybridEngine(model)
+    actor = HybridEngine(model, pin_buffers=pinned)
     settings = {"max_new_tokens": 6, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
     with actor.generation():
         actor.generate([[5, 6, 7]], **settings)

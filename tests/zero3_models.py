@@ -93,9 +93,7 @@ def check_scalar_head(folder: Path) -> None:
     engine = engine_for(TokenScores(model))
     torch.manual_seed(0)
     alone = TokenScores(load_scalar_head(folder, dtype=torch.float32, tokenizer=tiny_tokenizer()))
-    same(
-        {key: value.detach().clone() for key, value in full_weights(engine)}, dict(full_weights(alone)), "scalar head"
-    )
+    same({key: value.detach().clone() for key, value in full_weights(engine)}, dict(full_weights(alone)), "scalar head")
     tokens, mask = left_and_right_padded()
     torch.testing.assert_close(
         last_token_scores(engine(tokens, mask), mask), alone.sequence_scores(tokens, mask), atol=1e-4, rtol=1e-4

@@ -1,12 +1,16 @@
-// The two operations of a decoding step that torch is slow at on a CPU: attention of one query token per row against a
-// pool of keys and values, and drawing a token from a row of logits. A plain C interface, so that it builds in seconds
-// and does not depend on torch's version. Matrices are row-major; "stride" counts elements.
+// What torch is slow at in a decoding step on a CPU: attention of one query token per row against a pool of keys and
+// values, drawing a token from a row of logits, and what takes torch several calls: norms, gates, rotary embeddings.
+// A plain C interface, so that it builds in seconds and does not depend on torch's version. Matrices are row-major;
+// "stride" counts elements.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <vector>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 namespace {
 
@@ -66,35 +70,90 @@ struct Attention {
     float scale, softcap;  // softcap 0: none
 };
 
+// 4 and 16 numbers at once, whatever the processor has for them.
+typedef float lanes4 __attribute__((vector_size(16)));
+typedef float lanes8 __attribute__((vector_size(32)));
+typedef float lanes16 __attribute__((vector_size(64)));
+typedef uint16_t halves16 __attribute__((vector_size(32)));
+typedef uint32_t words16 __attribute__((vector_size(64)));
+
+inline lanes16 load16(const float* p) {
+    lanes16 value;
+    std::memcpy(&value, p, sizeof value);
+    return value;
+}
+inline lanes16 load16(const bf16* p) {
+    halves16 bits;
+    std::memcpy(&bits, p, sizeof bits);
+    const words16 wide = __builtin_convertvector(bits, words16) << 16;
+    lanes16 value;
+    std::memcpy(&value, &wide, sizeof value);
+    return value;
+}
+inline lanes4 fold(lanes16 x) {
+    lanes8 half[2];
+    std::memcpy(half, &x, sizeof x);
+    const lanes8 sum = half[0] + half[1];
+    lanes4 quarter[2];
+    std::memcpy(quarter, &sum, sizeof sum);
+    return quarter[0] + quarter[1];
+}
+
+// out[j] = sum of query[d] * key[j * step + d], for j < 4. The four sums are folded together, which a compiler that
+// sees four reductions does not do.
+template <typename T>
+inline void four_dots(float* out, const float* query, const T* key, int64_t step, int64_t width) {
+    lanes16 sum[4] = {};
+    int64_t d = 0;
+    for (; d + 16 <= width; d += 16) {
+        const lanes16 q = load16(query + d);
+        for (int j = 0; j < 4; ++j) sum[j] += q * load16(key + j * step + d);
+    }
+    const lanes4 a = fold(sum[0]), b = fold(sum[1]), c = fold(sum[2]), e = fold(sum[3]);
+    const lanes4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5) + __builtin_shufflevector(a, b, 2, 6, 3, 7);
+    const lanes4 ce = __builtin_shufflevector(c, e, 0, 4, 1, 5) + __builtin_shufflevector(c, e, 2, 6, 3, 7);
+    lanes4 all = __builtin_shufflevector(ab, ce, 0, 1, 4, 5) + __builtin_shufflevector(ab, ce, 2, 3, 6, 7);
+    for (; d < width; ++d)
+        for (int j = 0; j < 4; ++j) all[j] += query[d] * load(key + j * step + d);
+    std::memcpy(out, &all, sizeof all);
+}
+
+// Ask for memory that is needed soon; it may lie beyond the end.
+template <typename T>
+inline void prefetch(const T* from, int64_t count) {
+    for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i);
+}
+
+// One row's attention for some key-value heads, whose tokens lie side by side and are read in one stream.
 // WIDTH is the head width where it is known at compile time, else 0.
 template <typename T, int WIDTH>
-void attend_row(const Attention& a, int64_t row, int64_t kv_head, std::vector<float>& room) {
+void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_heads, std::vector<float>& room) {
     const int64_t width = WIDTH ? WIDTH : a.width, value_width = WIDTH ? WIDTH : a.value_width;
-    const int64_t group = a.heads / a.kv_heads;
+    const int64_t group = a.heads / a.kv_heads, heads = kv_heads * group;
     const int64_t* span = a.spans + 4 * row;
     const int64_t context = span[1] + span[3];
     const int64_t first = a.window && context > a.window ? context - a.window : 0;
     const int64_t length = context - first;
     // The newest token joins the pool before it is attended to.
     const int64_t newest = span[2] + span[3] - 1;
-    T* keys = static_cast<T*>(a.keys);
-    T* values = static_cast<T*>(a.values);
     const int64_t key_step = a.kv_heads * width, value_step = a.kv_heads * value_width;
-    {
-        const T* key = static_cast<const T*>(a.new_key) + row * a.key_row + kv_head * a.key_head;
-        const T* value = static_cast<const T*>(a.new_value) + row * a.value_row + kv_head * a.value_head;
-        std::memcpy(keys + newest * key_step + kv_head * width, key, width * sizeof(T));
-        std::memcpy(values + newest * value_step + kv_head * value_width, value, value_width * sizeof(T));
+    T* keys = static_cast<T*>(a.keys) + first_head * width;
+    T* values = static_cast<T*>(a.values) + first_head * value_width;
+    for (int64_t h = 0; h < kv_heads; ++h) {
+        const T* key = static_cast<const T*>(a.new_key) + row * a.key_row + (first_head + h) * a.key_head;
+        const T* value = static_cast<const T*>(a.new_value) + row * a.value_row + (first_head + h) * a.value_head;
+        std::memcpy(keys + newest * key_step + h * width, key, width * sizeof(T));
+        std::memcpy(values + newest * value_step + h * value_width, value, value_width * sizeof(T));
     }
     const int64_t padded = (length + 15) / 16 * 16;
-    room.resize(group * padded + group * (width + value_width) + std::max(width, value_width));
-    float* scores = room.data();                      // [group, padded]
-    float* queries = scores + group * padded;         // [group, width]
-    float* sums = queries + group * width;            // [group, value_width]
-    float* token = sums + group * value_width;        // [width]
-    for (int64_t g = 0; g < group; ++g) {
-        const T* query = static_cast<const T*>(a.query) + row * a.query_row + (kv_head * group + g) * a.query_head;
-        for (int64_t d = 0; d < width; ++d) queries[g * width + d] = load(query + d) * a.scale;
+    room.resize(heads * (padded + width + value_width));
+    float* scores = room.data();               // [heads, padded]
+    float* queries = scores + heads * padded;  // [heads, width]
+    float* sums = queries + heads * width;     // [heads, value_width]
+    for (int64_t h = 0; h < heads; ++h) {
+        const T* query =
+            static_cast<const T*>(a.query) + row * a.query_row + (first_head * group + h) * a.query_head;
+        for (int64_t d = 0; d < width; ++d) queries[h * width + d] = load(query + d) * a.scale;
     }
     // The tokens lie in two runs: of the prompt, which rows share, and of the row's own response.
     const int64_t prompt_from = std::min(first, span[1]), response_from = first - prompt_from;
@@ -102,28 +161,34 @@ void attend_row(const Attention& a, int64_t row, int64_t kv_head, std::vector<fl
     const int64_t counts[2] = {span[1] - prompt_from, span[3] - response_from};
     int64_t at = 0;
     for (int run = 0; run < 2; ++run) {
-        const T* key = keys + starts[run] * key_step + kv_head * width;
-        for (int64_t i = 0; i < counts[run]; ++i, ++at, key += key_step) {
-            if (group == 1) {
-                float dot = 0;
-#pragma omp simd reduction(+ : dot)
-                for (int64_t d = 0; d < width; ++d) dot += queries[d] * load(key + d);
-                scores[at] = dot;
-                continue;
+        const T* key = keys + starts[run] * key_step;
+        int64_t i = 0;
+        for (; i + 4 <= counts[run]; i += 4, at += 4, key += 4 * key_step) {
+            prefetch(key + 8 * key_step, 4 * key_step);
+            const float* query = queries;
+            float* score = scores + at;
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                const T* k = key + h * width;
+                for (int64_t g = 0; g < group; ++g, query += width, score += padded) {
+                    four_dots(score, query, k, key_step, width);
+                }
             }
-#pragma omp simd
-            for (int64_t d = 0; d < width; ++d) token[d] = load(key + d);
-            for (int64_t g = 0; g < group; ++g) {
-                const float* query = queries + g * width;
-                float dot = 0;
+        }
+        for (; i < counts[run]; ++i, ++at, key += key_step) {
+            const float* query = queries;
+            float* score = scores + at;
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                for (int64_t g = 0; g < group; ++g, query += width, score += padded) {
+                    float dot = 0;
 #pragma omp simd reduction(+ : dot)
-                for (int64_t d = 0; d < width; ++d) dot += query[d] * token[d];
-                scores[g * padded + at] = dot;
+                    for (int64_t d = 0; d < width; ++d) dot += query[d] * load(key + h * width + d);
+                    *score = dot;
+                }
             }
         }
     }
-    for (int64_t g = 0; g < group; ++g) {
-        float* score = scores + g * padded;
+    for (int64_t h = 0; h < heads; ++h) {
+        float* score = scores + h * padded;
         if (a.softcap > 0)
             for (int64_t i = 0; i < length; ++i) score[i] = a.softcap * std::tanh(score[i] / a.softcap);
         float largest = -std::numeric_limits<float>::infinity();
@@ -135,33 +200,54 @@ void attend_row(const Attention& a, int64_t row, int64_t kv_head, std::vector<fl
         const float inverse = 1.0f / total;
 #pragma omp simd
         for (int64_t i = 0; i < length; ++i) score[i] *= inverse;
-        std::fill(sums + g * value_width, sums + (g + 1) * value_width, 0.0f);
     }
+    std::fill(sums, sums + heads * value_width, 0.0f);
     at = 0;
     for (int run = 0; run < 2; ++run) {
-        const T* value = values + starts[run] * value_step + kv_head * value_width;
-        for (int64_t i = 0; i < counts[run]; ++i, ++at, value += value_step) {
-            for (int64_t g = 0; g < group; ++g) {
-                const float weight = scores[g * padded + at];
-                float* sum = sums + g * value_width;
+        const T* value = values + starts[run] * value_step;
+        int64_t i = 0;
+        for (; i + 4 <= counts[run]; i += 4, at += 4, value += 4 * value_step) {
+            prefetch(value + 8 * value_step, 4 * value_step);
+            const float* weight = scores + at;
+            float* sum = sums;
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                const T* v = value + h * value_width;
+                for (int64_t g = 0; g < group; ++g, weight += padded, sum += value_width) {
+                    const float w0 = weight[0], w1 = weight[1], w2 = weight[2], w3 = weight[3];
 #pragma omp simd
-                for (int64_t d = 0; d < value_width; ++d) sum[d] += weight * load(value + d);
+                    for (int64_t d = 0; d < value_width; ++d)
+                        sum[d] += w0 * load(v + d) + w1 * load(v + value_step + d) +
+                                  w2 * load(v + 2 * value_step + d) + w3 * load(v + 3 * value_step + d);
+                }
+            }
+        }
+        for (; i < counts[run]; ++i, ++at, value += value_step) {
+            const float* weight = scores + at;
+            float* sum = sums;
+            for (int64_t h = 0; h < kv_heads; ++h) {
+                const T* v = value + h * value_width;
+                for (int64_t g = 0; g < group; ++g, weight += padded, sum += value_width) {
+                    const float w = *weight;
+#pragma omp simd
+                    for (int64_t d = 0; d < value_width; ++d) sum[d] += w * load(v + d);
+                }
             }
         }
     }
-    T* out = static_cast<T*>(a.out) + (row * a.heads + kv_head * group) * value_width;
-    for (int64_t i = 0; i < group * value_width; ++i) store(out + i, sums[i]);
+    T* out = static_cast<T*>(a.out) + (row * a.heads + first_head * group) * value_width;
+    for (int64_t i = 0; i < heads * value_width; ++i) store(out + i, sums[i]);
 }
 
 template <typename T, int WIDTH>
 void attend(const Attention& a, int threads) {
-    const int64_t tasks = a.rows * a.kv_heads;
+    // Few rows are shared out by heads, too.
+    const int64_t parts = threads > 1 && a.rows < 4 * threads ? a.kv_heads : 1, heads = a.kv_heads / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         std::vector<float> room;
-#pragma omp for schedule(dynamic, 8)
-        for (int64_t task = 0; task < tasks; ++task)
-            attend_row<T, WIDTH>(a, task / a.kv_heads, task % a.kv_heads, room);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < a.rows * parts; ++task)
+            attend_row<T, WIDTH>(a, task / parts, task % parts * heads, heads, room);
     }
 }
 
@@ -175,6 +261,165 @@ void attend(const Attention& a, int threads) {
         case 96: return attend<T, 96>(a, threads);
         case 128: return attend<T, 128>(a, threads);
         default: return attend<T, 0>(a, threads);
+    }
+}
+
+#ifdef __AVX512BF16__
+constexpr int64_t PANEL = 64;  // columns of a packed weight that lie together: four registers
+constexpr int TILE = 6;        // rows computed at once: with PANEL columns, 24 of the 32 registers
+
+// A packed weight is [panels][in / 2][PANEL][2]: what one instruction multiplies and adds lies side by side.
+void pack_panels(uint16_t* packed, const uint16_t* weight, int64_t out_features, int64_t in_features, int threads) {
+    const int64_t pairs = (in_features + 1) / 2, panels = (out_features + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < panels; ++panel) {
+        uint16_t* to = packed + panel * pairs * PANEL * 2;
+        for (int64_t pair = 0; pair < pairs; ++pair)
+            for (int64_t column = 0; column < PANEL; ++column)
+                for (int64_t half = 0; half < 2; ++half, ++to) {
+                    const int64_t n = panel * PANEL + column, k = 2 * pair + half;
+                    *to = n < out_features && k < in_features ? weight[n * in_features + k] : 0;
+                }
+    }
+}
+
+// ROWS rows of x times one panel, sums in float32.
+template <int ROWS>
+inline void tile(uint16_t* out, const uint16_t* x, const uint16_t* panel, const uint16_t* bias, int64_t in_features,
+                 int64_t x_row, int64_t out_row, int64_t columns) {
+    __m512 sum[ROWS][4];
+    for (int c = 0; c < 4; ++c) {
+        __m512 start = _mm512_setzero_ps();
+        if (bias) {
+            const __mmask16 there = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
+            const __m256i bits = _mm256_maskz_loadu_epi16(there, bias + 16 * c);
+            start = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+        }
+        for (int r = 0; r < ROWS; ++r) sum[r][c] = start;
+    }
+    const int64_t pairs = in_features / 2;
+    const auto step = [&](int64_t pair, auto value_of) {
+        __m512bh w[4];
+        for (int c = 0; c < 4; ++c) w[c] = (__m512bh)_mm512_loadu_si512(panel + (pair * 4 + c) * 32);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512bh value = (__m512bh)_mm512_set1_epi32(value_of(r));
+#pragma GCC unroll 4
+            for (int c = 0; c < 4; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], w[c], value);
+        }
+    };
+    for (int64_t pair = 0; pair < pairs; ++pair)
+        step(pair, [&](int r) {
+            int32_t two;
+            std::memcpy(&two, x + r * x_row + 2 * pair, 4);
+            return two;
+        });
+    if (in_features % 2) step(pairs, [&](int r) { return int32_t(x[r * x_row + in_features - 1]); });
+    for (int r = 0; r < ROWS; ++r)
+        for (int c = 0; c < 4; ++c) {
+            const __mmask16 there = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
+            _mm256_mask_storeu_epi16(out + r * out_row + 16 * c, there, (__m256i)_mm512_cvtneps_pbh(sum[r][c]));
+        }
+}
+
+void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const uint16_t* bias, int64_t rows,
+              int64_t in_features, int64_t out_features, int64_t x_row, int threads) {
+    const int64_t pairs = (in_features + 1) / 2, panels = (out_features + PANEL - 1) / PANEL;
+    const int64_t chunk = 16 * TILE, chunks = (rows + chunk - 1) / chunk;  // rows that stay in the cache meanwhile
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t part = 0; part < chunks; ++part)
+        for (int64_t panel = 0; panel < panels; ++panel) {
+            const uint16_t* w = packed + panel * pairs * PANEL * 2;
+            const uint16_t* b = bias ? bias + panel * PANEL : nullptr;
+            const int64_t columns = std::min(PANEL, out_features - panel * PANEL);
+            const int64_t stop = std::min(rows, (part + 1) * chunk);
+            for (int64_t row = part * chunk; row < stop;) {
+                uint16_t* to = out + row * out_features + panel * PANEL;
+                const uint16_t* from = x + row * x_row;
+                const int64_t left = stop - row;
+                // Seven rows are four and three rather than six and one.
+                const int size = left >= TILE && left != TILE + 1 ? TILE : int(std::min<int64_t>(left, 4));
+                switch (size) {
+                    case 6: tile<6>(to, from, w, b, in_features, x_row, out_features, columns); break;
+                    case 4: tile<4>(to, from, w, b, in_features, x_row, out_features, columns); break;
+                    case 3: tile<3>(to, from, w, b, in_features, x_row, out_features, columns); break;
+                    case 2: tile<2>(to, from, w, b, in_features, x_row, out_features, columns); break;
+                    default: tile<1>(to, from, w, b, in_features, x_row, out_features, columns);
+                }
+                row += size;
+            }
+        }
+}
+#endif
+
+// x / sqrt(mean(x^2) + eps) * (weight + shift), sums in float32.
+template <typename T>
+void rms_norm_rows(T* out, const T* x, const T* weight, int64_t rows, int64_t width, int64_t stride, float eps,
+                   float shift, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* from = x + row * stride;
+        T* to = out + row * width;
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (int64_t i = 0; i < width; ++i) squares += load(from + i) * load(from + i);
+        const float inverse = 1.0f / std::sqrt(squares / float(width) + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) store(to + i, load(from + i) * inverse * (load(weight + i) + shift));
+    }
+}
+
+inline float sigmoid(float x) {
+    const float e = exp_of_negative(-std::fabs(x));
+    return (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+// act(gate) * up, where act(x) is x * sigmoid(x), or GELU's tanh form: x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
+template <typename T>
+void gated_rows(T* out, const T* gate, const T* up, int64_t rows, int64_t width, int64_t gate_row, int64_t up_row,
+                int gelu, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* g = gate + row * gate_row;
+        const T* u = up + row * up_row;
+        T* to = out + row * width;
+#pragma omp simd
+        for (int64_t i = 0; i < width; ++i) {
+            const float x = load(g + i);
+            const float bend = gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
+            store(to + i, x * sigmoid(bend) * load(u + i));
+        }
+    }
+}
+
+struct Rotation {
+    void* out;        // [rows, tokens, heads, width]
+    const void* x;    // [rows, heads, tokens, width]
+    const void* cos;  // [rows or 1, tokens, width]
+    const void* sin;  // as cos
+    int64_t rows, heads, tokens, width;
+    int64_t x_row, x_head, x_token, angle_row, angle_token;  // strides
+};
+
+// Su et al. 2021 (arXiv:2104.09864), the halves of a head paired: x cos + (-second half, first half) sin.
+template <typename T>
+void rotate_rows(const Rotation& r, int threads) {
+    const int64_t half = r.width / 2;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t task = 0; task < r.rows * r.tokens; ++task) {
+        const int64_t row = task / r.tokens, token = task % r.tokens;
+        const T* cos = static_cast<const T*>(r.cos) + row * r.angle_row + token * r.angle_token;
+        const T* sin = static_cast<const T*>(r.sin) + row * r.angle_row + token * r.angle_token;
+        T* out = static_cast<T*>(r.out) + task * r.heads * r.width;
+        for (int64_t head = 0; head < r.heads; ++head, out += r.width) {
+            const T* x = static_cast<const T*>(r.x) + row * r.x_row + head * r.x_head + token * r.x_token;
+#pragma omp simd
+            for (int64_t i = 0; i < half; ++i) {
+                const float a = load(x + i), b = load(x + half + i);
+                store(out + i, a * load(cos + i) - b * load(sin + i));
+                store(out + half + i, b * load(cos + half + i) + a * load(sin + half + i));
+            }
+        }
     }
 }
 
@@ -311,6 +556,57 @@ void draw_tokens(int64_t* tokens, float* logprobs, const void* logits, const flo
                  int threads) {
     const Draw draw{tokens, logprobs, logits, uniforms, rows, vocabulary, logits_row, top_k, top_p, temperature};
     is_bf16 ? draw_rows<bf16>(draw, threads) : draw_rows<float>(draw, threads);
+}
+
+// How many numbers a packed weight takes; 0 where this processor does not multiply bf16.
+int64_t packed_size(int64_t out_features, int64_t in_features) {
+#ifdef __AVX512BF16__
+    return (out_features + PANEL - 1) / PANEL * PANEL * ((in_features + 1) / 2 * 2);
+#else
+    return 0;
+#endif
+}
+
+void pack(void* packed, const void* weight, int64_t out_features, int64_t in_features, int threads) {
+#ifdef __AVX512BF16__
+    pack_panels(static_cast<uint16_t*>(packed), static_cast<const uint16_t*>(weight), out_features, in_features,
+                threads);
+#endif
+}
+
+void linear(void* out, const void* x, const void* packed, const void* bias, int64_t rows, int64_t in_features,
+            int64_t out_features, int64_t x_row, int threads) {
+#ifdef __AVX512BF16__
+    multiply(static_cast<uint16_t*>(out), static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(packed),
+             static_cast<const uint16_t*>(bias), rows, in_features, out_features, x_row, threads);
+#endif
+}
+
+void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width, int64_t stride, float eps,
+              float shift, int is_bf16, int threads) {
+    if (is_bf16)
+        rms_norm_rows(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<const bf16*>(weight), rows,
+                      width, stride, eps, shift, threads);
+    else
+        rms_norm_rows(static_cast<float*>(out), static_cast<const float*>(x), static_cast<const float*>(weight), rows,
+                      width, stride, eps, shift, threads);
+}
+
+void gated(void* out, const void* gate, const void* up, int64_t rows, int64_t width, int64_t gate_row, int64_t up_row,
+           int gelu, int is_bf16, int threads) {
+    if (is_bf16)
+        gated_rows(static_cast<bf16*>(out), static_cast<const bf16*>(gate), static_cast<const bf16*>(up), rows, width,
+                   gate_row, up_row, gelu, threads);
+    else
+        gated_rows(static_cast<float*>(out), static_cast<const float*>(gate), static_cast<const float*>(up), rows,
+                   width, gate_row, up_row, gelu, threads);
+}
+
+void rotate(void* out, const void* x, const void* cos, const void* sin, const int64_t* sizes, int is_bf16,
+            int threads) {
+    const Rotation r{out,      x,        cos,      sin,      sizes[0], sizes[1], sizes[2],
+                     sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
+    is_bf16 ? rotate_rows<bf16>(r, threads) : rotate_rows<float>(r, threads);
 }
 
 }  // extern "C"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
+from dschat.generation.fused_modules import faster_forwards
 from dschat.generation.kv_pool import PooledModel
 from dschat.generation.plain_rows import plain_steps, takes
 from dschat.generation.request import Request, Responses
@@ -18,7 +19,7 @@ from dschat.generation.rollout import Rollout
 from dschat.generation.scheduler import Rollouts
 
 # What can be switched off, to see what it brings.
-PARTS = frozenset({"sharing", "compaction", "kernels", "fusion"})
+PARTS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
 
 
 class Decoder:
@@ -65,8 +66,10 @@ class Decoder:
         self.decoded_rows = 0
         self._options = {"slots": slots, "memory_fraction": memory_fraction, "without": frozenset(without)}
         self._rollouts: Rollouts | None = None
+        self._responses: Responses | None = None
+        self._fixed_weights = False
         self._served: bool | None = None
-        self._groups: list[list[nn.Linear]] | None = None
+        self._faster: dict[nn.Module, Callable] | None = None
         self._fused: list[FusedLinears] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
@@ -81,9 +84,10 @@ class Decoder:
 
     def run(self, request: Request) -> Rollout:
         """Decode a request that has been checked."""
-        responses = Responses(request, self._device)
+        responses = Responses(request, self._device, reuse=self._responses)
         for _ in self._steps(request, responses):
             pass
+        self._responses = responses  # its tensors are where graphs write
         return responses.rollout(request)
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
@@ -92,7 +96,7 @@ class Decoder:
         wanted.check(self.model.config)
         responses, told = Responses(wanted, self._device), 0
         for drawn in self._steps(wanted, responses):
-            yield from responses.tokens[told:drawn].tolist()
+            yield from responses.tokens[1 + told : 1 + drawn].tolist()
             told = drawn
 
     @property
@@ -105,7 +109,9 @@ class Decoder:
         if self._serves():
             if self._rollouts is None:
                 self._rollouts = Rollouts(self._pooled, **self._options)
-            yield from self._rollouts.steps(request, responses, self)
+            # A stream that is still open has the pool for itself.
+            rollouts = Rollouts(self._pooled, **self._options) if self._rollouts.busy else self._rollouts
+            yield from rollouts.steps(request, responses, self, fixed_weights=self._fixed_weights)
         else:
             yield from plain_steps(self.model, request, responses, self, slots=self._options["slots"])
 
@@ -124,18 +130,27 @@ class Decoder:
 
     def prepare(self) -> None:
         """Make of the weights what runs fastest; they must not change until `unprepare`."""
-        if "fusion" in self._options["without"] or not fusable(self.model):
+        self._fixed_weights = True
+        if "fusion" in self._options["without"]:
             return
-        if self._groups is None:
-            self._groups = shared_inputs(self.model)
-        self._fused = [FusedLinears(group) for group in self._groups]
-
-    def unprepare(self) -> None:
-        """Let go of what `prepare` made."""
+        if self._faster is None:
+            self._faster = faster_forwards(self.model)
+            library = fusable(self.model)
+            groups = shared_inputs(self.model) if library else []
+            self._fused = [FusedLinears(group, library) for group in groups]
+        for module, forward in self._faster.items():
+            module.forward = forward
         for fused in self._fused:
-            fused.release()
-        self._fused = []
+            fused.take()
+
+    def unprepare(self, *, keep: bool = False) -> None:
+        """Let go of what `prepare` made; keep: the buffers stay, for the next time."""
+        self._fixed_weights = False
+        for fused in self._fused:
+            fused.release(keep=keep)
+        for module in self._faster or ():
+            vars(module).pop("forward", None)
 
     def release(self) -> None:
-        """Let go of the pool."""
-        self._rollouts = None
+        """Let go of the pool, of graphs, and of where they write."""
+        self._rollouts = self._responses = None

@@ -9,7 +9,7 @@ from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
 def draw_tokens(
-    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True
+    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True, waits: bool = True
 ) -> tuple[Tensor, Tensor]:
     """sampling.sample_tokens, by a kernel where there is one; the same arguments, the same tokens up to rounding."""
     if kernels and logits.device.type == "cpu" and (library := cpu_kernels.load()):
@@ -19,4 +19,4 @@ def draw_tokens(
         from dschat.generation.triton_sampling import sample  # imports triton, which not every machine has
 
         return sample(logits, uniform, temperature=params.temperature)
-    return sample_tokens(logits, uniform, params)
+    return sample_tokens(logits, uniform, params, waits=waits)

@@ -1,6 +1,6 @@
 """Linear layers of a generation module on a CPU: packed for the processor, and those that share an input run as one.
 
-A bf16 product with a plain weight packs it anew at every call, and a small one is not worth a second thread. Which
+A bf16 product with a plain weight packs it anew at every call, and several small ones cost more than a large one. Which
 layers share an input is seen by watching a forward pass, so no architecture is known by name.
 """
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-# Rows that the packed layout is made for; others work too.
-USUAL_ROWS = 64
+from dschat.generation import cpu_kernels
+from dschat.generation.cpu_kernels import CPUKernels
 
 
 class FusedLinears:
@@ -22,23 +22,41 @@ class FusedLinears:
 
     The first layer that meets an input computes all parts; each part is handed out once, so that an input that comes
     again is computed again.
+
+    Attributes:
+        packed: the weights, at an address that stays.
     """
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self.layers = layers
+    def __init__(self, layers: list[nn.Linear], library: CPUKernels) -> None:
+        self.layers, self.library = layers, library
         self.sizes = [layer.out_features for layer in layers]
-        weight = torch.cat([layer.weight for layer in layers])  # [sum of sizes, in]
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, USUAL_ROWS)
-        self.bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        self.packed: Tensor | None = None
+        self.bias: Tensor | None = None
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}
-        for place, layer in enumerate(layers):
+
+    def take(self) -> None:
+        """Pack the weights of this moment, and stand in for the layers."""
+        weights = [layer.weight for layer in self.layers]
+        self.packed = self.library.pack(weights[0] if len(weights) == 1 else torch.cat(weights), self.packed)
+        if self.layers[0].bias is not None:
+            bias = torch.cat([layer.bias for layer in self.layers])
+            self.bias = bias if self.bias is None else self.bias.copy_(bias)
+        for place, layer in enumerate(self.layers):
             layer.forward = self._forward_of(place)
+
+    def release(self, *, keep: bool = False) -> None:
+        """Give the layers their own forward back; keep: the buffers stay, for the next `take`."""
+        self.input, self.parts = None, {}
+        if not keep:
+            self.packed = self.bias = None
+        for layer in self.layers:
+            vars(layer).pop("forward", None)
 
     def _forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
         def forward(x: Tensor) -> Tensor:
             if x is not self.input or place not in self.parts:
-                out = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+                out = self.library.linear(x, self.packed, self.bias, sum(self.sizes))
                 if len(self.sizes) == 1:
                     return out
                 self.input, self.parts = x, dict(enumerate(out.split(self.sizes, dim=-1)))
@@ -49,22 +67,14 @@ class FusedLinears:
 
         return forward
 
-    def release(self) -> None:
-        """Give the layers their own forward back."""
-        for layer in self.layers:
-            del layer.forward
 
-
-def fusable(model: PreTrainedModel) -> bool:
-    """Whether fusing brings anything here, and torch has what it takes: bf16 weights on a CPU."""
+def fusable(model: PreTrainedModel) -> CPUKernels | None:
+    """The kernels that multiply faster than torch, where there are some: for bf16 weights on a CPU that has it."""
     weight = model.get_input_embeddings().weight
-    operations = ("_reorder_linear_weight", "_linear_pointwise")
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and all(hasattr(torch.ops.mkldnn, name) for name in operations)
-    )
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return None
+    library = cpu_kernels.load()
+    return library if library is not None and library.multiplies_bf16 else None
 
 
 @torch.inference_mode()

@@ -3,44 +3,73 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dschat.models.weights import full_weights, plain_name
+from dschat.generation.layerwise import LayerwiseWeights
+from dschat.generation.memory import free_memory
+from dschat.models.weights import (
+    WeightSource,
+    folded_weight,
+    full_shape,
+    gathered,
+    is_partitioned,
+    plain_name,
+    weight_sources,
+)
+
+ALIGNMENT = 64  # bytes between the starts of two copies: a cache line
 
 
 class GenerationModule:
     """A model without hooks, adapters, dropout or checkpointing, empty (on the meta device) except while in use.
 
-    Filling it aliases the live parameters wherever they are whole and in the right dtype, so it costs memory only for
-    weights that adapters change, for ZeRO-3 (whose parameters exist in pieces), and for another dtype.
-    Training weights are only read.
+    Filling it aliases the live parameters wherever they are whole and in the right dtype. Weights that adapters change,
+    weights in another dtype, and those of ZeRO-3 (which exist in pieces) are copied into one flat buffer a dtype; where
+    that does not fit into the free memory, each layer's are made when it runs. Training weights are only read.
 
     Attributes:
         module: the empty or filled model, of the training model's class and config.
+        layerwise: after fill: whether each layer's weights come when it runs.
     """
 
-    def __init__(self, model: PreTrainedModel, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        dtype: torch.dtype | None = None,
+        pin: bool = False,
+        memory_fraction: float = 0.8,
+        layerwise: bool | None = None,
+    ) -> None:
         """Build the skeleton.
 
         Args:
             model: the training model, adapters inside or not.
             dtype: of the weights while generating; None keeps each one's own.
+            pin: keep the buffers of copies, and with them the weights' addresses, from one filling to the next.
+            memory_fraction: of the free memory, what copies may take.
+            layerwise: make each layer's copies when it runs; None: where they do not fit.
         """
         self.model = model
         self.dtype = dtype
+        self.pin, self.memory_fraction, self._wants_layerwise = pin, memory_fraction, layerwise
         with torch.device("meta"):
             self.module = type(model)(copy.deepcopy(model.config)).eval()
         self.module.requires_grad_(False)
         self._meta: dict[str, nn.Parameter] = dict(self.module.named_parameters(remove_duplicate=False))
         self._buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
+        self._flat: dict[torch.dtype, Tensor] = {}
+        self.layerwise: LayerwiseWeights | None = None
         tied = defaultdict(list)
         for name, parameter in self._meta.items():
             tied[id(parameter)].append(name)
-        self._tied: list[list[str]] = list(tied.values())
+        self._same = {name: names for names in tied.values() for name in names}
 
     def fill(self) -> PreTrainedModel:
         """Take the weights of this moment. Under ZeRO-3 a collective: every rank has to call it.
@@ -51,47 +80,107 @@ class GenerationModule:
         Raises:
             ValueError: the training model's weights are not those of its class and config.
         """
-        filled: dict[str, nn.Parameter] = {}
-        for name, tensor in full_weights(self.model):
-            if name in self._buffers:
-                continue
-            # A gathered ZeRO-3 parameter falls apart again when the next one comes: it has to be copied.
-            passing = hasattr(tensor, "ds_id")
-            weight = tensor.detach()
-            if self.dtype is not None and weight.is_floating_point() and weight.dtype != self.dtype:
-                weight = weight.to(self.dtype)
-            elif passing:
-                weight = weight.clone()
-            filled[name] = nn.Parameter(weight, requires_grad=False)
-        for names in self._tied:
-            present = [name for name in names if name in filled]
-            if present:
-                filled.update({name: filled[present[0]] for name in names if name not in filled})
-        if filled.keys() != self._meta.keys():
-            odd = sorted(filled.keys() ^ self._meta.keys())
+        sources = list(weight_sources(self.model))
+        self._check_names(sources)
+        copies = {
+            name: (full_shape(parameter), self._dtype(parameter))
+            for source in sources
+            for name, parameter in source.parameters
+            if self._is_copied(source, parameter)
+        }
+        if copies and self._copy_layerwise(sources, copies):
+            self.layerwise = LayerwiseWeights(
+                self.module, sources, self._same, dtype=self._dtype, convert=self._converted
+            )
+        else:
+            rooms = self._rooms(copies)
+            for source in sources:
+                with gathered([] if copies.keys().isdisjoint(name for name, _ in source.parameters) else source.needed):
+                    for name, parameter in source.parameters:
+                        weight = parameter.detach()
+                        if name in copies:
+                            weight = rooms[name].copy_(self._converted(source, parameter))
+                        self._put(name, weight)
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            # Rotary frequencies and causal masks, which a state dict may leave out.
+            if plain_name(name) in self._buffers:
+                set_tensor(self.module, plain_name(name), buffer)
+        return self.module
+
+    def release(self) -> None:
+        """Let go of all weights: every parameter is on the meta device again. Under ZeRO-3 ranks may wait here."""
+        try:
+            if self.layerwise is not None:
+                self.layerwise.release()
+        finally:
+            self.layerwise = None
+            for name, parameter in self._meta.items():
+                set_tensor(self.module, name, parameter)
+            if not self.pin:
+                self._flat = {}
+
+    def _check_names(self, sources: list[WeightSource]) -> None:
+        present = {name for source in sources for name, _ in source.parameters if name not in self._buffers}
+        present |= {other for name in present & self._same.keys() for other in self._same[name]}
+        if present != self._meta.keys():
+            odd = sorted(present ^ self._meta.keys())
             raise ValueError(
                 f"the weights of {type(self.model).__name__} and of its config differ in {len(odd)} names, "
                 f"{', '.join(odd[:4])} …: modules were added or removed after loading; "
                 "fold them into the model before training, or change the config with them."
             )
-        for name, parameter in filled.items():
-            _set_tensor(self.module, name, parameter)
-        self._borrow_buffers()
-        return self.module
 
-    def release(self) -> None:
-        """Let go of all weights: every parameter is on the meta device again."""
-        for name, parameter in self._meta.items():
-            _set_tensor(self.module, name, parameter)
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        return self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
 
-    def _borrow_buffers(self) -> None:
-        """Alias the buffers (rotary frequencies, causal masks), which also a state dict may leave out."""
-        for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            if plain_name(name) in self._buffers:
-                _set_tensor(self.module, plain_name(name), buffer)
+    def _is_copied(self, source: WeightSource, parameter: nn.Parameter) -> bool:
+        # A ZeRO-3 parameter falls apart again, even if it is whole at the moment.
+        return hasattr(parameter, "ds_id") or source.folds(parameter) or parameter.dtype != self._dtype(parameter)
+
+    def _converted(self, source: WeightSource, parameter: nn.Parameter) -> Tensor:
+        """The plain weight in the dtype of generation, while what it needs is gathered."""
+        weight = folded_weight(source.layer) if source.folds(parameter) else parameter.detach()
+        return weight.to(self._dtype(parameter))
+
+    def _copy_layerwise(self, sources: list[WeightSource], copies: dict[str, tuple[torch.Size, torch.dtype]]) -> bool:
+        """Whether copies come layer by layer; all ranks of ZeRO-3 answer the same."""
+        if self._wants_layerwise is not None or self._flat:
+            return bool(self._wants_layerwise)
+        device = next(self.model.parameters()).device
+        needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in copies.values())
+        fits = torch.tensor(needed <= self.memory_fraction * free_memory(device), dtype=torch.int32, device=device)
+        if any(is_partitioned(parameter) for source in sources for parameter in source.needed):
+            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+        return not fits
+
+    def _rooms(self, copies: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+        """A place for each copy in the flat buffer of its dtype; the same places every time."""
+        device = next(self.model.parameters()).device
+        sizes: dict[torch.dtype, int] = defaultdict(int)
+        starts = {}
+        for name, (shape, dtype) in copies.items():
+            starts[name] = sizes[dtype]
+            step = max(1, ALIGNMENT // dtype.itemsize)
+            sizes[dtype] += -(-math.prod(shape) // step) * step
+        for dtype, size in sizes.items():
+            if dtype not in self._flat or len(self._flat[dtype]) != size or self._flat[dtype].device != device:
+                self._flat.pop(dtype, None)
+                self._flat[dtype] = torch.empty(size, dtype=dtype, device=device)
+        return {
+            name: self._flat[dtype][starts[name] : starts[name] + math.prod(shape)].view(shape)
+            for name, (shape, dtype) in copies.items()
+        }
+
+    def _put(self, name: str, weight: Tensor) -> None:
+        """Set a parameter under all its names."""
+        if name in self._buffers:
+            return
+        parameter = nn.Parameter(weight, requires_grad=False)
+        for same in self._same[name]:
+            set_tensor(self.module, same, parameter)
 
 
-def _set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Put a parameter or buffer in its place, by its dotted name, as it is (an alias stays an alias)."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)

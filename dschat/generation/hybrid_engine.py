@@ -41,6 +41,7 @@ class HybridEngine:
         slots: int | None = None,
         memory_fraction: float = 0.8,
         pin_buffers: bool = False,
+        layerwise: bool | None = None,
         without: Collection[str] = (),
     ) -> None:
         """Wrap an engine or a model.
@@ -50,11 +51,16 @@ class HybridEngine:
             dtype: of the weights while generating (bfloat16 rollouts of float32 weights cost a copy); None: no change.
             decoder: what runs the tokens; TransformersDecoder neither streams nor counts what it has run.
             slots, memory_fraction, without: see Decoder.
-            pin_buffers: keep the pool of keys and values from one context to the next.
+            pin_buffers: keep the pool of keys and values, and the buffers of weights that had to be copied, from one
+                context to the next.
+            layerwise: make copies of weights when their layer runs, where they have to be copied; None: where they do
+                not fit into memory_fraction of the free memory. Under ZeRO-3 ranks then decode in step.
         """
         self.engine = engine
         self.pin_buffers = pin_buffers
-        self._generation_module = GenerationModule(pretrained_model(engine), dtype=dtype)
+        self._generation_module = GenerationModule(
+            pretrained_model(engine), dtype=dtype, pin=pin_buffers, memory_fraction=memory_fraction, layerwise=layerwise
+        )
         self._decoder = decoder(
             self._generation_module.module, slots=slots, memory_fraction=memory_fraction, without=without
         )
@@ -85,10 +91,11 @@ class HybridEngine:
         self._generating = True
         try:
             self._generation_module.fill()
-            self._decoder.prepare()
+            if self._generation_module.layerwise is None:
+                self._decoder.prepare()
             yield self
         finally:
-            self._decoder.unprepare()
+            self._decoder.unprepare(keep=self.pin_buffers)
             if not self.pin_buffers:
                 self._decoder.release()
             self._generation_module.release()

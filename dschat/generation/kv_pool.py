@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from bisect import insort
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -256,16 +254,3 @@ class PooledModel:
             layer for layer, kind in enumerate(kinds) if (kind == "sliding_attention") != bool(windows.get(layer))
         ]
         return f"its layers {silent} do not tell their attention which window they have" if silent else None
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated; on a CPU this process's share of the node's."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return 1 << 40  # not Linux: nothing is known, so nothing is bounded
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))

@@ -98,7 +98,7 @@ def _batch_steps(
 
     stops = torch.tensor(request.stops, dtype=torch.long, device=device)
     state = Slots.empty(len(rows), device)
-    state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses.columns)
+    state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
     while True:
         places = slice(0, state.used)
         uniform = responses.uniforms

@@ -92,39 +92,55 @@ class Request:
 class Responses:
     """The tokens drawn so far: a row per prompt, filled from the left.
 
-    A step writes token t of row b at cell b·T + t of the flat tensors; the cells of row B take what nobody wants.
+    A step writes token t of row b at cell 1 + b·T + t of the flat tensors; cell 0 takes what nobody wants.
 
     Attributes:
-        tokens: [(B+1)·T] long. logprobs: [(B+1)·T] float32. uniforms: [(B+1)·T] float32, or None.
+        tokens: [at least 1 + B·T] long. logprobs, uniforms: as many float32; uniforms None where sampling is greedy.
         counts: [B] long, tokens of each row.
-        columns: T, the largest limit. unwanted: a cell that is never read.
+        columns: T, the largest limit.
     """
 
-    def __init__(self, request: Request, device: torch.device) -> None:
-        count, self.columns = len(request), max(request.limits)
-        self.unwanted = count * self.columns
-        cells = (count + 1) * self.columns
-        self.tokens = torch.full((cells,), request.pad_token_id, dtype=torch.long, device=device)
-        self.logprobs = torch.zeros(cells, device=device)
-        self.counts = torch.zeros(count, dtype=torch.long, device=device)
-        uniforms = request.uniforms(device)
+    unwanted = 0
+
+    def __init__(self, request: Request, device: torch.device, *, reuse: Responses | None = None) -> None:
+        """An empty table; reuse: one that is no longer read, whose tensors are taken where they are large enough."""
+        self.columns = max(request.limits)
+        self.cells = len(request) * self.columns
+        fits = reuse is not None and len(reuse.tokens) > self.cells and reuse.tokens.device == device
+        self.tokens = reuse.tokens if fits else torch.empty(1 + self.cells, dtype=torch.long, device=device)
+        self.logprobs = reuse.logprobs if fits else torch.empty(1 + self.cells, device=device)
+        self.tokens.fill_(request.pad_token_id)
+        self.logprobs.zero_()
+        self.counts = torch.zeros(len(request), dtype=torch.long, device=device)
         self.uniforms = None
+        uniforms = request.uniforms(device)
         if uniforms is not None:
-            self.uniforms = torch.cat([uniforms.flatten(), uniforms.new_full((self.columns,), 0.5)])
+            kept = reuse.uniforms if fits else None
+            self.uniforms = torch.empty_like(self.logprobs) if kept is None else kept
+            self.uniforms[0] = 0.5
+            self.uniforms[1 : 1 + self.cells] = uniforms.flatten()
+
+    def first_cell(self, rows: Tensor) -> Tensor:
+        """Where the responses of these rows begin."""
+        return 1 + rows * self.columns
+
+    def table(self, flat: Tensor) -> Tensor:
+        """Flat cells as [B, T]."""
+        return flat[1 : 1 + self.cells].view(-1, self.columns)
 
     def rollout(self, request: Request) -> Rollout:
         """The rectangle of prompts and responses; a row ended where its last token is a stop."""
-        device, count = self.tokens.device, len(request)
+        device = self.tokens.device
         longest = int(self.counts.max())
         prompts, prompt_mask = left_pad(request.prompts, pad_token_id=request.pad_token_id, device=device)
         columns = torch.arange(longest, device=device)
         mask = columns < self.counts.unsqueeze(1)  # [B, T]
-        rows = self.tokens[: self.unwanted].view(count, self.columns)
+        rows = self.table(self.tokens)
         # A row that began again after running out of memory may have left tokens behind its end.
         tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
         last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
         stops = torch.tensor(request.stops, dtype=torch.long, device=device)
-        logprobs = self.logprobs[: self.unwanted].view(count, self.columns)[:, :longest]
+        logprobs = self.table(self.logprobs)[:, :longest]
         return Rollout(
             sequences=torch.cat([prompts, tokens], dim=1),
             attention_mask=torch.cat([prompt_mask, mask], dim=1),

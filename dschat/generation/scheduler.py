@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dschat.generation.draw import draw_tokens
-from dschat.generation.kv_pool import KVPool, PooledModel, free_memory
+from dschat.generation.kv_pool import KVPool, PooledModel
+from dschat.generation.memory import free_memory
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import left_pad
 from dschat.generation.slots import Slots
+from dschat.generation.step import GraphedStep, Step
 from dschat.tensors import position_ids
 
 # Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.
-PREFILL_TOKENS = {"cpu": 4096, "cuda": 32768}
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
 # Free slots wait until this share of all is free, so that a refill's prefill serves several rows.
 REFILL_SHARE = 1 / 8
 # Steps between two looks of the host at which rows have ended: a look waits for the device.
@@ -56,21 +57,35 @@ class Rollouts:
         self.most_slots = slots
         self.device = model.model.get_input_embeddings().weight.device
         self.pool: KVPool | None = None
+        self.busy = False
+        self._graphed: tuple[object, GraphedStep] | None = None  # and what it is good for
 
-    def steps(self, request: Request, responses: Responses, counts: Counts) -> Iterator[int]:
+    def steps(
+        self, request: Request, responses: Responses, counts: Counts, *, fixed_weights: bool = False
+    ) -> Iterator[int]:
         """Decode all rows; after every look of the host the number of tokens that the first row has.
 
         Out of memory, the unfinished rows begin again with half the slots: their tokens are the same.
 
+        Args:
+            fixed_weights: they stay where they are, so that steps may be captured.
+
         Raises:
             torch.OutOfMemoryError: one row alone does not fit.
         """
+        self.busy = True
+        try:
+            yield from self._steps(request, responses, counts, fixed_weights)
+        finally:
+            self.busy = False
+
+    def _steps(self, request: Request, responses: Responses, counts: Counts, fixed_weights: bool) -> Iterator[int]:
         waiting = queue_order(request)
         slots = min(self.most_slots or len(waiting), len(waiting))
         while waiting:
             rollout = None
             try:
-                rollout = _Rollout(self, request, responses, counts, waiting, slots)
+                rollout = _Rollout(self, request, responses, counts, waiting, slots, fixed_weights)
                 yield from rollout.steps()
                 return
             except torch.OutOfMemoryError:
@@ -78,7 +93,7 @@ class Rollouts:
                     raise
                 waiting = rollout.unfinished if rollout else waiting
             del rollout
-            self.pool, slots = None, max(1, slots // 2)
+            self.pool, self._graphed, slots = None, None, max(1, slots // 2)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -91,7 +106,7 @@ class Rollouts:
         if self.pool is not None and self.pool.size >= wanted:
             self.pool.clear()
             return self.pool
-        self.pool = None  # its memory first
+        self.pool = self._graphed = None  # their memory first
         affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
         if affordable <= each[0]:
             raise torch.OutOfMemoryError(
@@ -101,10 +116,42 @@ class Rollouts:
         self.pool = KVPool(min(wanted, affordable), kernels="kernels" not in self.without)
         return self.pool
 
+    def step_for(
+        self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, fixed_weights: bool
+    ) -> tuple[Step, Callable[[int], None]]:
+        """A step over empty slots, and what runs it: captured where that is possible, with the graphs of last time."""
+        captures = fixed_weights and "graphs" not in self.without and can_capture(self.device)
+        if captures:
+            longest = 1 << (longest - 1).bit_length()  # a bound, so that graphs serve other requests too
+        step = Step(
+            self.model, pool, Slots.empty(slots, self.device), responses, request.sampling,
+            torch.tensor(request.stops, dtype=torch.long, device=self.device), longest,
+            kernels="kernels" not in self.without, waits=not captures,
+        )  # fmt: skip
+        if not captures:
+            return step, step
+        tables = (responses.tokens, responses.logprobs, responses.uniforms)
+        good_for = (
+            [parameter.data_ptr() for parameter in self.model.model.parameters()],
+            [None if table is None else (table.data_ptr(), len(table)) for table in tables],
+            id(pool), slots, longest, request.sampling, request.stops,
+        )  # fmt: skip
+        if self._graphed is None or self._graphed[0] != good_for:
+            self._graphed = None  # its memory first
+            self._graphed = good_for, GraphedStep(step)
+        graphed = self._graphed[1]
+        graphed.step.slots.reset()
+        return graphed.step, graphed
+
     def name(self, request: Request, row: int) -> tuple[int, ...]:
         """Rows of the same name share their prompt's prefill, keys and values."""
         prompt = tuple(request.prompts[row])
         return (*prompt, -1 - row) if "sharing" in self.without else prompt
+
+
+def can_capture(device: torch.device) -> bool:
+    """Whether steps can be captured there."""
+    return device.type in ("cpu", "cuda")
 
 
 def queue_order(request: Request) -> list[int]:
@@ -115,26 +162,29 @@ def queue_order(request: Request) -> list[int]:
 
 def first_row_tokens(slots: Slots, responses: Responses) -> int:
     """How many tokens the only row of a request has, in flight or ended; meaningless for several rows."""
-    return int(slots.cells[0]) if slots.used else int(responses.counts[0])
+    return int(slots.cells[0]) - 1 if slots.used else int(responses.counts[0])
 
 
 class _Rollout:
     """One pass over a queue of rows."""
 
     def __init__(
-        self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int
-    ) -> None:
+        self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
+        fixed_weights: bool,
+    ) -> None:  # fmt: skip
         self.owner, self.request, self.responses, self.counts = owner, request, responses, counts
         self.model, self.device = owner.model, owner.device
         self.pool = owner.pool_for(request, rows, slots)
         self.queue = deque(rows)
         self.limits = request.limits
-        self.stops = torch.tensor(request.stops, dtype=torch.long, device=self.device)
-        self.slots = Slots.empty(slots, self.device)
         self.prompts: dict[tuple[int, ...], Prompt] = {}
         self.users = Counter(owner.name(request, row) for row in rows)  # rows not finished yet
         self.places: dict[int, int] = {}  # of each row in flight: where its response begins in the pool
-        self.longest = max(len(request.prompts[row]) + self.limits[row] for row in rows)
+        self.step, self.run_step = owner.step_for(
+            request, responses, self.pool, slots=slots, fixed_weights=fixed_weights,
+            longest=max(len(request.prompts[row]) + self.limits[row] for row in rows),
+        )  # fmt: skip
+        self.slots = self.step.slots
 
     @property
     def unfinished(self) -> list[int]:
@@ -150,27 +200,10 @@ class _Rollout:
             if not self.slots.used:
                 continue
             for _ in range(STEPS_PER_LOOK[self.device.type]):
-                self.step()
+                self.counts.decoded_rows += self.slots.used
+                self.run_step(self.slots.used)
             self.retire()
         yield first_row_tokens(self.slots, self.responses)
-
-    def step(self) -> None:
-        """One token for every row in flight."""
-        count = self.slots.used
-        self.counts.decoded_rows += count
-        tokens, spans = self.slots.advance(count)
-        logits = self.model.decode(self.pool, tokens, spans, longest=self.longest)  # [R, V]
-        self.draw(slice(0, count), logits)
-
-    def draw(self, places: slice, logits: Tensor) -> None:
-        """Draw the next token of some places from logits [n, V]."""
-        uniform = None
-        if self.responses.uniforms is not None:
-            uniform = self.responses.uniforms[self.slots.next_cells(places, self.responses)]
-        tokens, logprobs = draw_tokens(
-            logits, uniform, self.request.sampling, kernels="kernels" not in self.owner.without
-        )
-        self.slots.write(places, tokens, logprobs, self.responses, self.stops)
 
     def admit(self) -> None:
         """Fill free slots from the queue, as far as the pool goes; prompts that are new to it run together."""
@@ -194,8 +227,8 @@ class _Rollout:
         self.prefill(fresh)
         prompts = [self.prompts[self.owner.name(self.request, row)] for row in rows]
         spans = [(prompt.start, prompt.length, self.places[row]) for prompt, row in zip(prompts, rows, strict=True)]
-        places = self.slots.add(rows, spans, [self.limits[row] for row in rows], self.responses.columns)
-        self.draw(places, torch.stack([prompt.logits for prompt in prompts]))
+        places = self.slots.add(rows, spans, [self.limits[row] for row in rows], self.responses)
+        self.step.draw(places, torch.stack([prompt.logits for prompt in prompts]))
 
     def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
         """Run new prompts, similar lengths together: name → where in the pool, and ids."""

@@ -49,11 +49,17 @@ class Slots:
     def used(self) -> int:
         return len(self.rows)
 
-    def add(self, rows: list[int], spans: list[tuple[int, int, int]], limits: list[int], columns: int) -> slice:
+    def reset(self) -> None:
+        """No rows."""
+        self.rows = []
+        self.live.fill_(False)
+        self.spans[:] = torch.tensor(NO_ROW_SPAN, device=self.spans.device)
+
+    def add(self, rows: list[int], spans: list[tuple[int, int, int]], limits: list[int], responses: Responses) -> slice:
         """Take rows in whose prompts are in the pool; spans: prompt start and length, response start of each."""
         device = self.tokens.device
         places = slice(self.used, self.used + len(rows))
-        first = torch.tensor(rows, device=device) * columns
+        first = responses.first_cell(torch.tensor(rows, device=device))
         self.spans[places] = torch.tensor([(*span, 0) for span in spans], device=device)
         self.cells[places] = first
         self.ends[places] = first + torch.tensor(limits, device=device)
@@ -92,7 +98,7 @@ class Slots:
         self.rows = [self.rows[place] for place in stay.tolist()]
         ended = (~live).nonzero().squeeze(1)
         names = torch.tensor(gone, device=live.device)
-        responses.counts[names] = self.cells[ended] - names * responses.columns
+        responses.counts[names] = self.cells[ended] - responses.first_cell(names)
         for tensor in (self.tokens, self.spans, self.cells, self.ends, self.live):
             tensor[: len(stay)] = tensor[stay]
         self.live[len(stay) :] = False

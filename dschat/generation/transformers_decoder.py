@@ -41,7 +41,7 @@ class TokenChooser(LogitsProcessor):
         """input_ids: [R, P+t], scores: [R, V] → scores that leave the drawn token alone."""
         position = input_ids.shape[1] - self.prompt_length
         live, responses = self.live, self.responses
-        cells = torch.where(live, self.rows * responses.columns + position, responses.unwanted)
+        cells = torch.where(live, responses.first_cell(self.rows) + position, responses.unwanted)
         uniform = None if responses.uniforms is None else responses.uniforms[cells]
         tokens, logprobs = sample_tokens(scores, uniform, self.sampling)
         responses.tokens[cells] = tokens
@@ -102,7 +102,7 @@ class TransformersDecoder:
     def prepare(self) -> None:
         """The weights are used as they are."""
 
-    def unprepare(self) -> None:
+    def unprepare(self, *, keep: bool = False) -> None:
         """Nothing was made of them."""
 
     def release(self) -> None:

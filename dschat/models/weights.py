@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -71,22 +72,55 @@ def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Args:
         module: what `pretrained_model` accepts.
     """
-    model = pretrained_model(module)
+    for source in weight_sources(pretrained_model(module)):
+        with gathered(source.needed):
+            for name, parameter in source.parameters:
+                yield name, folded_weight(source.layer) if source.folds(parameter) else parameter
+        yield from source.buffers
+
+
+@dataclass(frozen=True)
+class WeightSource:
+    """Where some weights of a plain model come from: one module of the training model.
+
+    Attributes:
+        path: the module's plain name.
+        parameters: plain name and training parameter.
+        buffers: plain name and persistent buffer.
+        layer: the LoRA layer that the module's weight has to be folded with, if there is one.
+    """
+
+    path: str
+    parameters: list[tuple[str, nn.Parameter]]
+    buffers: list[tuple[str, Tensor]]
+    layer: LoraLayer | None
+
+    def folds(self, parameter: nn.Parameter) -> bool:
+        """Whether the plain weight is not the parameter itself but this one folded with its adapter."""
+        return self.layer is not None and parameter is self.layer.get_base_layer().weight
+
+    @property
+    def needed(self) -> list[nn.Parameter]:
+        """What has to be gathered to make the weights."""
+        adapters = [] if self.layer is None else self.layer.named_parameters()
+        return [p for _, p in self.parameters] + [p for n, p in adapters if n.startswith("lora_")]
+
+
+def weight_sources(model: PreTrainedModel) -> Iterator[WeightSource]:
+    """The modules of a model in their order, adapters apart; nothing is gathered."""
     chosen = _names_to_keep(model)
     for path, part in model.named_modules():
-        prefix = f"{path}." if path else ""
         if ".lora_" in f".{path}":
             continue
-        own = [(n, p) for n, p in part.named_parameters(recurse=False) if prefix + n in chosen]
-        layer = _lora_layer(model, path)
-        adapters = [] if layer is None else [p for n, p in layer.named_parameters() if n.startswith("lora_")]
-        with gathered([p for _, p in own] + adapters):
-            for name, parameter in own:
-                folds = layer is not None and name == "weight"
-                yield plain_name(prefix + name), folded_weight(layer) if folds else parameter
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield plain_name(prefix + name), buffer
+        prefix = f"{path}." if path else ""
+        own = part.named_parameters(recurse=False)
+        kept = ((n, b) for n, b in part.named_buffers(recurse=False) if n not in part._non_persistent_buffers_set)
+        yield WeightSource(
+            path=plain_name(prefix).removesuffix("."),
+            parameters=[(plain_name(prefix + name), p) for name, p in own if prefix + name in chosen],
+            buffers=[(plain_name(prefix + name), buffer) for name, buffer in kept],
+            layer=_lora_layer(model, path),
+        )
 
 
 def plain_name(name: str) -> str:

@@ -22,7 +22,9 @@ from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded; spinning starves what else runs
+# Read when torch is loaded. One contender runs at a time and has the cores for itself, so its threads may wait awake.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch  # noqa: E402
 import transformers  # noqa: E402

@@ -109,8 +109,10 @@ def judge(prompts: list[str], responses: list[str], rows: list[dict]) -> list[fl
 
 def accuracy(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
     """1.0 for every response that states the true sum, else 0.0."""
-    return [float(stated_answer(response) == row["answer"]) for _, response, row in
-            zip(prompts, responses, rows, strict=True)]
+    return [
+        float(stated_answer(response) == row["answer"])
+        for _, response, row in zip(prompts, responses, rows, strict=True)
+    ]
 
 
 def split_operand_pairs(rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

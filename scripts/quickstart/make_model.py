@@ -1,6 +1,6 @@
 """A tiny Llama with random weights and a BPE tokenizer trained on the spot, saved as a Hugging Face folder.
 
-    python scripts/quickstart/make_model.py --data DIR/sft_train.jsonl --output MODEL --seed 1
+python scripts/quickstart/make_model.py --data DIR/sft_train.jsonl --output MODEL --seed 1
 """
 
 from __future__ import annotations

@@ -1,0 +1,120 @@
+"""What CUDA graphs are on a GPU, for a CPU: a step's operations recorded once, then run again without Python's part.
+
+Every tensor that a recorded run made is kept, so views need no work, and each operation writes where it wrote before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dschat.generation import cpu_kernels
+
+# More than this is not kept for one recording: with so much arithmetic the calls do not matter.
+MOST_BYTES = 256 << 20
+
+
+def record(run: Callable[[], None]) -> Callable[[], None] | None:
+    """Run a function; return one that does its tensor operations again, on the same tensors.
+
+    None where that would not be the same, since the function reads a number out of a tensor, or not worth it, since it
+    makes more than MOST_BYTES of tensors.
+    """
+    library, recorder = cpu_kernels.load(), Recorder()
+    if library is not None:
+        library.recorder = recorder.calls
+    try:
+        with recorder:
+            run()
+    finally:
+        if library is not None:
+            library.recorder = None
+    if recorder.reads or recorder.bytes > MOST_BYTES:
+        return None
+    return Recording(recorder.calls, recorder.kept)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Operations that can be done again; see Recorder."""
+
+    calls: list[Callable[[], Any]]
+    kept: list[Tensor]
+
+    def __call__(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes operations as they run.
+
+    Attributes:
+        calls: what has to be called to do it all again.
+        kept: the tensors that were made: none may be freed, or another would get its place.
+        bytes: of the tensors that were made, as long as they are kept.
+        reads: a number was read out of a tensor, so that Python may have gone another way because of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+        self.kept: list[Tensor] = []
+        self.bytes = 0
+        self.reads = False
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.reads |= func is torch.ops.aten._local_scalar_dense.default
+        out = func(*args, **kwargs)
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.kept += made
+        given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        if func._schema.is_mutable:
+            self.calls.append(partial(func, *args, **kwargs))
+        elif any(_place(tensor) not in given for tensor in made):
+            self.bytes += sum(tensor.nbytes for tensor in made)
+            if self.bytes > MOST_BYTES:
+                self.kept.clear()
+            if not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+                self.calls.append(_again(func, args, kwargs, out))
+        return out
+
+
+def _place(tensor: Tensor) -> int:
+    """Where a tensor's memory begins; packed weights have none that torch shows, so they go by themselves."""
+    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+
+
+def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[], Any]:
+    """A call that does an operation again and writes the result where it was written the first time."""
+    if isinstance(out, Tensor) and (writes := _out_variant(func)) is not None:
+        return partial(writes, *args, **kwargs, out=out)
+    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+    def copy() -> None:
+        for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+            old.copy_(new)
+
+    return copy
+
+
+def _out_variant(func: OpOverload) -> OpOverload | None:
+    """The overload with the same arguments and one more, `out`."""
+    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        arguments = getattr(packet, name)._schema.arguments
+        same = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
+        outs = [argument.name for argument in arguments if argument.is_out]
+        if outs == ["out"] and same == wanted:
+            return getattr(packet, name)
+    return None
