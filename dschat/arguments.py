@@ -271,7 +271,7 @@ class RolloutArguments(SamplingArguments):
     generation_memory_fraction: float = flag(
         0.8, "share of the device's free memory that keys and values of a rollout may take", above=0, at_most=1
     )
-    pin_generation_buffers: bool = flag(False, "keep the pool of keys and values between rollouts, with its memory")
+    pin_generation_buffers: bool = flag(False, "keep keys, values, copied weights and captured steps between rollouts")
     print_answers: bool = flag(False, "print sampled answers to the console")
     print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1, needs=["print_answers"])
 

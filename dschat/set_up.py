@@ -148,16 +148,20 @@ def rlhf_problems(
 
 def rlhf_warnings(_models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, *_: Any) -> list[str]:
     """What works in step 3, but not as one may think; takes the groups that rlhf_problems takes."""
+    warnings = []
+    if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
+        warnings.append("--pin_generation_buffers changes nothing: transformers decodes, which keeps no buffers")
     truncation = [f"--top_p {rollouts.top_p}"] if rollouts.top_p < 1 else []
     truncation += [f"--top_k {rollouts.top_k}"] if rollouts.top_k else []
     if ppo.old_logprobs != "rollout" or not truncation:
-        return []
+        return warnings
     return [
+        *warnings,
         f"{' '.join(truncation)} with --old_logprobs rollout: the decoder's log-probs are those of the truncated, "
         "renormalised distribution, the actor's those of the whole one. So the ratio starts at the probability mass "
         "that was kept, below 1, and clipping cuts tokens before the policy has moved (those of negative advantage "
         f"whose mass is below 1 - {ppo.clip_range}): take --top_p 1 --top_k 0, or --old_logprobs recompute, where "
-        "--rollout_correction tis weighs each token by that mass"
+        "--rollout_correction tis weighs each token by that mass",
     ]
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dschat.generation import SamplingParams, cpu_kernels
 from dschat.generation.attention import decode_attention, plain_attention
@@ -149,3 +149,85 @@ def test_plain_attention_takes_any_bound_of_the_context():
     query, pool, spans = torch.randn(6, 2, 8), torch.randn(300, 2, 8), torch.tensor(SPANS)
     short, long = (plain_attention(query, pool, pool, spans, scale=1.0, longest=longest) for longest in (73, 500))
     torch.testing.assert_close(short, long)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 12, 13, 100, 203])
+@pytest.mark.parametrize("in_features, out_features", [(1, 1), (7, 63), (64, 64), (33, 130), (256, 200)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_products_equal_the_definition(kernels, rows, in_features, out_features, bias):
+    if not kernels.multiplies_bf16:
+        pytest.skip("this processor does not multiply bfloat16")
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_features, generator=generator).bfloat16()
+    weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
+    shift = torch.randn(out_features, generator=generator).bfloat16() if bias else None
+    packed = kernels.pack(weight)
+    expected = x.double() @ weight.double().T + (shift.double() if bias else 0)
+    found = kernels.linear(x.view(rows, 1, in_features), packed, shift, out_features)
+    assert found.shape == (rows, 1, out_features)
+    # One rounding to bfloat16, and sums in float32 of up to 256 products.
+    torch.testing.assert_close(found[:, 0].double(), expected, rtol=2**-8, atol=1e-4 * in_features**0.5)
+    again = kernels.pack(2 * weight, packed)
+    assert again.data_ptr() == packed.data_ptr()
+    doubled = kernels.linear(2 * x, packed, None, out_features)
+    torch.testing.assert_close(doubled.double(), 4 * (x.double() @ weight.double().T), rtol=2**-8, atol=1e-2)
+
+
+def test_wrong_shapes_of_products_are_refused(kernels):
+    if not kernels.multiplies_bf16:
+        pytest.skip("this processor does not multiply bfloat16")
+    packed = kernels.pack(torch.zeros(5, 4).bfloat16())
+    for x, bias, out in (
+        (torch.zeros(2, 7), None, 5), (torch.zeros(2, 4), torch.zeros(6), 5), (torch.zeros(2, 4), None, 900)
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="does not fit"):
+            kernels.linear(x.bfloat16(), packed, bias if bias is None else bias.bfloat16(), out)
+    with pytest.raises(ValueError, match="does not fit"):
+        kernels.linear(torch.zeros(2, 4), packed, None, 5)
+    with pytest.raises(ValueError, match="not a bfloat16 matrix"):
+        kernels.pack(torch.zeros(5, 4))
+    with pytest.raises(ValueError, match="there is room for"):
+        kernels.pack(torch.zeros(500, 4).bfloat16(), packed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [8, 24, 100, 688])
+def test_norms_gates_and_rotations_equal_their_definitions(kernels, dtype, width):
+    generator = torch.Generator().manual_seed(width)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    close = {"rtol": 2**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    x, weight = random(3, 5, width), random(width)
+    for eps, shift in ((1e-6, 0.0), (1e-1, 1.0)):
+        wide = x.double()
+        expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + shift)
+        found = kernels.rms_norm(x.transpose(0, 1), weight, eps=eps, shift=shift).transpose(0, 1)
+        torch.testing.assert_close(found.double(), expected, **close)
+
+    both = 6 * random(4, 1, 2 * width)
+    gate, up = both.split(width, dim=-1)  # as a product of two layers leaves them
+    for gelu in (False, True):
+        act = nn.functional.gelu(gate.double(), approximate="tanh") if gelu else nn.functional.silu(gate.double())
+        torch.testing.assert_close(kernels.gated(gate, up, gelu=gelu).double(), act * up.double(), **close)
+
+    heads = random(2, 7, 3, width).transpose(1, 2)  # [R, H, T, D], as models make them
+    for rows in (1, 2):
+        cos, sin = random(rows, 7, width), random(rows, 7, width)
+        half = torch.cat([-heads[..., width // 2 :], heads[..., : width // 2]], dim=-1)
+        expected = heads.double() * cos[:, None].double() + half.double() * sin[:, None].double()
+        torch.testing.assert_close(kernels.rotate(heads, cos, sin).double(), expected, **close)
+
+
+def test_extreme_gates_are_finite(kernels):
+    gate = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 1e4]])
+    for gelu in (False, True):
+        expected = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
+        torch.testing.assert_close(kernels.gated(gate, torch.ones(1, 5), gelu=gelu), expected)
+    with pytest.raises(ValueError, match="do not fit"):
+        kernels.gated(gate, torch.ones(1, 4))
+    with pytest.raises(ValueError, match="rms_norm"):
+        kernels.rms_norm(gate, torch.ones(4), eps=1e-6)
+    with pytest.raises(ValueError, match="do not fit together"):
+        kernels.rotate(torch.ones(2, 3, 4, 6), torch.ones(3, 4, 6), torch.ones(3, 4, 6))

@@ -252,6 +252,20 @@ def roll_out_on_a_rank(rank: int, port: int, folder: str) -> None:
             )
             actor = HybridEngine(engine)
             pieces = [getattr(p, "ds_tensor", p).detach().clone() for p in model.parameters()]
+            in_step = HybridEngine(engine, layerwise=True, without=["kernels"])
+            if rank == 0:  # the other has nothing to decode, and one more context
+                with in_step.generation():
+                    rollout = in_step.generate(PROMPTS[mine], **SAMPLED, sample_ids=torch.arange(5)[mine])
+                    answers[stage, lora, "in step"] = rollout.responses()
+                with pytest.raises(KeyError), in_step.generation():
+                    in_step.generate([[5, 6]], max_new_tokens=2, eos_token_ids=None, pad_token_id=0)
+                    raise KeyError("a fault of one rank")
+            else:
+                with in_step.generation():
+                    pass
+                with in_step.generation():
+                    rollout = in_step.generate(PROMPTS[mine], **SAMPLED, sample_ids=torch.arange(5)[mine])
+                    answers[stage, lora, "in step"] = rollout.responses()
             for moment in ("before", "after"):
                 with actor.generation():
                     ids = torch.arange(5)[mine]
@@ -303,6 +317,9 @@ def test_two_ranks_of_every_zero_stage_roll_out_what_one_process_does(tmp_path):
             for stage in (0, 2, 3):
                 responses = [row for answers in ranks for row in answers[stage, lora, moment][0]]
                 assert responses == rollout.responses(), (stage, lora, moment)
+                if moment == "before":
+                    in_step = [row for answers in ranks for row in answers[stage, lora, "in step"]]
+                    assert in_step == rollout.responses(), (stage, lora, "in step")
                 for row, logprobs in enumerate(row for answers in ranks for row in answers[stage, lora, moment][1]):
                     kept = torch.tensor(logprobs)[: len(responses[row])]
                     torch.testing.assert_close(kept, rollout.logprobs[row, : len(kept)], atol=1e-4, rtol=1e-4)

@@ -5,6 +5,7 @@ Every tensor that a recorded run made is kept, so views need no work, and each o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dschat.generation import cpu_kernels
 
@@ -73,14 +73,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.reads |= func is torch.ops.aten._local_scalar_dense.default
+        self.reads |= _reads(func)
         out = func(*args, **kwargs)
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        made = tensors(out)
         self.kept += made
-        given = {_place(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         if func._schema.is_mutable:
             self.calls.append(partial(func, *args, **kwargs))
-        elif any(_place(tensor) not in given for tensor in made):
+            return out
+        given = {_place(tensor) for tensor in tensors((*args, *kwargs.values()))}
+        if any(_place(tensor) not in given for tensor in made):
             self.bytes += sum(tensor.nbytes for tensor in made)
             if self.bytes > MOST_BYTES:
                 self.kept.clear()
@@ -89,24 +90,41 @@ class Recorder(TorchDispatchMode):
         return out
 
 
+@functools.cache
+def _reads(func: OpOverload) -> bool:
+    """Whether an operation lets Python see values: as a number, as a shape, or as a list (which resolves signs first)."""
+    numbers = any("Tensor" not in str(result.type) for result in func._schema.returns)
+    return numbers or torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.resolve_neg.default
+
+
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory begins; packed weights have none that torch shows, so they go by themselves."""
-    return id(tensor) if tensor.is_mkldnn else tensor.untyped_storage().data_ptr()
+    """Where a tensor's memory begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def tensors(given: Any) -> list[Tensor]:
+    """The tensors among an operation's arguments or results: single ones, and those in lists."""
+    if isinstance(given, Tensor):
+        return [given]
+    if isinstance(given, list | tuple):
+        return [tensor for one in given for tensor in tensors(one)]
+    return []
 
 
 def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[], Any]:
     """A call that does an operation again and writes the result where it was written the first time."""
     if isinstance(out, Tensor) and (writes := _out_variant(func)) is not None:
         return partial(writes, *args, **kwargs, out=out)
-    made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+    made = tensors(out)
 
     def copy() -> None:
-        for old, new in zip(made, tree_leaves(func(*args, **kwargs)), strict=True):
+        for old, new in zip(made, tensors(func(*args, **kwargs)), strict=True):
             old.copy_(new)
 
     return copy
 
 
+@functools.cache
 def _out_variant(func: OpOverload) -> OpOverload | None:
     """The overload with the same arguments and one more, `out`."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]

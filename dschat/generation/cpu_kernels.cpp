@@ -471,13 +471,13 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
     const T* logits = static_cast<const T*>(draw.logits) + row * draw.logits_row;
     const int64_t size = draw.vocabulary;
     const bool greedy = draw.temperature == 0;
-    const float temperature = greedy ? 1.0f : draw.temperature;
+    const float factor = greedy ? 1.0f : 1.0f / draw.temperature;
     scaled.resize(size);
     float largest = -std::numeric_limits<float>::infinity();
     int strange = 0;
 #pragma omp simd reduction(max : largest) reduction(| : strange)
     for (int64_t i = 0; i < size; ++i) {
-        scaled[i] = load(logits + i) / temperature;
+        scaled[i] = load(logits + i) * factor;
         largest = std::max(largest, scaled[i]);
         strange |= scaled[i] != scaled[i];
     }

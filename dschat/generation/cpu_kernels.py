@@ -94,8 +94,8 @@ class CPUKernels:
             *new_value.stride()[:2], window or 0,
         )  # fmt: skip
         self._run(
-            self._attention, out.data_ptr(), query.data_ptr(), new_key.data_ptr(), new_value.data_ptr(), keys.data_ptr(),
-            values.data_ptr(), spans.data_ptr(), sizes, scale, softcap or 0.0,
+            self._attention, out.data_ptr(), query.data_ptr(), new_key.data_ptr(), new_value.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), spans.data_ptr(), sizes, scale, softcap or 0.0,
             query.dtype == torch.bfloat16, torch.get_num_threads() if rows * heads * width > 4096 else 1,
         )  # fmt: skip
         return out
@@ -112,9 +112,10 @@ class CPUKernels:
         tokens = torch.empty(rows, dtype=torch.long)
         logprobs = torch.empty(rows)
         self._run(
-            self._draw, tokens.data_ptr(), logprobs.data_ptr(), logits.data_ptr(), None if uniform is None else uniform.data_ptr(),
-            rows, vocabulary, logits.stride(0), params.top_k, params.top_p, params.temperature,
-            logits.dtype == torch.bfloat16, torch.get_num_threads() if rows * vocabulary > THREAD_WORTH else 1,
+            self._draw, tokens.data_ptr(), logprobs.data_ptr(), logits.data_ptr(),
+            None if uniform is None else uniform.data_ptr(), rows, vocabulary, logits.stride(0), params.top_k,
+            params.top_p, params.temperature, logits.dtype == torch.bfloat16,
+            torch.get_num_threads() if rows * vocabulary > THREAD_WORTH else 1,
         )  # fmt: skip
         return tokens, logprobs
 
@@ -161,8 +162,8 @@ class CPUKernels:
         x = x if x.is_contiguous() else x.contiguous()
         out = torch.empty_like(x)
         self._run(
-            self._rms_norm, out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, width, eps, shift,
-            x.dtype == torch.bfloat16, _threads(x.numel()),
+            self._rms_norm, out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, width, eps,
+            shift, x.dtype == torch.bfloat16, _threads(x.numel()),
         )  # fmt: skip
         return out
 
@@ -177,8 +178,8 @@ class CPUKernels:
         gate, up = gate.reshape(-1, width), up.reshape(-1, width)  # views where rows are evenly spaced
         gate, up = (x if x.stride(-1) == 1 else x.contiguous() for x in (gate, up))
         self._run(
-            self._gated, out.data_ptr(), gate.data_ptr(), up.data_ptr(), len(gate), width, gate.stride(0), up.stride(0), gelu,
-            gate.dtype == torch.bfloat16, _threads(gate.numel()),
+            self._gated, out.data_ptr(), gate.data_ptr(), up.data_ptr(), len(gate), width, gate.stride(0),
+            up.stride(0), gelu, gate.dtype == torch.bfloat16, _threads(gate.numel()),
         )  # fmt: skip
         return out
 

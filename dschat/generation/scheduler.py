@@ -20,6 +20,8 @@ from dschat.tensors import position_ids
 
 # Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
+# Shortest prompt of a forward as a share of its longest: padding is computed, too.
+PREFILL_ALIKE = {"cpu": 0.85, "cuda": 0.5}
 # Free slots wait until this share of all is free, so that a refill's prefill serves several rows.
 REFILL_SHARE = 1 / 8
 # Steps between two looks of the host at which rows have ended: a look waits for the device.
@@ -234,8 +236,10 @@ class _Rollout:
         """Run new prompts, similar lengths together: name → where in the pool, and ids."""
         waiting = sorted(fresh.items(), key=lambda item: -len(item[1][1]))
         while waiting:
-            most = max(1, PREFILL_TOKENS[self.device.type] // len(waiting[0][1][1]))
-            part, waiting = waiting[:most], waiting[most:]
+            longest = len(waiting[0][1][1])
+            most = max(1, PREFILL_TOKENS[self.device.type] // longest)
+            alike = sum(len(prompt) >= PREFILL_ALIKE[self.device.type] * longest for _, (_, prompt) in waiting[:most])
+            part, waiting = waiting[:alike], waiting[alike:]
             ids, mask = left_pad([prompt for _, (_, prompt) in part], pad_token_id=0, device=self.device)  # [U, P]
             starts = torch.tensor([start for _, (start, _) in part], device=self.device)
             positions = position_ids(mask)

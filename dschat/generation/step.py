@@ -55,18 +55,21 @@ class Step:
 
 
 def ladder(most: int) -> list[int]:
-    """Row counts that are captured: 1, 2, 4, then steps of 4 up to 32, then of about an eighth of the last, up to most."""
-    rungs = [1, 2, 4]
+    """Row counts that are captured: steps of 4 up to 32, then of about a quarter of the last, up to most.
+
+    Rows that nobody needs cost little beside reading the weights, a capture costs several steps.
+    """
+    rungs = [4]
     while rungs[-1] < most:
-        rungs.append(rungs[-1] + max(4, rungs[-1] // 32 * 4))
+        rungs.append(rungs[-1] + max(4, rungs[-1] // 32 * 8))
     return [rung for rung in rungs if rung < most] + [most]
 
 
 class GraphedStep:
     """A step that is captured, so that a small model's costs its arithmetic, and not the calls that lead there.
 
-    The first step of a size runs as it is (kernels are compiled, workspaces made), the second is captured, all later
-    ones are replayed. A model that cannot be captured goes on uncaptured.
+    A captured step is done again for every later one of its size. On CUDA the first of a size runs as it is, since it
+    compiles kernels and makes workspaces; on a CPU it is recorded. A model that cannot be captured goes on uncaptured.
 
     Attributes:
         step: what is captured.
@@ -84,11 +87,14 @@ class GraphedStep:
         size = next(size for size in self._sizes if size >= count)
         if size in self._graphs:
             self._graphs[size]()
-        elif size not in self._seen or not self._captures:
-            self._seen.add(size)
+        elif not self._captures:
             self.step(size)
         elif self.step.slots.tokens.is_cuda:
-            self._capture(size)
+            if size in self._seen:
+                self._capture(size)
+            else:
+                self._seen.add(size)
+                self.step(size)
         else:
             replay = record(lambda: self.step(size))
             self._captures = replay is not None

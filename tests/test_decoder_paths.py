@@ -1,0 +1,164 @@
+"""Tokens through everything a rollout may run: captured steps, fused layers, slots, weights layer by layer."""
+
+import pytest
+import torch
+from test_generation import ARCHITECTURES, EOS, GREEDY, PROMPTS, tiny, transformers_greedy
+from test_hybrid_engine import assert_bit_identical, snapshot, with_lora
+
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation.step import GraphedStep, ladder
+
+SETTINGS = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3}
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+
+
+def graphed(actor: HybridEngine) -> GraphedStep:
+    return actor._decoder._rollouts._graphed[1]
+
+
+def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):
+    with actor.generation():
+        return actor.generate(prompts, **{**SETTINGS, **changes})
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_equal_generate_on_every_path(name, slots):
+    model = tiny(name)
+    expected = transformers_greedy(model, PROMPTS, 12)
+    actor = HybridEngine(model, slots=slots, pin_buffers=True)
+    for _ in range(2):  # the second time steps are done again from the first on
+        assert rollout(actor, sampling=GREEDY).responses() == expected
+    if name not in ("bloom", "mamba"):
+        assert graphed(actor)._graphs, "nothing was captured, so nothing is shown"
+
+
+@pytest.mark.parametrize("without", ["graphs", "fusion", "kernels"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(temperature=0.8, top_k=20, top_p=0.9), SamplingParams(top_p=0.5)]
+)
+def test_captured_fused_and_plain_steps_draw_the_same_tokens(without, sampling):
+    model = tiny("llama")
+    whole = rollout(HybridEngine(model), sampling=sampling, eos_token_ids=EOS)
+    plain = rollout(HybridEngine(model, without=[without]), sampling=sampling, eos_token_ids=EOS)
+    assert len({len(r) for r in whole.responses()}) > 1
+    assert plain.responses() == whole.responses()
+    torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recordings_outlive_a_context_and_see_the_weights_of_their_moment(lora, dtype):
+    model = (with_lora(tiny("llama")) if lora else tiny("llama")).to(dtype)
+    actor = HybridEngine(model, pin_buffers=True)
+    first = rollout(actor)
+    kept = graphed(actor)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not lora or "lora_" in name:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    second = rollout(actor)
+    assert graphed(actor) is kept, "with buffers pinned, recordings are made once"
+    assert second.responses() == rollout(HybridEngine(model, without=["graphs"])).responses() != first.responses()
+
+
+def test_other_requests_and_larger_ones_are_not_served_by_an_old_recording():
+    model = tiny("llama")
+    actor = HybridEngine(model, pin_buffers=True)
+    for changes in (
+        {}, {"sampling": SamplingParams(0.5)}, {"eos_token_ids": EOS}, {"max_new_tokens": 40}, {"seed": 9},
+        {"prompts": PROMPTS * 4}, {"prompts": PROMPTS[:2], "max_new_tokens": [3, 9]}, {"sampling": GREEDY}, {},
+    ):  # fmt: skip
+        found, fresh = rollout(actor, **changes), rollout(HybridEngine(model, without=["graphs"]), **changes)
+        assert found.responses() == fresh.responses(), changes
+        torch.testing.assert_close(found.logprobs, fresh.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_step_that_reads_a_number_is_not_recorded(monkeypatch):
+    model = tiny("llama")
+    expected = rollout(HybridEngine(model))
+    actor = HybridEngine(model, pin_buffers=True)
+    usual = actor._decoder._pooled.decode
+
+    def curious(pool, tokens, spans, *, longest):
+        assert int(spans[:, 3].max()) > 0
+        return usual(pool, tokens, spans, longest=longest)
+
+    monkeypatch.setattr(actor._decoder._pooled, "decode", curious)
+    found = rollout(actor)
+    assert not graphed(actor)._graphs and found.responses() == expected.responses()
+    torch.testing.assert_close(found.logprobs, expected.logprobs)
+
+
+def test_the_ladder_reaches_every_count_in_few_rungs():
+    assert ladder(1) == [1] and ladder(4) == [4] and ladder(10) == [4, 8, 10]
+    for most in (31, 64, 512):
+        rungs = ladder(most)
+        assert rungs[-1] == most and rungs == sorted(set(rungs)) and len(rungs) < 24
+        assert all(after - before <= max(4, before / 4) for before, after in zip(rungs, rungs[1:], strict=False))
+
+
+def test_a_stream_that_is_open_and_a_rollout_do_not_meet():
+    actor = HybridEngine(tiny("llama"))
+    settings = {"max_new_tokens": 12, "eos_token_ids": None, "seed": 3}
+    with actor.generation():
+        alone = list(actor.stream([5, 6, 7], **settings))
+        stream = actor.stream([5, 6, 7], **settings)
+        begun = [next(stream) for _ in range(4)]
+        whole = actor.generate(PROMPTS, **SETTINGS)
+        assert begun + list(stream) == alone == whole.responses()[0]
+
+
+@pytest.mark.parametrize("case", ["lora", "dtype", "tied"])
+def test_layer_by_layer_says_what_whole_weights_say(case):
+    model = tiny("llama" if case != "tied" else "opt")
+    model = with_lora(model) if case == "lora" else model
+    dtype = None if case == "lora" else torch.bfloat16
+    whole = rollout(HybridEngine(model, dtype=dtype, without=["fusion", "kernels"]))
+    before = snapshot(model)
+    actor = HybridEngine(model, dtype=dtype, layerwise=True, without=["kernels"])
+    found = rollout(actor)
+    assert found.responses() == whole.responses()
+    assert_bit_identical(model, before)
+    lent = actor._generation_module.module
+    assert all(parameter.is_meta for parameter in lent.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in lent.modules())
+
+
+def test_copies_that_do_not_fit_come_layer_by_layer(monkeypatch):
+    from dschat.generation import generation_module
+
+    model = with_lora(tiny("llama"))
+    copied = sum(p.numel() for n, p in model.named_parameters() if n.endswith("_proj.base_layer.weight")) * 4
+    for free, layerwise in ((copied / 0.8 + 8, False), (copied / 0.8 - 8, True)):
+        monkeypatch.setattr(generation_module, "free_memory", lambda device, free=free: free)
+        actor = HybridEngine(model)
+        with actor.generation():
+            assert (actor._generation_module.layerwise is not None) == layerwise
+
+
+def test_a_weight_read_outside_its_layer_shows_as_not_a_number():
+    """A model may compute with another layer's weight; placeholders must not pass for numbers."""
+    model = with_lora(tiny("llama"))
+    actor = HybridEngine(model, layerwise=True)
+    with actor.generation():
+        weight = actor._generation_module.module.model.layers[0].mlp.up_proj.weight
+        assert weight.isnan().all() and weight.untyped_storage().nbytes() == weight.element_size()
+
+
+def test_flat_copies_lie_apart_and_stay_where_they_are_while_pinned():
+    model = with_lora(tiny("llama"))
+    for pinned in (False, True):
+        actor = HybridEngine(model, pin_buffers=pinned)
+        with actor.generation():
+            lent = dict(actor._generation_module.module.named_parameters())
+            places = {name: parameter.data_ptr() for name, parameter in lent.items()}
+            flat = actor._generation_module._flat[torch.float32]
+            inside = [p for p in lent.values() if p.untyped_storage().data_ptr() == flat.data_ptr()]
+            assert len(inside) == 14 and all(p.data_ptr() % 64 == flat.data_ptr() % 64 for p in inside)
+            ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in inside)
+            assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
+        assert bool(actor._generation_module._flat) == pinned
+        with actor.generation():
+            again = actor._generation_module.module.named_parameters()
+            assert not pinned or places == {name: parameter.data_ptr() for name, parameter in again}
