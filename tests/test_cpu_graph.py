@@ -79,7 +79,7 @@ def test_our_kernels_are_part_of_a_recording():
 
 def test_what_reads_a_number_or_makes_too_much_has_run_and_is_not_recorded(monkeypatch):
     x = torch.ones(3)
-    for read in (float, int, bool, Tensor.item, Tensor.tolist, lambda x: len(x.expand(3).nonzero())):
+    for read in (float, int, bool, Tensor.item, Tensor.tolist, lambda x: len(x.view(1)[x.view(1) > 0])):
         x.fill_(1)
         assert again(lambda read=read: x.add_(read(x[0]))) is None
         assert x[0] in (2, 4)

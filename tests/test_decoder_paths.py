@@ -41,6 +41,9 @@ def test_captured_fused_and_plain_steps_draw_the_same_tokens(without, sampling):
     model = tiny("llama")
     whole = rollout(HybridEngine(model), sampling=sampling, eos_token_ids=EOS)
     plain = rollout(HybridEngine(model, without=[without]), sampling=sampling, eos_token_ids=EOS)
+    pinned = HybridEngine(model, pin_buffers=True)
+    rollout(pinned, sampling=sampling, eos_token_ids=EOS)
+    assert graphed(pinned)._graphs, "sampling can be captured, too"
     assert len({len(r) for r in whole.responses()}) > 1
     assert plain.responses() == whole.responses()
     torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)

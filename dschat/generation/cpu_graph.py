@@ -73,7 +73,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.reads |= _reads(func)
+        self.reads |= _reads(func) or any(tensor.dtype == torch.bool for tensor in _indices(func, args))
         out = func(*args, **kwargs)
         made = tensors(out)
         self.kept += made
@@ -92,9 +92,16 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _reads(func: OpOverload) -> bool:
-    """Whether an operation lets Python see values: as a number, as a shape, or as a list (which resolves signs first)."""
+    """Whether an operation lets Python see values: as a number, a shape, or a list (which resolves signs first)."""
+    if func is torch.ops.aten.index.Tensor:
+        return False  # unless a mask is among the indices, which only the call shows
     numbers = any("Tensor" not in str(result.type) for result in func._schema.returns)
     return numbers or torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.resolve_neg.default
+
+
+def _indices(func: OpOverload, args: tuple) -> list[Tensor]:
+    """What an indexing operation indexes with; a mask among it makes a shape of values."""
+    return tensors(args[1]) if func is torch.ops.aten.index.Tensor else []
 
 
 def _place(tensor: Tensor) -> int:
