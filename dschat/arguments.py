@@ -16,6 +16,41 @@ LORA_HELP = "rank of the adapters; 0: none"
 DROPOUT_HELP = "override every dropout of the model"
 
 
+# Flags that make another run of a checkpoint: its models, its data, its random numbers, its shapes.
+IDENTITY = frozenset(
+    [
+        "seed",
+        "data_path",
+        "data_split",
+        "eval_data_path",
+        "eval_fraction",
+        "overlong",
+        "add_eot_token",
+        "dtype",
+        "model_name_or_path",
+        "lora_dim",
+        "actor_model_name_or_path",
+        "critic_model_name_or_path",
+        "reward_model_name_or_path",
+        "actor_lora_dim",
+        "critic_lora_dim",
+        "only_optimize_lora",
+        "lora_module_name",
+        "max_seq_len",
+        "max_prompt_seq_len",
+        "max_answer_seq_len",
+        "train_on_prompt",
+        "unsupervised_dataset_name",
+        "lr_scheduler_type",
+        "num_warmup_steps",
+        "ppo_epochs",
+        "generation_batches",
+    ]
+)
+# Flags that may always change: nobody has to hear of it.
+SILENT = frozenset(["resume", "resume_anyway", "local_rank"])
+
+
 @dataclass
 class RunArguments:
     """What a run writes, how often it looks at itself, and where it goes on."""
@@ -28,10 +63,20 @@ class RunArguments:
     eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
     eval_iters: int = flag(0, "evaluation batches per device; 0: the whole evaluation set", at_least=0)
     save_interval: int = flag(0, "write a resumable checkpoint every so many steps; 0: none", at_least=0)
-    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval"])
+    save_minutes: float = flag(0.0, "write one every so many minutes, between two updates; 0: none", at_least=0)
+    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval", "save_minutes"])
     resume: str = flag(
         "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never"
     )
+    max_bad_steps: int = flag(
+        10, "stop after so many updates in a row that were skipped, as a number was not finite; 0: never", at_least=0
+    )
+    warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
+    stop_at_kl: float = flag(0.0, "end, and export, once a step's KL has reached this many nats; 0: never", at_least=0)
+    collective_timeout: float = flag(
+        1800.0, "seconds that a rank may be silent, or in one phase, before the run ends with a report", above=0
+    )
+    resume_anyway: bool = flag(False, "resume although flags have changed that make another run of it")
     enable_tensorboard: bool = flag(False, "write TensorBoard event files")
     tensorboard_path: str | None = flag(
         None, "folder of the event files; default: OUTPUT_DIR/tensorboard", needs=["enable_tensorboard"]
@@ -272,6 +317,8 @@ class RolloutArguments(SamplingArguments):
         0.8, "share of the device's free memory that keys and values of a rollout may take", above=0, at_most=1
     )
     pin_generation_buffers: bool = flag(False, "keep keys, values, copied weights and captured steps between rollouts")
+    judge_timeout: float = flag(300.0, "seconds that the judge may take for a rollout batch", above=0, needs=["judge"])
+    judge_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["judge"])
     print_answers: bool = flag(False, "print sampled answers to the console")
     print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1, needs=["print_answers"])
 

@@ -1,7 +1,7 @@
 """Resumable checkpoints of a run: written beside, checksummed, renamed, and only then pointed at.
 
 output_dir/checkpoints/step-00000120/
-    manifest.json          step, world size, and size + SHA-256 of every other file
+    manifest.json          step, world size, arguments, versions, and size + SHA-256 of every other file
     state.json             what the step's loop needs to go on: its counters and positions
     random_rank0.…         the generators of each rank
     actor/, critic/, …     DeepSpeed's own checkpoint of each engine
@@ -11,71 +11,183 @@ output_dir/checkpoints/latest    the name of the newest complete one
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
-from safetensors.torch import load_file, save_file
 
-from dschat import launch
+from dschat import failpoint, launch
+from dschat.arguments import IDENTITY, SILENT
+from dschat.random_states import load_random_states, save_random_states
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
-STEP_FOLDER = re.compile(r"step-\d{8}")
+STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
+# What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
+WRITE_ERRORS = (OSError, RuntimeError)
 
 
 def save(
     output_dir: str | Path,
     step: int,
     *,
+    update: int = 0,
     engines: Engines,
     state: dict[str, Any],
     keep: int,
     also: Callable[[Path], None] | None = None,
+    about: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint of the whole run; every rank calls it.
 
+    Killed at any moment, it leaves the checkpoints before it as they were.
+
     Args:
         step: number of finished steps; names the folder.
+        update: number of finished updates of the step after it.
         engines: the trained engines by name.
         state: JSON-serialisable, the same on every rank.
         keep: older checkpoints beyond this many are removed, after the new one is complete. Those of later steps
             too: they belong to a run that was left.
         also: called on every rank with the temporary folder, to add files of its own (an EMA, say).
+        about: entries of the manifest for people and for `changed_arguments`.
 
     Returns: the folder, complete and verified by its manifest.
+    Raises: OSError on every rank when any rank cannot write; nothing of the attempt is left.
     """
-    folder = Path(output_dir, "checkpoints", f"step-{step:08d}")
+    name = f"step-{step:08d}" + (f"-update-{update:04d}" if update else "")
+    folder = Path(output_dir, "checkpoints", name)
     temporary = folder.with_name(f".{folder.name}.tmp")
-    if launch.is_main():
-        shutil.rmtree(temporary, ignore_errors=True)
+    problems: list[str] = []
+
+    def attempt(write: Callable[[], Any]) -> None:
+        if not problems:
+            try:
+                write()
+            except WRITE_ERRORS as error:
+                problems.append(f"rank {launch.rank()}: {error}")
+
+    def make_room() -> None:
+        for left in folder.parent.glob(".step-*"):  # of saves that were killed
+            shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
-    launch.barrier()
-    for name, engine in engines.items():
-        engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
-    if also is not None:
-        also(temporary)
-    _save_random_states(temporary)
-    launch.barrier()
+        check_space(temporary, expected_bytes(engines))
+
     if launch.is_main():
-        (temporary / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-        _write_manifest(temporary, step)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-        _sync(folder.parent)
-        _write_atomically(folder.parent / "latest", folder.name)
-        folders = _step_folders(output_dir)
-        newest = folders.index(folder)
-        for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
-            shutil.rmtree(other)
-    launch.barrier()
+        attempt(make_room)
+    _agree(problems, temporary)
+    failpoint.reached("save_begin")
+    for name, engine in engines.items():
+        with _catching_writes(engine, problems):
+            engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
+        failpoint.reached(f"save_{name}")
+    if also is not None:
+        attempt(lambda: also(temporary))
+    attempt(lambda: save_random_states(temporary))
+    failpoint.reached("save_written")
+    _agree(problems, temporary)
+    if launch.is_main():
+        attempt(lambda: _write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
+    _agree(problems, temporary)
+    files: dict[str, tuple[int, str]] = {}
+    attempt(lambda: files.update(_sync_and_digest(temporary)))
+    _agree(problems, temporary)
+    files = {name: entry for part in launch.from_all_ranks(files) for name, entry in part.items()}
+    failpoint.reached("save_digested")
+    if launch.is_main():
+        manifest = {
+            "step": step,
+            "world_size": launch.world_size(),
+            **(about or {}),
+            "files": dict(sorted(files.items())),
+        }
+        attempt(lambda: _complete(folder, temporary, manifest, keep))
+    _agree(problems, temporary)
     return folder
+
+
+def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int) -> None:
+    """Give a folder whose files are all on the disk its manifest and its name, then remove older ones."""
+    _write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
+    failpoint.reached("save_manifest")
+    if folder.exists():  # of a run that was left: it must not be half gone under its good name
+        left = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(left, ignore_errors=True)
+        folder.rename(left)
+        shutil.rmtree(left)
+    temporary.rename(folder)
+    _sync(folder.parent)
+    failpoint.reached("save_renamed")
+    _write_atomically(folder.parent / "latest", folder.name)
+    failpoint.reached("save_pointed")
+    folders = _step_folders(folder.parent.parent)
+    newest = folders.index(folder)
+    for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
+        # Not under its name any more, or a kill would leave half of it to be found.
+        gone = other.with_name(f".{other.name}.old")
+        shutil.rmtree(gone, ignore_errors=True)
+        other.rename(gone)
+        failpoint.reached("save_pruning")
+        shutil.rmtree(gone)
+
+
+def _agree(problems: list[str], temporary: Path) -> None:
+    """Go on if all ranks could write; else leave nothing behind and raise everywhere."""
+    found = launch.joined_lists(problems)
+    if found:
+        if launch.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        launch.barrier()
+        raise OSError(f"the checkpoint cannot be written: {'; '.join(found[:3])}")
+
+
+@contextmanager
+def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> Iterator[None]:
+    """Inside, what DeepSpeed cannot write becomes a problem: raised at once, it would leave other ranks waiting."""
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def caught(state_dict: Any, path: str) -> None:
+        if problems:
+            return
+        try:
+            failpoint.reached("save_writing")
+            write(state_dict, path)
+            failpoint.reached("save_one_written")
+        except WRITE_ERRORS as error:
+            problems.append(f"rank {launch.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
+
+    writer.save = caught
+    try:
+        yield
+    finally:
+        del writer.save
+
+
+def expected_bytes(engines: Engines) -> int:
+    """About what a checkpoint of all ranks takes: weights, and for trained ones Adam's moments and a float32 copy."""
+    total = 0
+    for engine in engines.values():
+        for parameter in engine.module.parameters():
+            count = getattr(parameter, "ds_numel", parameter.numel())
+            copy = 4 if parameter.dtype != torch.float32 or engine.zero_optimization_stage() else 0
+            total += count * (parameter.element_size() + (8 + copy if parameter.requires_grad else 0))
+    return total
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise OSError if a folder's disk has not that many bytes left."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"a checkpoint takes about {needed / 1e9:.2f} GB, the disk of {folder.parent} has {free / 1e9:.2f} GB "
+            "left: lower --keep_checkpoints, or make room"
+        )
 
 
 def find(output_dir: str | Path, resume: str) -> Path | None:
@@ -118,6 +230,12 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
     return None
 
 
+def newest(output_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run, not verified."""
+    folders = _step_folders(output_dir)
+    return folders[-1] if folders else None
+
+
 def verify(folder: str | Path) -> list[str]:
     """What is wrong with a checkpoint: missing files, other sizes or checksums, another world size. [] if nothing."""
     folder = Path(folder)
@@ -146,12 +264,16 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
 
     Args:
-        same: entries of the state that must be as they were when it was saved.
+        same: entries of the state that must be as they were when it was saved; None: whatever they were.
 
     Raises: ValueError when they are not, or when the checkpoint lacks an engine.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    changed = [f"{name} was {state.get(name)} and is {now}" for name, now in same.items() if state.get(name) != now]
+    changed = [
+        f"{name} was {state.get(name)} and is {now}"
+        for name, now in same.items()
+        if now is not None and state.get(name) != now
+    ]
     if changed:
         raise ValueError(
             f"{folder} belongs to another run, which cannot be gone on with: {'; '.join(changed)}. Resume with the "
@@ -161,51 +283,44 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
         path, _ = engine.load_checkpoint(str(folder), tag=name)
         if path is None:
             raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
-    _load_random_states(folder)
+    load_random_states(folder)
     return state
 
 
-def _save_random_states(folder: Path) -> None:
-    version, integers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    tensors = {
-        "torch": torch.get_rng_state(),
-        "python": torch.tensor(integers),
-        "numpy": torch.from_numpy(keys.astype(np.int64)),
+def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]:
+    """The flags that have changed since a checkpoint was written, a line each.
+
+    Raises:
+        ValueError: one of them makes another run of it (see arguments.IDENTITY), and anyway is False.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    then, now = manifest.get("arguments", {}), {k: v for group in groups for k, v in asdict(group).items()}
+    changed = {
+        name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }
-    if get_accelerator().device_name() != "cpu":
-        tensors["device"] = get_accelerator().get_rng_state()
-    rank = launch.rank()
-    save_file(tensors, folder / f"random_rank{rank}.safetensors")
-    numbers = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
-    (folder / f"random_rank{rank}.json").write_text(json.dumps(numbers), encoding="utf-8")
-
-
-def _load_random_states(folder: Path) -> None:
-    rank = launch.rank()
-    tensors = load_file(folder / f"random_rank{rank}.safetensors")
-    numbers = json.loads((folder / f"random_rank{rank}.json").read_text(encoding="utf-8"))
-    version, gauss = numbers["python"]
-    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
-    kind, position, has_gauss, cached = numbers["numpy"]
-    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(tensors["torch"])
-    if "device" in tensors:
-        get_accelerator().set_rng_state(tensors["device"])
+    foreign = [line for name, line in changed.items() if name in IDENTITY]
+    if foreign and not anyway:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(foreign)}. Go on with the flags of its manifest.json, start "
+            "anew with --resume never, or say --resume_anyway"
+        )
+    return [line for name, line in changed.items() if name not in SILENT]
 
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
     return sorted(path for path in Path(output_dir, "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name))
 
 
-def _write_manifest(folder: Path, step: int) -> None:
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+def _sync_and_digest(folder: Path) -> dict[str, tuple[int, str]]:
+    """Put every file on the disk (each rank its own, on any node), and take this rank's share of the checksums."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in [*paths, folder, *(path for path in folder.rglob("*") if path.is_dir())]:
         _sync(path)
-        files[path.relative_to(folder).as_posix()] = (path.stat().st_size, _digest(path))
-    manifest = {"step": step, "world_size": launch.world_size(), "files": files}
-    _write_atomically(folder / "manifest.json", json.dumps(manifest, indent=1))
-    _sync(folder)
+    mine = paths[launch.rank() :: launch.world_size()]
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _digest(path)) for path in mine}
 
 
 def _write_atomically(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from dschat import launch
+from dschat import failpoint, launch
 
 Metrics = dict[str, torch.Tensor]
 
@@ -54,22 +54,32 @@ def optimizer_step(
     all micro-batches. DeepSpeed averages gradients over ranks and accumulation steps: both are undone here, so the
     step does not depend on how the batch was cut.
 
-    Returns: the metrics summed over micro-batches and ranks, with "loss", "grad_norm" and "learning_rate".
+    Where the gradient is not finite, of any rank, all ranks skip the update: weights, moments and schedule stay.
+
+    Returns: the metrics summed over micro-batches and ranks, with "loss", "grad_norm" and "learning_rate"; where the
+        update was skipped "skipped_updates": 1.
     """
     engine.train()
     totals: Metrics = {}
     for number, micro_loss in enumerate(micro_losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_losses))
         loss, metrics = micro_loss()
+        loss = loss * torch.nan if failpoint.reached("loss") else loss
         engine.backward(loss * launch.world_size(), scale_wrt_gas=False)
         for name, value in {"loss": loss, **metrics}.items():
             totals[name] = totals.get(name, 0.0) + value.detach().to(torch.float64)
     learning_rate = engine.get_lr()[0]
     norm = _plain_grad_norm(engine)
-    engine.step()
+    if norm is not None and not torch.isfinite(norm):  # gradients are averaged, so on one rank as on all
+        engine.zero_grad()
+        skipped = True
+    else:
+        engine.step()
+        skipped = not engine.was_step_applied()
     if norm is None:
         norm = engine.get_global_grad_norm()
-    return sum_metrics(totals) | {"grad_norm": float(norm), "learning_rate": learning_rate}
+    metrics = sum_metrics(totals) | {"grad_norm": float(norm), "learning_rate": learning_rate}
+    return metrics | ({"skipped_updates": 1.0} if skipped else {})
 
 
 def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:

@@ -10,11 +10,13 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from dschat import arguments, checkpoint, launch
+from dschat import arguments, checkpoint, failpoint, launch, signals, watchdog
 from dschat.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
 from dschat.engines import Metrics, optimizer_step, sum_metrics
+from dschat.health import Health
+from dschat.saving import Saving
 from dschat.set_up import build_trainable, open_log, order_of_rows
 
 Batch = dict[str, torch.Tensor]
@@ -75,10 +77,14 @@ def fit(
         devices=devices,
     )
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
-    order = order_of_rows(batches)
-    with settings_of_user():
-        state = checkpoint.load(resumed, engines={"model": engine}, same=order) if resumed else {"step": 0}
-    log = open_log(name, groups, run, total_steps=total, finished_steps=state["step"])
+    order = order_of_rows(batches, splits.train)
+    first, changed, state = 0, [], {}
+    if resumed:
+        with settings_of_user():
+            changed = checkpoint.changed_arguments(resumed, groups, anyway=run.resume_anyway)
+            state = checkpoint.load(resumed, engines={"model": engine}, same=order)
+            first = state["step"]
+    log = open_log(name, groups, run, total_steps=total, finished_steps=first, resumed=resumed, changed=changed)
     log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
 
     def evaluate(step: int) -> None:
@@ -88,17 +94,22 @@ def fit(
         if values:
             log.metrics(step, values, phase="eval")
 
-    if state["step"] == 0:
-        evaluate(0)
-    for step in range(state["step"], total):
-        rows, done = batches.step(step), step + 1
-        log.metrics(done, train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size))
-        if done == total or (run.eval_interval and done % run.eval_interval == 0):
-            evaluate(done)
-        if run.save_interval and done % run.save_interval == 0:
-            checkpoint.save(
-                run.output_dir, done, engines={"model": engine}, state={"step": done} | order, keep=run.keep_checkpoints
-            )
+    with signals.noted() as received:
+        saving = Saving(run, {"model": engine}, log, received, device=engine.device)
+        health = Health(run, log, state.get("health"))
+        if first == 0:
+            evaluate(0)
+        for step in range(first, total):
+            rows, done = batches.step(step), step + 1
+            watchdog.phase("update")
+            failpoint.reached("update")
+            metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
+            log.metrics(done, metrics)
+            health.see(done, metrics)
+            watchdog.phase("evaluation")
+            if done == total or (run.eval_interval and done % run.eval_interval == 0):
+                evaluate(done)
+            saving.boundary(done, {"step": done, "health": health.state} | order, last=done == total)
     log.close()
     return engine
 

@@ -19,6 +19,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
+from dschat import watchdog
 from dschat.command_line import SettingsError
 
 LONGEST_BUILD_SECONDS = 600
@@ -32,16 +33,23 @@ def run(main: Callable[[], None]) -> None:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # nodes may differ, in the files they see
             print(mistakes, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     finally:
+        watchdog.stop()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
+def join(*, seed: int, collective_timeout: float = 1800.0) -> torch.device:
     """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
 
     All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
     dropout. What training draws besides is drawn by position, not by rank.
+
+    Args:
+        collective_timeout: seconds after which a rank that is silent, or stays in one phase, ends the run.
 
     Returns: this rank's device.
     Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing.
@@ -66,9 +74,10 @@ def join(*, seed: int, timeout_minutes: float = 30) -> torch.device:
         backend = accelerator.communication_backend_name()
         deepspeed.init_distributed(
             dist_backend="gloo" if accelerator.device_name() == "cpu" else backend,
-            timeout=timedelta(minutes=timeout_minutes),
+            timeout=timedelta(seconds=2 * collective_timeout + 60),  # the watchdog knows more, so it speaks first
             verbose=False,
         )
+    watchdog.start(collective_timeout)
     seed_all(seed)
     return device
 

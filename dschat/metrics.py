@@ -31,23 +31,24 @@ class RunLog:
         groups: the run's argument groups, written to run.json.
         total_steps: for the ETA.
         tensorboard: folder of event files, or None.
-        finished_steps: steps that a resumed run has behind it; lines of later steps are taken out of the files.
+        finished_steps: steps that a resumed run has behind it; lines of later steps are taken out of the files. None:
+            a new run, all lines are.
     """
 
     def __init__(self, output_dir: str, *, name: str, groups: Iterable[Any], total_steps: int,
-                 tensorboard: str | None = None, finished_steps: int = 0):  # fmt: skip
-        self.name, self.total_steps, self.first_step = name, total_steps, finished_steps
+                 tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
+        self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
         self.started = time.monotonic()
         self.speaks = launch.is_main()
-        self.writer = None
+        self.writer, self.about = None, {}
         if not self.speaks:
             return
         self.folder = Path(output_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
-            _keep_until(self.folder / file, finished_steps if finished_steps else -1)
+            _keep_until(self.folder / file, -1 if finished_steps is None else finished_steps)
         if tensorboard is not None:
-            self.writer = SummaryWriter(tensorboard, purge_step=finished_steps + 1 if finished_steps else None)
-        run = {
+            self.writer = SummaryWriter(tensorboard, purge_step=None if finished_steps is None else finished_steps + 1)
+        self.about = {
             "name": name,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "arguments": {key: value for group in groups for key, value in asdict(group).items()},
@@ -55,7 +56,7 @@ class RunLog:
             "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
                         "name": get_accelerator().current_device_name()},
         }  # fmt: skip
-        (self.folder / "run.json").write_text(json.dumps(run, indent=1), encoding="utf-8")
+        (self.folder / "run.json").write_text(json.dumps(self.about, indent=1), encoding="utf-8")
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
         """Append one line to metrics.jsonl, one point a metric to TensorBoard, and show the line on the console."""

@@ -1,12 +1,13 @@
 """From argument groups to what a step works with: checked models, data splits, engines, the log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import deepspeed
+from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -25,6 +26,7 @@ from dschat.arguments import (
     SupervisedArguments,
 )
 from dschat.command_line import raise_together
+from dschat.data.arrow import content_digest
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
 from dschat.deepspeed_config import training_config
@@ -201,9 +203,17 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     return splits
 
 
-def order_of_rows(batches: GlobalBatches) -> dict[str, int]:
-    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load)."""
-    return {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
+def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
+    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load).
+
+    Args:
+        rows: the prepared rows, whose content counts too; the main rank reads all of it.
+    """
+    order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
+    if rows is not None:
+        content = content_digest(rows) if launch.is_main() else ""
+        order["content"] = launch.from_all_ranks(content)[0]
+    return order
 
 
 def build_trainable(
@@ -253,13 +263,24 @@ def build_trainable(
     )
 
 
-def open_log(name: str, groups: tuple, run: RunArguments, *, total_steps: int, finished_steps: int) -> RunLog:
+def open_log(
+    name: str, groups: tuple, run: RunArguments, *, total_steps: int, finished_steps: int, resumed: Path | None = None,
+    changed: Sequence[str] = (),
+) -> RunLog:  # fmt: skip
+    """The log of a run; it says where the run goes on, and which flags have changed since.
+
+    Args:
+        resumed, changed: the checkpoint, and what checkpoint.changed_arguments found.
+    """
     tensorboard = run.tensorboard_path or str(Path(run.output_dir, "tensorboard"))
-    return RunLog(
+    log = RunLog(
         run.output_dir,
         name=name,
         groups=groups,
         total_steps=total_steps,
         tensorboard=tensorboard if run.enable_tensorboard else None,
-        finished_steps=finished_steps,
+        finished_steps=finished_steps if resumed else None,
     )
+    if resumed:
+        log.say(f"going on from {resumed}" + (f"; changed since: {'; '.join(changed)}" if changed else ""))
+    return log

@@ -46,15 +46,17 @@ class Programs:
         self.server.stdin.close()
         self.server.wait()
 
-    def run(self, script: Path, argv: list[Any], *, processes: int = 1, log: Path, code: int = 0,
-            kill_when: Callable[[], bool] | None = None) -> str:  # fmt: skip
+    def run(self, script: Path, argv: list[Any], *, processes: int = 1, log: Path, code: int | None = 0,
+            kill_when: Callable[[], bool] | None = None, environment: dict[str, str] | None = None) -> str:  # fmt: skip
         """Run a script on so many processes to its end; what it printed is the answer and the content of `log`.
 
         Args:
-            code: the exit status that every process must have.
+            code: the exit status that every process must have; None: every process must fail somehow.
+            environment: what every process has in its environment, besides.
             kill_when: asked all the time; when it says True, SIGKILL ends every process, and that must have worked.
         """
-        order = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log)}
+        order = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log),
+                 "environment": environment or {}}  # fmt: skip
         self.server.stdin.write(json.dumps(order) + "\n")
         pids = json.loads(self.server.stdout.readline())
         if kill_when is not None:
@@ -67,7 +69,8 @@ class Programs:
                     os.kill(pid, signal.SIGKILL)
         codes = json.loads(self.server.stdout.readline())
         text = log.read_text(encoding="utf-8")
-        assert codes == [code] * processes, f"{script} {' '.join(order['argv'])}: exit status {codes}\n{text[-6000:]}"
+        fits = all(codes) if code is None else codes == [code] * processes
+        assert fits, f"{script} {' '.join(order['argv'])}: exit status {codes}\n{text[-6000:]}"
         return text
 
 
@@ -126,7 +129,7 @@ def _be_rank(order: dict[str, Any], environment: dict[str, str]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(environment)
+    os.environ.update(environment | order["environment"])
     sys.argv = [order["script"], *order["argv"]]
     sys.path[0] = str(Path(order["script"]).parent)
     try:

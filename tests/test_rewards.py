@@ -1,5 +1,8 @@
 """Scores of a reward model, with the actor's tokenizer or its own, and judges from files."""
 
+import math
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,7 @@ from dschat.deepspeed_config import frozen_config
 from dschat.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
+from dschat.rlhf.patience import Patience
 from dschat.rlhf.rewards import RewardModel, judged, load_judge, same_text
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
@@ -212,3 +216,52 @@ def test_a_judge_that_is_not_there_is_named(judges, source, message):
 def test_a_judge_that_does_not_answer_with_a_number_each_is_told_so(judges, name, message):
     with pytest.raises(ValueError, match=message):
         judged(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
+
+
+class Moody:
+    """A judge that counts how often it is asked, and does what it is told for the first calls."""
+
+    def __init__(self, *moods):
+        self.moods, self.asked = list(moods), []
+
+    def __call__(self, prompts, responses, rows):
+        self.asked.append(list(responses))
+        mood = self.moods.pop(0) if self.moods else None
+        if mood is not None:
+            return mood(responses)
+        if "bad" in responses:
+            raise KeyError("bad")
+        return [len(response) for response in responses]
+
+
+def refuse(responses):
+    raise RuntimeError("busy")
+
+
+def asked(judge: Moody, responses: list[str], **settings) -> list[float | None]:
+    count = len(responses)
+    return Patience(**{"seconds": 5.0, "retries": 1} | settings).opinions(
+        judge, [[{"role": "user", "content": "?"}]] * count, responses, [{}] * count
+    )
+
+
+def test_a_judge_that_fails_once_is_asked_again(capsys):
+    judge = Moody(refuse)
+    assert asked(judge, ["a", "bb"]) == [1, 2] and len(judge.asked) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("mood", [refuse, lambda responses: [1.0], lambda responses: [math.nan] * len(responses)])
+def test_one_that_goes_on_failing_is_asked_about_each_response_alone(mood, capsys):
+    judge = Moody(mood, mood)
+    assert asked(judge, ["a", "bad", "ccc"]) == [1, None, 3]
+    assert judge.asked == [["a", "bad", "ccc"]] * 2 + [["a"], ["bad"], ["ccc"]]
+    assert "no score to 1 of 3 responses (KeyError: 'bad')" in capsys.readouterr().err
+
+
+def test_one_that_hangs_costs_its_time_and_no_more(capsys):
+    judge = Moody(*[lambda responses: threading.Event().wait(30)] * 9)
+    started = time.monotonic()
+    assert asked(judge, ["a", "b"], seconds=0.2) == [None, None]
+    assert time.monotonic() - started < 5 and len(judge.asked) == 2
+    assert "no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err

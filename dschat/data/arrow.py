@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.ipc
 from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
@@ -187,3 +189,14 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
         vocabulary = json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())])
     special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.chat_template]
     return hashlib.blake2b((vocabulary + json.dumps(special)).encode()).hexdigest()
+
+
+def content_digest(rows: Dataset) -> str:
+    """A name of everything in prepared rows, in their order: other rows, another order or another text change it."""
+    digest = hashlib.sha256()
+    for table in rows.with_format("arrow").iter(batch_size=4096):
+        sink = pyarrow.BufferOutputStream()
+        with pyarrow.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
+            writer.write_table(table.replace_schema_metadata().combine_chunks())
+        digest.update(sink.getvalue())
+    return digest.hexdigest()[:16]

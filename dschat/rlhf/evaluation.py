@@ -19,7 +19,12 @@ EVALUATION = 2**31 - 1
 
 
 def experience_sums(
-    experience: Experience, samples: Sequence[dict[str, Any]], weight: float = 1.0, *, recomputed: bool = True
+    experience: Experience,
+    samples: Sequence[dict[str, Any]],
+    weight: float = 1.0,
+    *,
+    recomputed: bool = True,
+    judged: bool = False,
 ) -> Metrics:
     """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
 
@@ -28,6 +33,7 @@ def experience_sums(
         weight: 0 for rows that only keep a rank busy.
         recomputed: whether old_logprobs are the actor's own; the decoder's say nothing of the gap between the two,
             which the trainer's first update then measures.
+        judged: whether there is a judge; it may have left out some samples.
     """
     mask = experience.response_mask
     sums = {
@@ -41,22 +47,29 @@ def experience_sums(
     }
     if recomputed:
         sums |= rollout_gap(experience.old_logprobs, experience.rollout_logprobs, mask)
-    if samples and samples[0]["judge"] is not None:
-        sums["judge"] = torch.tensor(sum(sample["judge"] for sample in samples))
+    if judged:
+        scores = [sample["judge"] for sample in samples if sample["judge"] is not None]
+        sums |= {"judge": torch.tensor(sum(scores)), "judged": torch.tensor(len(scores))}
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
 
 
 def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     """Means over all ranks and rollout batches. A collective.
 
-    score, judge, reward, kl (nats), response_length (tokens) and ended_by_eos are per response; entropy (nats) and the
+    score, reward, kl (nats), response_length (tokens) and ended_by_eos are per response, judge per response that the
+    judge scored (judge_missing counts the others); entropy (nats) and the
     gap between decoder and actor, where it is known (see off_policy.gap_metrics), are per token.
     """
     gap = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in gap})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)
-    means = {name: value / sequences for name, value in total.items()}
+    judged = {}
+    if "judge" in total:
+        scored = total.pop("judged")
+        judged = {"judge": total.pop("judge") / max(scored, 1.0)}
+        judged |= {"judge_missing": sequences - scored} if scored < sequences else {}
+    means = {name: value / sequences for name, value in total.items()} | judged
     return means | {"response_length": tokens / sequences, "entropy": entropy} | gap
 
 
@@ -79,7 +92,8 @@ def evaluate(
         prompts = collate_prompts([rows[index] for index in mine])
         experience = trainer.generate_experience(prompts, iteration=EVALUATION, sample_ids=mine)
         recomputed = trainer.ppo.old_logprobs == "recompute"
-        sums.append(experience_sums(experience, trainer.samples, 1.0 if share else 0.0, recomputed=recomputed))
+        sums.append(experience_sums(experience, trainer.samples, 1.0 if share else 0.0, recomputed=recomputed,
+                                    judged=trainer.judge is not None))  # fmt: skip
         samples += trainer.samples if share else []
     trainer.take_seconds()
     return (experience_metrics(sums) if sums else {}), launch.joined_lists(samples)

@@ -9,6 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from dschat import failpoint, watchdog
 from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.engines import Metrics, optimizer_step
@@ -18,7 +19,8 @@ from dschat.rlhf.advantages import gae, kl_estimate, token_rewards
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.losses import explained_variance, policy_loss, sft_loss, value_loss
 from dschat.rlhf.off_policy import gap_metrics, rollout_gap, truncated_weights
-from dschat.rlhf.rewards import Judge, RewardModel, judged, prompt_text
+from dschat.rlhf.patience import Patience
+from dschat.rlhf.rewards import Judge, RewardModel, prompt_text
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 
 Prompts = Mapping[str, list]  # of collate_prompts
@@ -134,6 +136,7 @@ class DeepSpeedPPOTrainer:
             "critic_grad_norm": critic["grad_norm"],
             "actor_learning_rate": actor["learning_rate"],
             **{name: actor[name] for name in ACTOR_METRICS if name in actor},
+            "skipped_updates": max(part.get("skipped_updates", 0.0) for part in (actor, critic)),
             **self.gap,
         }
 
@@ -214,6 +217,8 @@ class DeepSpeedPPOTrainer:
 
     def timed(self, what: str, work: Callable[[], Any]) -> Any:
         """Run the work and add its seconds to those of the rollout, the scoring or the update."""
+        watchdog.phase(what)
+        failpoint.reached(what)
         start = time.perf_counter()
         result = work()
         get_accelerator().synchronize()
@@ -230,7 +235,8 @@ class DeepSpeedPPOTrainer:
         questions = [prompt_text(chat) for chat in prompts["messages"]]
         opinions = [None] * len(texts)
         if self.judge:
-            opinions = judged(self.judge, prompts["messages"], texts, prompts["rows"])
+            patience = Patience(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
+            opinions = patience.opinions(self.judge, prompts["messages"], texts, prompts["rows"])
         rows = zip(
             questions, texts, scores.tolist(), opinions, rollout.ended.tolist(), prompts["row_index"], strict=True
         )

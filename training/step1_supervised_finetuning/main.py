@@ -46,7 +46,7 @@ def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "sft"))
     model, supervised, data, optimizer, lora, devices, run = groups
-    launch.join(seed=run.seed)
+    launch.join(seed=run.seed, collective_timeout=run.collective_timeout)
     tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
     options = data_options(data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt)
     splits = load_splits("sft", tokenizer, options)

@@ -1,0 +1,68 @@
+"""What an iteration of step 3 has made so far: a run that ends in the middle of one goes on with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from dschat import launch
+from dschat.engines import Metrics
+from dschat.rlhf.experience import Experience
+
+
+@dataclass
+class Iteration:
+    """This rank's part of an iteration.
+
+    Attributes:
+        minibatches: of all updates; those that are behind may be None.
+        sums: experience_sums of each rollout batch.
+        samples: of the trainer, for people to read.
+        updates: metrics of the updates that are finished.
+        gap: of the trainer, see DeepSpeedPPOTrainer.
+    """
+
+    minibatches: list[Experience | None] = field(default_factory=list)
+    sums: list[Metrics] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    updates: list[dict[str, float]] = field(default_factory=list)
+    gap: dict[str, float] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> None:
+        """Write what is needed to go on into files of this rank."""
+        tensors = {
+            f"{number}.{name.name}": getattr(minibatch, name.name).contiguous()
+            for number, minibatch in enumerate(self.minibatches)
+            for name in fields(Experience)
+            if number >= len(self.updates)
+        }
+        save_file(tensors, folder / f"iteration_rank{launch.rank()}.safetensors")
+        rest = {
+            "minibatches": len(self.minibatches),
+            "sums": [{name: value.item() for name, value in sums.items()} for sums in self.sums],
+            "samples": self.samples,
+            "updates": self.updates,
+            "gap": self.gap,
+        }
+        (folder / f"iteration_rank{launch.rank()}.json").write_text(json.dumps(rest), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path, device: torch.device) -> Iteration:
+        """Read what `save` of the same rank wrote."""
+        rest = json.loads((folder / f"iteration_rank{launch.rank()}.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / f"iteration_rank{launch.rank()}.safetensors", device=str(device))
+        done = len(rest["updates"])
+        minibatches = [None] * done + [
+            Experience(**{name.name: tensors[f"{number}.{name.name}"] for name in fields(Experience)})
+            for number in range(done, rest["minibatches"])
+        ]
+        sums = [
+            {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in part.items()}
+            for part in rest["sums"]
+        ]
+        return cls(minibatches, sums, rest["samples"], rest["updates"], rest["gap"])

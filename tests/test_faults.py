@@ -1,0 +1,241 @@
+"""Real runs that are killed, stopped, starved and spoiled: what is lost (nothing), and what is said of it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import MAINS
+from step_materials import flags, metrics_of, weights_of, write_materials
+
+from dschat import checkpoint
+from dschat.signals import SAVED
+
+FOLDERS = {"sft": [""], "reward": [""], "ppo": ["", "critic"]}
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("materials")
+    write_materials(folder, tiny_tokenizer)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(programs, materials, tmp_path_factory):
+    """whole(step, …) is the folder of an unbroken run of these settings; each is run once."""
+    runs: dict[str, Path] = {}
+
+    def run(step: str, *, processes: int = 1, **settings) -> Path:
+        name = repr((step, processes, sorted(settings.items())))
+        if name not in runs:
+            output = tmp_path_factory.mktemp("whole")
+            argv = flags(step, materials, output, processes=processes, **settings)
+            programs.run(MAINS[step], argv, processes=processes, log=output / "log.txt")
+            runs[name] = output
+        return runs[name]
+
+    return run
+
+
+@pytest.fixture
+def run(programs, materials, tmp_path):
+    """run(step, …) runs a step into one folder, again and again; what it printed is the answer."""
+
+    def once(step: str, *, processes: int = 1, code: int | None = 0, fail: str = "", **settings) -> str:
+        argv = flags(step, materials, tmp_path / "run", processes=processes, **settings)
+        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+        return programs.run(
+            MAINS[step], argv, processes=processes, log=log, code=code, environment={"DSCHAT_FAILPOINT": fail}
+        )
+
+    return once
+
+
+def assert_same_run(output: Path, unbroken: Path, step: str) -> None:
+    """Metrics, samples and every exported weight, bit for bit."""
+    assert metrics_of(output) == metrics_of(unbroken)
+    for folder in FOLDERS[step]:
+        ours, theirs = weights_of(output / folder), weights_of(unbroken / folder)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+    if step == "ppo":
+        assert (output / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+
+
+# Where a save is killed, and the how-manieth time: the second save writes the third and fourth file of DeepSpeed's.
+STAGES = {
+    "begin": 2, "writing": 3, "one_written": 3, "model": 2, "written": 2, "digested": 2, "manifest": 2, "renamed": 2,
+    "pointed": 2, "pruning": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, run, whole, tmp_path):
+    settings = {"max_steps": 6, "save_interval": 2, "keep_checkpoints": 1}
+    run("sft", **settings, fail=f"save_{stage}#{STAGES[stage]}", code=-signal.SIGKILL)
+    assert checkpoint.newest(tmp_path / "run").name in ("step-00000002", "step-00000004")
+    said = run("sft", **settings, resume="auto")
+    assert "going on from" in said and "damaged" not in said
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
+
+
+@pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_digested@1#2", "update@1#4"])
+def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run, whole, tmp_path):
+    settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": 2}
+    run("sft", **settings, fail=place, code=None)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    run("sft", **settings, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+
+
+@pytest.mark.parametrize(
+    "step, fail, settings",
+    [
+        ("sft", "update:TERM#3", {"zero": 0}),
+        ("sft", "update:USR1@1#2", {"zero": 2, "processes": 2, "dropout": 0.1}),
+        ("sft", "update:INT#2", {"zero": 3, "processes": 2}),
+        ("reward", "update:TERM@1#3", {"zero": 3, "processes": 2}),
+        ("reward", "update:TERM#1", {"zero": 0}),
+        ("ppo", "rollout:TERM#4", {"zero": 0}),
+        ("ppo", "update:TERM#2", {"zero": 2, "actor_dropout": 0.1, "enable_ema": True}),
+        ("ppo", "scoring:USR1@1#4", {"zero": 3, "processes": 2, "actor_dropout": 0.1}),
+        ("ppo", "update:TERM@1#3", {"zero": 2, "processes": 2, "old_logprobs": "rollout"}),
+    ],
+)
+def test_a_signal_saves_at_the_next_update_and_the_resumed_run_equals_the_unbroken_one(
+    step, fail, settings, run, whole, tmp_path
+):
+    said = run(step, **settings, fail=fail, code=SAVED)
+    assert "--resume auto goes on" in said
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    if fail.startswith("update") and step == "ppo":
+        assert "-update-" in checkpoint.newest(tmp_path / "run").name, "in the middle of an iteration"
+    run(step, **settings, resume="auto")
+    assert_same_run(tmp_path / "run", whole(step, **settings), step)
+
+
+def test_signals_in_a_save_do_not_spoil_it(run, whole, tmp_path):
+    settings = {"max_steps": 4, "save_interval": 2}
+    run("sft", **settings, fail="save_written:TERM,save_renamed:TERM,save_pointed:USR1", code=SAVED)
+    newest = checkpoint.newest(tmp_path / "run")
+    assert newest.name == "step-00000003" and checkpoint.verify(newest) == []
+    assert checkpoint.verify(newest.with_name("step-00000002")) == []
+    run("sft", **settings, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+
+
+def test_the_second_ctrl_c_leaves_at_once_and_the_save_before_stands(run, tmp_path):
+    said = run("sft", max_steps=4, save_interval=2, fail="update:INT#3,save_written:INT#2", code=130)
+    assert "once more leaves at once" in said
+    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
+    assert checkpoint.verify(checkpoint.newest(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize("fail", ["save_writing:raise@1#1", "save_writing:raise@0#1"])
+def test_a_full_disk_is_told_and_training_goes_on(fail, run, whole, tmp_path):
+    settings = {"max_steps": 4, "save_interval": 2, "zero": 2, "processes": 2}
+    said = run("sft", **settings, fail=fail)
+    assert "the checkpoint cannot be written: rank" in said and "The run goes on unsaved" in said
+    assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
+    names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
+    assert names == {"latest", "step-00000004"}, "the failed attempt at step 2 leaves nothing"
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path):
+    with pytest.raises(OSError, match=r"takes about .* GB.*lower --keep_checkpoints"):
+        checkpoint.check_space(tmp_path, 1 << 62)
+
+
+def test_saving_by_the_clock(run, whole, tmp_path):
+    said = run("ppo", save_minutes=1e-9)
+    assert "a checkpoint takes about" in said and "saving has taken" in said
+    names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert names == ["latest", "step-00000001-update-0003", "step-00000002"]
+    assert metrics_of(tmp_path / "run") == metrics_of(whole("ppo"))
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all(zero, run, tmp_path):
+    settings = {"zero": zero, "processes": 2, "lr_scheduler_type": "constant"}
+    said = run("sft", **settings, max_steps=3, fail="loss:nan@1#2")
+    assert "warning: step 2: 1 of 1 updates skipped on all ranks" in said
+    lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert lines[1]["loss"] is None and lines[1]["skipped_updates"] == 1
+    assert lines[2]["loss"] is not None
+    spoiled = weights_of(tmp_path / "run")
+    assert all(torch.isfinite(weight).all() for weight in spoiled.values())
+
+
+def test_in_step_3_a_skipped_update_leaves_the_others_and_too_many_stop_the_run(run, tmp_path):
+    said = run("ppo", zero=2, processes=2, fail="loss:nan@1#1")
+    line = next(line for line in metrics_of(tmp_path / "run") if line["phase"] == "train")
+    assert line["updates"] == 4 and line["skipped_updates"] == 1
+    assert "1 of 4 updates skipped" in said
+    every = ",".join(f"loss:nan#{number}" for number in range(2, 20))
+    said = run("sft", max_steps=8, max_bad_steps=3, save_interval=1, fail=every, code=1)
+    assert "3 updates in a row were skipped (--max_bad_steps 3): the last good checkpoint is" in said
+
+
+def test_kl_that_reaches_its_bound_ends_the_run_with_an_export(run, tmp_path):
+    said = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
+    assert "has reached --stop_at_kl 0.0001: ending" in said
+    trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert trained[-1] < 6 and (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_rank_that_hangs_is_named_with_its_phase(programs, materials, tmp_path):
+    argv = flags("ppo", materials, tmp_path / "run", processes=2, collective_timeout=4)
+    text = programs.run(
+        MAINS["ppo"], argv, processes=2, log=tmp_path / "log", code=None,
+        environment={"DSCHAT_FAILPOINT": "update:STOP@1#2"},
+    )  # fmt: skip
+    assert "rank 1 (" in text and "has been silent for" in text and "in phase 'update'" in text
+    assert "Rank 0 is in phase" in text and "train_rlhf" in text, "the stack of the rank that waits"
+
+
+def test_a_crash_under_the_launcher_leaves_no_process(materials, tmp_path):
+    argv = flags("sft", materials, tmp_path / "run", processes=2)
+    environment = os.environ | {"DSCHAT_FAILPOINT": "update:KILL@1#2", "DS_ACCELERATOR": "cpu"}
+    command = [
+        Path(sys.executable).with_name("deepspeed"), "--num_accelerators", "2", "--master_port", "29641",
+        MAINS["sft"], *argv,
+    ]  # fmt: skip
+    started = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL)  # fmt: skip
+    try:
+        assert started.wait(timeout=120) != 0
+        left = subprocess.run(["pgrep", "-g", str(started.pid)], capture_output=True, text=True).stdout
+        assert not left.split(), "processes of the run are still there"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+
+
+def test_changed_flags_are_told_or_refused(run, tmp_path):
+    run("sft", max_steps=3, fail="update:TERM#1", code=SAVED)
+    said = run("sft", max_steps=3, seed=99, resume="auto", code=2)
+    assert "belongs to another run: --seed was 1234, is 99" in said and "--resume_anyway" in said
+    said = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
+    assert "changed since: " in said and "--max_steps was 3, is 4" in said and "--learning_rate" in said
+    checkpoint_lines = json.loads((checkpoint.newest(tmp_path / "run") / "manifest.json").read_text())
+    assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
+
+
+def test_changed_data_is_seen(run, materials, tmp_path):
+    run("sft", max_steps=3, fail="update:TERM#1", code=SAVED)
+    rows = (materials / "sft.jsonl").read_text()
+    try:
+        (materials / "sft.jsonl").write_text(rows.replace("very", "quite"))
+        assert rows != (materials / "sft.jsonl").read_text()
+        said = run("sft", max_steps=3, resume="auto", code=2)
+        assert "content was" in said and "belongs to another run" in said
+    finally:
+        (materials / "sft.jsonl").write_text(rows)
