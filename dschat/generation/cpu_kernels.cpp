@@ -134,17 +134,9 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
     const int64_t context = span[1] + span[3];
     const int64_t first = a.window && context > a.window ? context - a.window : 0;
     const int64_t length = context - first;
-    // The newest token joins the pool before it is attended to.
-    const int64_t newest = span[2] + span[3] - 1;
     const int64_t key_step = a.kv_heads * width, value_step = a.kv_heads * value_width;
-    T* keys = static_cast<T*>(a.keys) + first_head * width;
-    T* values = static_cast<T*>(a.values) + first_head * value_width;
-    for (int64_t h = 0; h < kv_heads; ++h) {
-        const T* key = static_cast<const T*>(a.new_key) + row * a.key_row + (first_head + h) * a.key_head;
-        const T* value = static_cast<const T*>(a.new_value) + row * a.value_row + (first_head + h) * a.value_head;
-        std::memcpy(keys + newest * key_step + h * width, key, width * sizeof(T));
-        std::memcpy(values + newest * value_step + h * value_width, value, value_width * sizeof(T));
-    }
+    const T* keys = static_cast<const T*>(a.keys) + first_head * width;
+    const T* values = static_cast<const T*>(a.values) + first_head * value_width;
     const int64_t padded = (length + 15) / 16 * 16;
     room.resize(heads * (padded + width + value_width));
     float* scores = room.data();               // [heads, padded]
@@ -238,12 +230,30 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
     for (int64_t i = 0; i < heads * value_width; ++i) store(out + i, sums[i]);
 }
 
+// The newest token of a row joins the pool.
+template <typename T>
+void keep_row(const Attention& a, int64_t row) {
+    const int64_t* span = a.spans + 4 * row;
+    const int64_t newest = span[2] + span[3] - 1;
+    T* keys = static_cast<T*>(a.keys) + newest * a.kv_heads * a.width;
+    T* values = static_cast<T*>(a.values) + newest * a.kv_heads * a.value_width;
+    for (int64_t h = 0; h < a.kv_heads; ++h) {
+        const T* key = static_cast<const T*>(a.new_key) + row * a.key_row + h * a.key_head;
+        const T* value = static_cast<const T*>(a.new_value) + row * a.value_row + h * a.value_head;
+        std::memcpy(keys + h * a.width, key, a.width * sizeof(T));
+        std::memcpy(values + h * a.value_width, value, a.value_width * sizeof(T));
+    }
+}
+
 template <typename T, int WIDTH>
 void attend(const Attention& a, int threads) {
     // Few rows are shared out by heads, too.
     const int64_t parts = threads > 1 && a.rows < 4 * threads ? a.kv_heads : 1, heads = a.kv_heads / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        // All first: the rows of a prompt attend to each other.
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < a.rows; ++row) keep_row<T>(a, row);
         std::vector<float> room;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < a.rows * parts; ++task)

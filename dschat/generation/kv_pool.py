@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -92,8 +94,6 @@ class KVPool(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """key_states, value_states: [R, heads, new tokens, width]. While decoding the answer is for `attend` only."""
-        if self._spans is not None:
-            return NewTokens(self, layer_idx, key_states), value_states
         if layer_idx not in self._stored:
             shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
             self.shapes[layer_idx] = shape
@@ -101,6 +101,8 @@ class KVPool(Cache):
                 key_states.new_zeros(self.size, shape.heads, shape.width),
                 value_states.new_zeros(self.size, shape.heads, shape.value_width),
             )
+        if self._spans is not None:
+            return NewTokens(self, layer_idx, key_states), value_states
         for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
             store[self._prompt_places] = states.transpose(1, 2)[self._real]
         return key_states, value_states
@@ -109,13 +111,17 @@ class KVPool(Cache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]."""
+        """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]; packed prompts have R tokens in
+        place of rows, [1, H, R, D] and so on."""
         self.windows[layer] = window
         keys, values = self._stored[layer]
-        return decode_attention(
-            query[:, :, 0], key[:, :, 0], value[:, :, 0], keys, values, self._spans,
+        packed = query.shape[2] > 1
+        newest = [x[0].transpose(0, 1) if packed else x[:, :, 0] for x in (query, key, value)]
+        out = decode_attention(
+            *newest, keys, values, self._spans,
             scale=scale, window=window, softcap=softcap, longest=self._longest, kernels=self.kernels,
-        ).unsqueeze(1)  # fmt: skip
+        )  # fmt: skip
+        return out.unsqueeze(0 if packed else 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0  # positions are always passed, and masks made of the forward's own columns
@@ -166,11 +172,16 @@ AttentionInterface.register(DECODING, attend)
 
 
 class PooledModel:
-    """A model whose forwards run over a pool."""
+    """A model whose forwards run over a pool.
+
+    Attributes:
+        packs: short prompts can run side by side without padding; known after `mismatch`.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.shapes: dict[int, LayerShape] = {}
+        self.packs = False
 
     def prefill(self, pool: KVPool, ids: Tensor, mask: Tensor, positions: Tensor, places: Tensor) -> Tensor:
         """Run left-padded prompts ids [U, P] and keep their keys and values at places; the last logits, [U, V]."""
@@ -181,19 +192,43 @@ class PooledModel:
             use_cache=True, logits_to_keep=1, return_dict=True,
         ).logits[:, -1]  # fmt: skip
 
+    def prefill_packed(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+        """The same for prompts one behind the other in one row, each token attending as a row of a decoding step does.
+
+        No padding is computed, and short prompts cost less so; for long ones attention by blocks is faster.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        ids = torch.tensor([token for prompt in prompts for token in prompt], device=device)
+        first = torch.tensor(starts, device=device).repeat_interleave(lengths)
+        ends = lengths.cumsum(0)
+        positions = torch.arange(len(ids), device=device) - (ends - lengths).repeat_interleave(lengths)
+        spans = torch.stack([first, positions, first + positions, torch.ones_like(first)], dim=1)
+        pool.extend(spans, longest=max(map(len, prompts)))
+        with self._decoding_attention():
+            return self.model(
+                input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), past_key_values=pool, use_cache=True,
+                logits_to_keep=ends - 1, return_dict=True,
+            ).logits[0]  # fmt: skip
+
+    @contextmanager
+    def _decoding_attention(self) -> Iterator[None]:
+        config = self.model.config
+        usual, config._attn_implementation = config._attn_implementation, DECODING
+        try:
+            yield
+        finally:
+            config._attn_implementation = usual
+
     def decode(self, pool: KVPool, tokens: Tensor, spans: Tensor, *, longest: int) -> Tensor:
         """Run the newest token of each row, tokens [R]; the next logits, [R, V]."""
         pool.extend(spans, longest=longest)
         positions = spans[:, 1] + spans[:, 3] - 1
-        config = self.model.config
-        usual, config._attn_implementation = config._attn_implementation, DECODING
-        try:
+        with self._decoding_attention():
             return self.model(
                 input_ids=tokens.unsqueeze(1), position_ids=positions.unsqueeze(1), past_key_values=pool,
                 use_cache=True, logits_to_keep=1, return_dict=True,
             ).logits[:, -1]  # fmt: skip
-        finally:
-            config._attn_implementation = usual
 
     @property
     def bytes_per_token(self) -> int:
@@ -238,10 +273,22 @@ class PooledModel:
             return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
         self.shapes = pool.shapes
         spread = (expected.float() - expected.float().mean(-1, keepdim=True)).norm()
+        most = 1e-2 if expected.dtype == torch.float32 else 0.1
         off = float((found.float() - expected.float()).norm() / spread)
-        if not off < (1e-2 if expected.dtype == torch.float32 else 0.1):
+        if not off < most:
             return f"over the pool its logits are off by {off:.2g} of their spread"
+        self.packs = device.type == "cpu" and self._packs(ids, mask, expected, spread, most)
         return self._window_mismatch(pool.windows)
+
+    def _packs(self, ids: Tensor, mask: Tensor, expected: Tensor, spread: Tensor, most: float) -> bool:
+        """Whether packed prompts give the same logits, as they do where nothing but attention looks at other tokens."""
+        prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+        pool = KVPool(2 * TRIAL_TOKENS + 1)
+        try:
+            found = self.prefill_packed(pool, prompts, [1, 1 + TRIAL_TOKENS])
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            return False
+        return bool((found.float() - expected.float()).norm() < most * spread)
 
     def _window_mismatch(self, windows: dict[int, int | None]) -> str | None:
         """Layers that slide by their mask alone would look right on a few tokens: they have to say their window."""

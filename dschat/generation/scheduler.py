@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -26,6 +27,11 @@ PREFILL_ALIKE = {"cpu": 0.85, "cuda": 0.5}
 REFILL_SHARE = 1 / 8
 # Steps between two looks of the host at which rows have ended: a look waits for the device.
 STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+
+
+# Longest prompt that is run token by token beside others, without padding.
+PACKED_PROMPT = 64
+NewPrompt = tuple[tuple[int, ...], tuple[int, list[int]]]  # name; start in the pool, and ids
 
 
 class Counts(Protocol):
@@ -236,6 +242,9 @@ class _Rollout:
         """Run new prompts, similar lengths together: name → where in the pool, and ids."""
         waiting = sorted(fresh.items(), key=lambda item: -len(item[1][1]))
         while waiting:
+            waiting = self.prefill_short(waiting)
+            if not waiting:
+                return
             longest = len(waiting[0][1][1])
             most = max(1, PREFILL_TOKENS[self.device.type] // longest)
             alike = sum(len(prompt) >= PREFILL_ALIKE[self.device.type] * longest for _, (_, prompt) in waiting[:most])
@@ -245,9 +254,27 @@ class _Rollout:
             positions = position_ids(mask)
             places = (starts.unsqueeze(1) + positions)[mask]
             logits = self.model.prefill(self.pool, ids, mask, positions, places)  # [U, V]
-            for (name, (start, prompt)), last in zip(part, logits, strict=True):
-                self.prompts[name] = Prompt(start, len(prompt), last)
-                self.counts.prefilled_tokens += len(prompt)
+            self.note(part, logits)
+
+    def prefill_short(self, waiting: list[NewPrompt]) -> list[NewPrompt]:
+        """Run prompts that are short, of those sorted by falling length, without padding; the others."""
+        if not self.model.packs or "kernels" in self.owner.without:
+            return waiting
+        long = sum(len(prompt) > PACKED_PROMPT for _, (_, prompt) in waiting)
+        short, waiting = waiting[long:], waiting[:long]
+        while short:
+            sizes = accumulate(len(prompt) for _, (_, prompt) in short)
+            count = max(1, sum(size <= PREFILL_TOKENS["cpu"] for size in sizes))
+            part, short = short[:count], short[count:]
+            starts, prompts = zip(*(place for _, place in part), strict=True)
+            self.note(part, self.model.prefill_packed(self.pool, prompts, starts))
+        return waiting
+
+    def note(self, part: list[NewPrompt], logits: Tensor) -> None:
+        """Prompts that have run; logits [U, V] after each."""
+        for (name, (start, prompt)), last in zip(part, logits, strict=True):
+            self.prompts[name] = Prompt(start, len(prompt), last)
+            self.counts.prefilled_tokens += len(prompt)
 
     def retire(self) -> None:
         """Let finished rows go, with their places in the pool."""
