@@ -72,7 +72,6 @@ class RunArguments:
         10, "stop after so many updates in a row that were skipped, as a number was not finite; 0: never", at_least=0
     )
     warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
-    stop_at_kl: float = flag(0.0, "end, and export, once a step's KL has reached this many nats; 0: never", at_least=0)
     collective_timeout: float = flag(
         1800.0, "seconds that a rank may be silent, or in one phase, before the run ends with a report", above=0
     )
@@ -111,6 +110,7 @@ class DeviceArguments:
     )
     offload: bool = flag(False, "keep optimizer states (and ZeRO-3 parameters) in host memory")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
+    deterministic: bool = flag(False, "on GPUs: operations that give the same bits every time, where there are some")
     deepspeed_config: str | None = flag(None, "JSON file merged over the generated DeepSpeed configuration")
 
     def problems(self) -> list[str]:
@@ -352,6 +352,8 @@ class PPOArguments:
     rollout_correction_cap: float = flag(
         2.0, "no such weight is larger than this", above=0, needs=["rollout_correction=tis"]
     )
+    stop_at_kl: float = flag(0.0, "end, and export, once an iteration's KL is this many nats; 0: never", at_least=0)
+    dump_step: int = flag(0, "write all that this iteration's first update reads and makes; 0: none", at_least=0)
     unsupervised_dataset_name: str | None = flag(None, "texts for the pretraining loss mixed into the actor's update")
     unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
 

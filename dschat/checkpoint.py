@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,9 @@ import torch
 
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
+from dschat.models.weight_files import pickle_problems
 from dschat.random_states import load_random_states, save_random_states
+from dschat.resize import converted
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
@@ -193,22 +195,32 @@ def check_space(folder: Path, needed: int) -> None:
 def find(output_dir: str | Path, resume: str) -> Path | None:
     """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
 
-    A collective: the main rank reads and decides for all.
+    A collective: the main rank reads and decides for all. "never" sets checkpoints that are there already aside, so
+    that a later "auto" does not take them for those of the new run.
 
     Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify.
     """
-    if resume == "never":
-        return None
     found, problem = None, None
     if launch.is_main():
         try:
-            found = _find(output_dir, resume)
+            found = _set_aside(output_dir) if resume == "never" else _find(output_dir, resume)
         except ValueError as error:
             problem = str(error)
     found, problem = launch.from_all_ranks((found, problem))[0]
     if problem:
         raise ValueError(problem)
     return found
+
+
+def _set_aside(output_dir: str | Path) -> None:
+    """Give the checkpoints of an earlier run another folder."""
+    if not _step_folders(output_dir):
+        return
+    number = 1
+    while (aside := Path(output_dir, f"checkpoints-before-{number}")).exists():
+        number += 1
+    Path(output_dir, "checkpoints").rename(aside)
+    print(f"this run starts anew: the checkpoints of the one before are in {aside}", flush=True)
 
 
 def _find(output_dir: str | Path, resume: str) -> Path | None:
@@ -237,7 +249,10 @@ def newest(output_dir: str | Path) -> Path | None:
 
 
 def verify(folder: str | Path) -> list[str]:
-    """What is wrong with a checkpoint: missing files, other sizes or checksums, another world size. [] if nothing."""
+    """What is wrong with a checkpoint: missing files, other sizes or checksums, code in pickles. [] if nothing.
+
+    Rollouts in the middle of an iteration belong to their ranks, so that the number of processes must be the same.
+    """
     folder = Path(folder)
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
@@ -245,9 +260,10 @@ def verify(folder: str | Path) -> list[str]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         return [f"manifest.json cannot be read ({error})"]
     problems = []
-    if world_size != launch.world_size():
+    if world_size != launch.world_size() and "-update-" in folder.name:
         problems.append(
-            f"it was written by {world_size} processes and this run has {launch.world_size()}: start as many"
+            f"it was written by {world_size} processes in the middle of an iteration, and this run has "
+            f"{launch.world_size()}: start as many"
         )
     for name, (size, digest) in files.items():
         path = folder / name
@@ -257,6 +273,8 @@ def verify(folder: str | Path) -> list[str]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         elif _digest(path) != digest:
             problems.append(f"{name} has another checksum")
+        elif path.suffix == ".pt":
+            problems += pickle_problems(path)
     return problems
 
 
@@ -279,11 +297,17 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
             f"{folder} belongs to another run, which cannot be gone on with: {'; '.join(changed)}. Resume with the "
             "settings and data of its run.json, or start anew with --resume never"
         )
-    for name, engine in engines.items():
-        path, _ = engine.load_checkpoint(str(folder), tag=name)
-        if path is None:
-            raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
-    load_random_states(folder)
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    resized = manifest["world_size"] != launch.world_size()
+    with converted(folder, engines) if resized else nullcontext(folder) as source:
+        for name, engine in engines.items():
+            path, _ = engine.load_checkpoint(str(source), tag=name)
+            if path is None:
+                raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
+    if resized:  # the same data in the same order, but other ranks have other random numbers
+        launch.seed_all(state["seed"] + 1000 * manifest["step"] + launch.rank())
+    else:
+        load_random_states(folder)
     return state
 
 

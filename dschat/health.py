@@ -26,9 +26,11 @@ class Health:
         ends_early: the KL divergence has reached --stop_at_kl.
     """
 
-    def __init__(self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None = None, *, stop_at_kl: float = 0.0
+    ) -> None:
         """Go on with the state of a checkpoint, if there is one."""
-        self.run, self.log = run, log
+        self.run, self.log, self.stop_at_kl = run, log, stop_at_kl
         self.skipped_in_a_row = state["skipped_in_a_row"] if state else 0
         self.moments: dict[str, list[float]] = dict(state["moments"]) if state else {}
         self.ends_early = False
@@ -66,9 +68,9 @@ class Health:
         for name in WATCHED:
             if name in metrics:
                 self._compare(step, name, metrics[name])
-        if self.run.stop_at_kl and metrics.get("kl", 0.0) >= self.run.stop_at_kl and not self.ends_early:
+        if self.stop_at_kl and metrics.get("kl", 0.0) >= self.stop_at_kl and not self.ends_early:
             self.ends_early = True
-            self.log.say(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.run.stop_at_kl}: ending")
+            self.log.say(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
 
     def _compare(self, step: int, name: str, value: float) -> None:
         """Warn of an outlier; running mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""

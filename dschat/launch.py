@@ -42,13 +42,14 @@ def run(main: Callable[[], None]) -> None:
             dist.destroy_process_group()
 
 
-def join(*, seed: int, collective_timeout: float = 1800.0) -> torch.device:
+def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool = False) -> torch.device:
     """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
 
     All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
     dropout. What training draws besides is drawn by position, not by rank.
 
     Args:
+        deterministic: take only operations that give the same bits every time, where there are some.
         collective_timeout: seconds after which a rank that is silent, or stays in one phase, ends the run.
 
     Returns: this rank's device.
@@ -78,6 +79,10 @@ def join(*, seed: int, collective_timeout: float = 1800.0) -> torch.device:
             verbose=False,
         )
     watchdog.start(collective_timeout)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
     seed_all(seed)
     return device
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import torch
 from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
@@ -25,7 +26,7 @@ from dschat.arguments import (
     RunArguments,
     SupervisedArguments,
 )
-from dschat.command_line import raise_together
+from dschat.command_line import raise_together, settings_of_user
 from dschat.data.arrow import content_digest
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
@@ -35,6 +36,8 @@ from dschat.metrics import RunLog
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
+from dschat.models.weight_files import weight_problems
+from dschat.output_folder import claim
 
 
 def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False) -> list[str]:
@@ -59,6 +62,7 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
     problems = []
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
+    problems += [f"{flag} {path}: {problem}" for problem in (weight_problems(folder) if folder.is_dir() else [])]
     try:
         load_tokenizer(path, add_eot_token=add_eot_token)
     except ValueError as error:
@@ -201,6 +205,14 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     if launch.is_main():
         print(splits.report.summary(), flush=True)
     return splits
+
+
+def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
+    """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
+    device = launch.join(seed=run.seed, collective_timeout=run.collective_timeout, deterministic=devices.deterministic)
+    with settings_of_user():
+        claim(run.output_dir)
+    return device
 
 
 def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:

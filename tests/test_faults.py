@@ -1,8 +1,11 @@
 """Real runs that are killed, stopped, starved and spoiled: what is lost (nothing), and what is said of it."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import MAINS
+from safetensors.torch import load_file, save_file
 from step_materials import flags, metrics_of, weights_of, write_materials
 
 from dschat import checkpoint
@@ -239,3 +243,123 @@ def test_changed_data_is_seen(run, materials, tmp_path):
         assert "content was" in said and "belongs to another run" in said
     finally:
         (materials / "sft.jsonl").write_text(rows)
+
+
+def test_an_update_can_be_dumped_and_replayed_and_a_spoiled_number_is_found(run, tmp_path):
+    run("ppo", max_steps=2, dump_step=2, processes=2, zero=2)
+    folder = tmp_path / "run" / "dump" / "step-00000002"
+    replay = [sys.executable, MAINS["ppo"].parents[2] / "scripts" / "replay.py", folder]
+    said = subprocess.run(replay, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "the replay gives what the run gave" in said.stdout and "rank 1 logprobs.0" in said.stdout
+    file = folder / "update_rank1.safetensors"
+    tensors = load_file(file)
+    tensors["values.0"][1, 2] += 0.5
+    save_file(tensors, file)
+    said = subprocess.run(replay, capture_output=True, text=True)
+    assert said.returncode == 1
+    parted = [line for line in said.stdout.splitlines() if "parts here" in line]
+    assert len(parted) == 1 and parted[0].startswith("rank 1 values.0") and "(1, 2)" in parted[0]
+
+
+def test_a_second_run_in_the_same_folder_is_kept_out(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 7 on elsewhere")
+        file.flush()
+        said = run("sft", processes=2, code=2)
+    assert "another run is writing there (process 7 on elsewhere)" in said and "Traceback" not in said
+    run("sft", max_steps=1)
+
+
+def test_a_new_run_sets_the_checkpoints_of_the_one_before_aside(run, tmp_path):
+    run("sft", max_steps=2, save_interval=1)
+    said = run("sft", max_steps=2, save_interval=2, fail="update#1", code=-signal.SIGKILL)
+    assert "checkpoints-before-1" in said
+    said = run("sft", max_steps=2, resume="auto")
+    assert "going on from" not in said, "the older run's checkpoints are not this run's"
+
+
+BAD_WEIGHTS = {
+    "cut short": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "is damaged or cut short"),
+    "a missing shard": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+        ),
+        "lacks model-00001-of-00002.safetensors",
+    ),
+    "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read"),
+    "code": (lambda folder: put_code(folder), "would run"),
+}
+
+
+class Runs:
+    """A pickle of it touches a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def put_code(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    torch.save({"weight": Runs(folder / "was_run")}, folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize("damage, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS.keys())
+def test_bad_weights_are_named_before_they_are_loaded(damage, message, run, materials, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(materials / "actor", model)
+    damage(model)
+    said = run("sft", model_name_or_path=model, code=2)
+    assert f"--model_name_or_path {model}: " in said and message in said and "Traceback" not in said
+    assert not (model / "was_run").exists()
+
+
+def test_a_checkpoint_that_carries_code_is_refused_and_not_run(run, tmp_path):
+    run("sft", max_steps=2, save_interval=1, zero=2)
+    newest = checkpoint.newest(tmp_path / "run")
+    (file,) = newest.glob("model/*optim_states.pt")
+    torch.save({"optimizer_state_dict": Runs(tmp_path / "was_run")}, file)
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["files"][file.relative_to(newest).as_posix()] = (
+        file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
+    )  # fmt: skip
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    said = run("sft", max_steps=3, zero=2, resume="auto")
+    assert "would run" in said and "step-00000001" in said
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(run, tmp_path):
+    (tmp_path / "run").write_text("a file")
+    said = run("sft", code=2)
+    assert "cannot be written" in said and "name another folder" in said
+
+
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_two_processes_then_one_then_two_see_the_same_data_and_nearly_the_same_losses(zero, run, whole, tmp_path):
+    settings = {"zero": zero, "max_steps": 6}
+    run("sft", **settings, processes=2, save_interval=2, fail="update:TERM#2", code=SAVED)
+    said = run("sft", **settings, processes=1, save_interval=2, resume="auto", fail="update:TERM#2", code=SAVED)
+    assert "--per_device_train_batch_size was 4, is 8" in said
+    run("sft", **settings, processes=2, resume="auto")
+    expected = metrics_of(whole("sft", **settings, processes=2))
+    found = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for ours, theirs in zip(found, expected, strict=True):
+        name = "loss" if theirs["phase"] == "train" else "eval_loss"
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
+        assert ours.get("learning_rate") == theirs.get("learning_rate")
+
+
+def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_path):
+    run("ppo", max_steps=3, processes=2, save_interval=1, fail="update:TERM@1#6", code=SAVED)
+    assert "-update-" in checkpoint.newest(tmp_path / "run").name
+    said = run("ppo", max_steps=3, processes=1, resume="auto")
+    assert "in the middle of an iteration" in said and "going on from" in said
+    trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert trained == [1, 2, 3]

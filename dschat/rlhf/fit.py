@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from dschat.data.collators import collate_prompts
 from dschat.data.datasets import DataSplits
 from dschat.health import Health
 from dschat.metrics import RunLog
+from dschat.rlhf.dump import dump_inputs, dumped_update
 from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
@@ -69,7 +71,7 @@ class PPORun:
         )  # fmt: skip
         with signals.noted() as received:
             saving = Saving(self.run, engine.trained, log, received, device=engine.actor.engine.device)
-            health = Health(self.run, log, state.get("health"))
+            health = Health(self.run, log, state.get("health"), stop_at_kl=self.trainer.ppo.stop_at_kl)
             if first == 0 and begun is None:
                 self.look(0, log)
             for number in range(first, self.iterations):
@@ -103,10 +105,18 @@ class PPORun:
         """Take the updates that are left of an iteration; between two of them the run may be saved, with this state."""
         trainer, behind = self.trainer, len(iteration.updates)
         trainer.gap = iteration.gap or trainer.gap
+        dumps = trainer.ppo.dump_step == number + 1 and not behind
+        if dumps:
+            folder = Path(self.run.output_dir, "dump", f"step-{number + 1:08d}")
+            folder.mkdir(parents=True, exist_ok=True)
+            dump_inputs(folder, trainer, iteration)
         for update in range(behind, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(count) if self.unsupervised else None
-            iteration.updates.append(trainer.train_rlhf(iteration.minibatches[update], texts))
+            metrics: dict[str, float] = {}
+            with dumped_update(folder, trainer, metrics) if dumps and update == 0 else nullcontext():
+                metrics |= trainer.train_rlhf(iteration.minibatches[update], texts)
+            iteration.updates.append(metrics)
             iteration.gap = trainer.gap
             done = update + 1
             if done < len(iteration.minibatches):

@@ -41,6 +41,7 @@ class DeepSpeedPPOTrainer:
     Attributes:
         samples: prompt, response and scores of the newest rollout of this rank, for people to read.
         seconds: {"rollout", "scoring", "update"} since `take_seconds` was last called.
+        note: is told of what an update computes, by name; see rlhf.dump.
         gap: with --old_logprobs rollout, what gap_metrics say of the first minibatch after the newest experience.
     """
 
@@ -54,6 +55,7 @@ class DeepSpeedPPOTrainer:
         )
         self.samples: list[dict[str, Any]] = []
         self.gap: dict[str, float] = {}
+        self.note: Callable[[str, Tensor], None] | None = None
         self.seconds = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
 
     @torch.no_grad()
@@ -147,6 +149,7 @@ class DeepSpeedPPOTrainer:
             part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature
         )  # [B, P+T]
         logprobs = _response(logprobs, mask)
+        self._note("logprobs", logprobs)
         if gaps is not None:
             gaps.append(rollout_gap(logprobs, part.rollout_logprobs, mask))
         weights, correction = None, {}
@@ -158,14 +161,22 @@ class DeepSpeedPPOTrainer:
             logprobs, part.old_logprobs, part.advantages, mask, clip_range=ppo.clip_range, weights=weights,
             normalizer=tokens,
         )  # fmt: skip
+        self._note("policy_loss", loss)
         return loss, metrics | correction | {"policy_loss": loss}
 
     def critic_loss(self, part: Experience, tokens: float) -> tuple[Tensor, Metrics]:
         values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
-        return value_loss(
+        loss, metrics = value_loss(
             values, part.values, part.returns, part.response_mask,
             value_clip_range=self.ppo.value_clip_range, normalizer=tokens,
         )  # fmt: skip
+        self._note("values", values)
+        self._note("value_loss", loss)
+        return loss, metrics
+
+    def _note(self, name: str, tensor: Tensor) -> None:
+        if self.note is not None:
+            self.note(name, tensor)
 
     def unsupervised_loss(self, batch: dict[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
         logprobs = self.engine.actor.engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])

@@ -17,7 +17,7 @@ from dschat.fit import Batch, Objective, fit
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.weights import export_model
 from dschat.rlhf.losses import sft_loss
-from dschat.set_up import data_options, load_splits, one_model_problems
+from dschat.set_up import data_options, load_splits, one_model_problems, start
 
 GROUPS = (
     arguments.ModelArguments,
@@ -46,7 +46,7 @@ def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "sft"))
     model, supervised, data, optimizer, lora, devices, run = groups
-    launch.join(seed=run.seed, collective_timeout=run.collective_timeout)
+    start(run, devices)
     tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
     options = data_options(data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt)
     splits = load_splits("sft", tokenizer, options)

@@ -17,7 +17,7 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
 from dschat.models.weights import export_model
 from dschat.rlhf.losses import pairwise_loss
-from dschat.set_up import data_options, load_splits, one_model_problems
+from dschat.set_up import data_options, load_splits, one_model_problems, start
 
 GROUPS = (
     arguments.ModelArguments,
@@ -51,7 +51,7 @@ def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "preference"))
     model, reward, data, optimizer, lora, devices, run = groups
-    launch.join(seed=run.seed, collective_timeout=run.collective_timeout)
+    start(run, devices)
     tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
     splits = load_splits("preference", tokenizer, data_options(data, run, max_tokens=model.max_seq_len))
     objective = Objective(

@@ -30,7 +30,7 @@ from dschat.deepspeed_config import DTYPES
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.rlhf.rewards import Judge, judged, load_judge
-from dschat.set_up import data_options, load_splits, model_problems
+from dschat.set_up import data_options, load_splits, model_problems, start
 
 GROUPS = (arguments.PairArguments, arguments.DataArguments, arguments.DeviceArguments, arguments.RunArguments)
 
@@ -43,7 +43,7 @@ def check(sampling: arguments.PairArguments, *_: Any) -> list[str]:
 
 def main() -> None:
     sampling, data, devices, run = parse(GROUPS, description=__doc__, check=check)
-    device = launch.join(seed=run.seed)
+    device = start(run, devices)
     judge = load_judge(sampling.judge)
     tokenizer = load_tokenizer(sampling.model_name_or_path)
     prompts = load_splits("prompt", tokenizer, data_options(data, run, max_tokens=sampling.max_prompt_seq_len)).train

@@ -13,7 +13,7 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rewards import load_judge
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
-from dschat.set_up import data_options, load_splits, rlhf_problems, rlhf_warnings
+from dschat.set_up import data_options, load_splits, rlhf_problems, rlhf_warnings, start
 
 GROUPS = (
     arguments.RLHFModelArguments,
@@ -31,7 +31,7 @@ def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
     models, rollouts, ppo, data, optimizer, lora, devices, run = groups
-    device = launch.join(seed=run.seed, collective_timeout=run.collective_timeout)
+    device = start(run, devices)
     with settings_of_user():
         resumed = checkpoint.find(run.output_dir, run.resume)
         judge = load_judge(rollouts.judge) if rollouts.judge else None

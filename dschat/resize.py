@@ -1,0 +1,75 @@
+"""DeepSpeed's checkpoints for another number of processes than wrote them, by way of its universal checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import deepspeed
+from deepspeed.checkpoint import ds_to_universal
+
+from dschat import launch
+
+
+@contextmanager
+def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[Path]:
+    """A folder from which engines of any number of processes can load, for as long as the context lasts. A collective.
+
+    It takes as much room as the checkpoint. ZeRO-0 keeps everything on every rank, so that nothing has to be converted.
+
+    Raises:
+        ValueError: DeepSpeed cannot convert it.
+    """
+    temporary = folder.with_name(f".{folder.name}.universal")
+    problem = None
+    if launch.is_main():
+        shutil.rmtree(temporary, ignore_errors=True)
+        for name, engine in engines.items():
+            try:
+                _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
+            except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
+                problem = f"{folder} cannot be converted for {launch.world_size()} processes ({name}: {error})"
+    problem = launch.from_all_ranks(problem)[0]
+    try:
+        if problem:
+            raise ValueError(f"{problem}: start as many as its manifest.json says")
+        for engine in engines.values():
+            engine._config.load_universal_checkpoint = bool(engine.zero_optimization())
+        settings = {name: _group_settings(engine) for name, engine in engines.items()}
+        yield temporary
+        for name, engine in engines.items():
+            # DeepSpeed gives every group the weight decay of the first.
+            for group, own in zip(engine.optimizer.param_groups, settings[name], strict=True):
+                group.update(own)
+    finally:
+        for engine in engines.values():
+            engine._config.load_universal_checkpoint = False
+        launch.barrier()
+        if launch.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _group_settings(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, object]]:
+    """What the configuration says of each parameter group; the learning rate belongs to the schedule."""
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        for group in engine.optimizer.param_groups
+    ]
+
+
+def _convert(folder: Path, output: Path, *, partitioned: bool) -> None:
+    if not partitioned:
+        shutil.copytree(folder, output)
+        return
+    output.mkdir(parents=True)
+    settings = Namespace(
+        input_folder=str(folder), output_folder=str(output), num_extract_workers=1, num_merge_workers=1,
+        keep_temp_folder=False, strict=True, inject_missing_state=True,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        ds_to_universal.main(settings)

@@ -1,0 +1,128 @@
+"""Run an update of step 3 again, in one process, from what `--dump_step N` wrote, and show where numbers part.
+
+    python scripts/replay.py output/ppo/dump/step-00000007
+
+Each line compares a tensor of the run with its replay in float32: the largest difference, where it is (rank, row,
+column), and the size of the numbers. The first line over --tolerance is where to look. Dropout is off in the replay, so
+that runs with --actor_dropout part at logprobs; gradients of adapters are those of the whole weights there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dschat.arguments import PPOArguments
+from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
+from dschat.models.scalar_head import TokenScores, load_scalar_head
+from dschat.rlhf.advantages import gae
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.losses import policy_loss, value_loss
+from dschat.rlhf.off_policy import truncated_weights
+
+
+def experiences(folder: Path, processes: int) -> list[Experience]:
+    """The first minibatch of every rank."""
+    parts = []
+    for rank in range(processes):
+        tensors = load_file(folder / f"iteration_rank{rank}.safetensors")
+        parts.append(Experience(**{n.removeprefix("0."): t for n, t in tensors.items() if n.startswith("0.")}))
+    return parts
+
+
+def replay(folder: Path, device: torch.device) -> list[tuple[str, Tensor, Tensor]]:
+    """What the run computed and what comes out now: name, theirs, ours."""
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    ppo = PPOArguments(**settings["ppo"])
+    ranks = experiences(folder, settings["processes"])
+    actor = TokenLogprobs(load_causal_lm(folder / "actor", dtype=torch.float32)).to(device).eval()
+    critic = TokenScores(load_scalar_head(folder / "critic", dtype=torch.float32)).to(device).eval()
+    tokens = float(sum(part.response_mask.sum() for part in ranks))
+    rows: list[tuple[str, Tensor, Tensor]] = []
+    sums = {"policy_loss": 0.0, "value_loss": 0.0}
+    for rank, whole in enumerate(ranks):
+        theirs = load_file(folder / f"update_rank{rank}.safetensors")
+        _, returns = gae(
+            whole.rewards, whole.values, whole.response_mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda
+        )  # fmt: skip
+        rows.append((f"rank {rank} returns", whole.returns, returns * whole.response_mask))
+        size = ppo.per_device_training_batch_size
+        for number, start in enumerate(range(0, len(whole), size)):
+            part = whole.rows(range(start, start + size))
+            part = Experience(**{name: tensor.to(device) for name, tensor in vars(part).items()})
+            columns = part.response_mask.shape[1]
+            logprobs = actor(part.sequences, part.attention_mask, part.loss_mask, settings["temperature"])[:, -columns:]
+            weights = None
+            if ppo.rollout_correction == "tis" and ppo.old_logprobs == "recompute":
+                weights, _ = truncated_weights(
+                    part.old_logprobs, part.rollout_logprobs, part.response_mask, cap=ppo.rollout_correction_cap,
+                    normalizer=tokens,
+                )  # fmt: skip
+            loss, _ = policy_loss(
+                logprobs, part.old_logprobs, part.advantages, part.response_mask, clip_range=ppo.clip_range,
+                weights=weights, normalizer=tokens,
+            )  # fmt: skip
+            loss.backward()
+            values = critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]
+            off, _ = value_loss(
+                values, part.values, part.returns, part.response_mask, value_clip_range=ppo.value_clip_range,
+                normalizer=tokens,
+            )  # fmt: skip
+            off.backward()
+            found = {"logprobs": logprobs, "policy_loss": loss, "values": values, "value_loss": off}
+            for name, tensor in found.items():
+                mask = part.response_mask if tensor.dim() else torch.ones((), dtype=torch.bool, device=device)
+                rows.append(
+                    (f"rank {rank} {name}.{number}", theirs[f"{name}.{number}"] * mask.cpu(), (tensor * mask).detach())
+                )
+            sums["policy_loss"] += float(loss)
+            sums["value_loss"] += float(off)
+    found = sums | {"actor_grad_norm": grad_norm(actor), "critic_grad_norm": grad_norm(critic)}
+    for name, value in found.items():
+        rows.append((name, torch.tensor(torch.nan if metrics[name] is None else metrics[name]), torch.tensor(value)))
+    return rows
+
+
+def grad_norm(model: nn.Module) -> float:
+    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+def line(name: str, theirs: Tensor, ours: Tensor, tolerance: float) -> tuple[str, bool]:
+    """One line of the table, and whether the numbers part there."""
+    theirs, ours = theirs.double().cpu(), ours.double().cpu()
+    off = (theirs - ours).abs()
+    off = torch.where(off.isnan(), torch.inf, off)
+    worst = float(off.max())
+    size = float(theirs[theirs.isfinite()].abs().max()) if theirs.isfinite().any() else 0.0
+    where = "" if off.dim() == 0 else str(tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape)))
+    parts = worst > tolerance * max(size, 1.0)
+    return f"{name:28} {worst:12.3g} {where:>12} {size:12.4g}{'   <- parts here' if parts else ''}", parts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="OUTPUT_DIR/dump/step-N of a run with --dump_step N")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="relative to the largest number (default: 1e-3)")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    if not (options.folder / "settings.json").is_file():
+        parser.error(f"{options.folder} holds no settings.json: name a folder that --dump_step wrote")
+    print(f"{'tensor':28} {'difference':>12} {'at':>12} {'size':>12}")
+    apart = 0
+    for name, theirs, ours in replay(options.folder, torch.device(options.device)):
+        text, parts = line(name, theirs, ours, options.tolerance)
+        print(text)
+        apart += parts
+    print("the replay gives what the run gave" if not apart else f"{apart} lines part")
+    sys.exit(bool(apart))
+
+
+if __name__ == "__main__":
+    main()
