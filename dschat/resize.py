@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import deepspeed
+import torch
 from deepspeed.checkpoint import ds_to_universal
 
 from dschat import launch
@@ -43,9 +44,12 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
         settings = {name: _group_settings(engine) for name, engine in engines.items()}
         yield temporary
         for name, engine in engines.items():
-            # DeepSpeed gives every group the weight decay of the first.
+            # DeepSpeed gives every group the settings of the first, and all of them one counter of steps.
             for group, own in zip(engine.optimizer.param_groups, settings[name], strict=True):
                 group.update(own)
+            for state in engine.basic_optimizer.state.values():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = state["step"].clone()
     finally:
         for engine in engines.values():
             engine._config.load_universal_checkpoint = False
