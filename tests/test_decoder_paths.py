@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import transformers
 from test_generation import ARCHITECTURES, EOS, GREEDY, PROMPTS, tiny, transformers_greedy
 from test_hybrid_engine import assert_bit_identical, snapshot, with_lora
 
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.generation.step import GraphedStep, ladder
+from dschat.models.causal_lm import TokenLogprobs
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
@@ -165,3 +167,22 @@ def test_flat_copies_lie_apart_and_stay_where_they_are_while_pinned():
         with actor.generation():
             again = actor._generation_module.module.named_parameters()
             assert not pinned or places == {name: parameter.data_ptr() for name, parameter in again}
+
+
+def test_log_probs_in_bfloat16_are_near_those_of_a_full_forward():
+    """Weights as models start with them: rounding, and nothing else, may stand between the two."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).bfloat16().eval()
+    actor = HybridEngine(model, pin_buffers=True)
+    for _ in range(2):
+        found = rollout(actor, [[token, 7, 9] for token in range(16)], max_new_tokens=40)
+    loss_mask = found.attention_mask.clone()
+    loss_mask[:, : found.prompt_length] = False
+    with torch.no_grad():
+        full = TokenLogprobs(model)(found.sequences, found.attention_mask, loss_mask)[:, found.prompt_length :]
+    gap = (found.logprobs - full).abs()
+    assert gap.mean() < 5e-3 and gap.max() < 0.05
