@@ -44,6 +44,7 @@ def save(
     keep: int,
     also: Callable[[Path], None] | None = None,
     about: Mapping[str, Any] | None = None,
+    later: Callable[[Callable[[], None]], None] | None = None,
 ) -> Path:
     """Write a checkpoint of the whole run; every rank calls it.
 
@@ -58,8 +59,10 @@ def save(
             too: they belong to a run that was left.
         also: called on every rank with the temporary folder, to add files of its own (an EMA, say).
         about: entries of the manifest for people and for `changed_arguments`.
+        later: is given the end of the work on the main rank: checksums, names, removal of older ones. All files are on
+            the disk by then and nobody writes to them, so training may go on meanwhile. None: it is done here.
 
-    Returns: the folder, complete and verified by its manifest.
+    Returns: the folder, complete and verified by its manifest, or about to be.
     Raises: OSError on every rank when any rank cannot write; nothing of the attempt is left.
     """
     name = f"step-{step:08d}" + (f"-update-{update:04d}" if update else "")
@@ -96,18 +99,19 @@ def save(
     if launch.is_main():
         attempt(lambda: _write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
     _agree(problems, temporary)
+    attempt(lambda: _sync_all(temporary))
+    _agree(problems, temporary)
+    head = {"step": step, "world_size": launch.world_size(), **(about or {})}
+    if later is not None:
+        if launch.is_main():
+            later(lambda: _complete(folder, temporary, head | {"files": _digests(temporary, share=(0, 1))}, keep))
+        return folder
     files: dict[str, tuple[int, str]] = {}
-    attempt(lambda: files.update(_sync_and_digest(temporary)))
+    attempt(lambda: files.update(_digests(temporary, share=(launch.rank(), launch.world_size()))))
     _agree(problems, temporary)
     files = {name: entry for part in launch.from_all_ranks(files) for name, entry in part.items()}
-    failpoint.reached("save_digested")
     if launch.is_main():
-        manifest = {
-            "step": step,
-            "world_size": launch.world_size(),
-            **(about or {}),
-            "files": dict(sorted(files.items())),
-        }
+        manifest = head | {"files": dict(sorted(files.items()))}
         attempt(lambda: _complete(folder, temporary, manifest, keep))
     _agree(problems, temporary)
     return folder
@@ -115,6 +119,7 @@ def save(
 
 def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int) -> None:
     """Give a folder whose files are all on the disk its manifest and its name, then remove older ones."""
+    failpoint.reached("save_digested")
     _write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
     failpoint.reached("save_manifest")
     if folder.exists():  # of a run that was left: it must not be half gone under its good name
@@ -338,13 +343,16 @@ def _step_folders(output_dir: str | Path) -> list[Path]:
     return sorted(path for path in Path(output_dir, "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name))
 
 
-def _sync_and_digest(folder: Path) -> dict[str, tuple[int, str]]:
-    """Put every file on the disk (each rank its own, on any node), and take this rank's share of the checksums."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in [*paths, folder, *(path for path in folder.rglob("*") if path.is_dir())]:
+def _sync_all(folder: Path) -> None:
+    """Put every file on the disk; every rank does, since a file is in the memory of the node that wrote it."""
+    for path in [folder, *folder.rglob("*")]:
         _sync(path)
-    mine = paths[launch.rank() :: launch.world_size()]
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _digest(path)) for path in mine}
+
+
+def _digests(folder: Path, *, share: tuple[int, int]) -> dict[str, tuple[int, str]]:
+    """Size and checksum of every n-th file from the k-th on, where share is (k, n)."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())[share[0] :: share[1]]
+    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _digest(path)) for path in paths}
 
 
 def _write_atomically(path: Path, text: str) -> None:

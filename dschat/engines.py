@@ -60,6 +60,7 @@ def optimizer_step(
         update was skipped "skipped_updates": 1.
     """
     engine.train()
+    _agree_on_count(len(micro_losses), engine.device)
     totals: Metrics = {}
     for number, micro_loss in enumerate(micro_losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_losses))
@@ -80,6 +81,21 @@ def optimizer_step(
         norm = engine.get_global_grad_norm()
     metrics = sum_metrics(totals) | {"grad_norm": float(norm), "learning_rate": learning_rate}
     return metrics | ({"skipped_updates": 1.0} if skipped else {})
+
+
+def _agree_on_count(count: int, device: torch.device) -> None:
+    """Raise on every rank if one has more micro-batches than another, which would wait for ever.
+
+    Raises:
+        RuntimeError: naming the least and the most.
+    """
+    if launch.world_size() > 1:
+        most, least = launch.max_over_ranks(torch.tensor([count, -count], device=device)).tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"one rank has {-least:.0f} micro-batches for this optimizer step and another {most:.0f}: every rank "
+                "has to run as many; give ranks without rows micro-batches that count for nothing"
+            )
 
 
 def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:

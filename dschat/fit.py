@@ -110,6 +110,7 @@ def fit(
             if done == total or (run.eval_interval and done % run.eval_interval == 0):
                 evaluate(done)
             saving.boundary(done, {"step": done, "health": health.state} | order, last=done == total)
+        saving.finish()
     log.close()
     return engine
 

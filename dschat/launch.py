@@ -191,7 +191,11 @@ def _clear_stale_build_locks(builds: Path) -> None:
     for lock in builds.glob("deepspeed_*/lock"):
         if any(_opens(process, lock) for process in Path("/proc").glob("[0-9]*")):
             continue
-        if time.time() - lock.stat().st_mtime > LONGEST_BUILD_SECONDS:
+        try:
+            age = time.time() - lock.stat().st_mtime
+        except FileNotFoundError:
+            continue  # its build has just ended
+        if age > LONGEST_BUILD_SECONDS:
             lock.unlink(missing_ok=True)
         else:
             print(f"waiting for another machine to build an operation; if none does, remove {lock}", file=sys.stderr)

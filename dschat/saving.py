@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,8 +19,10 @@ from dschat.signals import Received, SavedAndLeft
 class Saving:
     """Asked at every step boundary by all ranks, it saves where that is due.
 
+    What is left to do once all files are on the disk, checksums above all, is done beside the training that goes on.
+
     Attributes:
-        seconds: what all saves so far have taken.
+        seconds: that training has waited for all saves so far.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Saving:
         """
         self.run, self.engines, self.log, self.received, self.device = run, engines, log, received, device
         self.seconds, self.started = 0.0, time.monotonic()
+        self._finishing: threading.Thread | None = None
         self.last = self.started
         if run.save_interval or run.save_minutes:
             size = checkpoint.expected_bytes(engines)
@@ -65,10 +69,12 @@ class Saving:
             return
         watchdog.phase("checkpoint")
         started = time.monotonic()
+        self.finish()
         try:
             folder = checkpoint.save(
                 self.run.output_dir, step, update=update, engines=self.engines, state=dict(state),
                 keep=self.run.keep_checkpoints, also=also, about=self.log.about,
+                later=None if leaves or last else self._begin_finishing,
             )  # fmt: skip
         except OSError as error:
             if leaves:
@@ -79,7 +85,24 @@ class Saving:
             self.last = time.monotonic()
             self.seconds += self.last - started
         share = self.seconds / (self.last - self.started)
-        self.log.say(f"saved {folder} in {self.last - started:.1f} s; saving has taken {share:.1%} of the time")
+        self.log.say(f"saving {folder} took {self.last - started:.1f} s; saving has taken {share:.1%} of the time")
         if leaves:
             self.log.say("a signal asked for it: this run ends here, --resume auto goes on")
             raise SavedAndLeft
+
+    def finish(self) -> None:
+        """Wait for what is still done of the save before."""
+        if self._finishing is not None:
+            self._finishing.join()
+        self._finishing = None
+
+    def _begin_finishing(self, work: Callable[[], None]) -> None:
+        def finishing() -> None:
+            try:
+                work()
+            except OSError as error:
+                self.log.say(f"warning: the checkpoint cannot be written: {error}. The run goes on unsaved")
+
+        # Not a daemon: a run that ends by an exception still completes its checkpoint.
+        self._finishing = threading.Thread(target=finishing, name="checkpoint")
+        self._finishing.start()

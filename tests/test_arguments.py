@@ -66,8 +66,9 @@ def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(gr
         assert len(field.metadata["help"]) > 5
         for need in field.metadata["needs"]:
             name, _, value = need.partition("=")
-            (other,) = [f for g in GROUPS for f in dataclasses.fields(g) if f.name == name]
-            assert not value or value in get_args(other.type), need
+            others = {f.name: f for g in GROUPS for f in dataclasses.fields(g)}
+            assert not value or value in get_args(others[name].type), need
+            assert name in others, need
 
 
 def test_every_flag_is_read_by_something():

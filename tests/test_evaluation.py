@@ -10,6 +10,7 @@ import torch
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
 
 from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
+from dschat.rlhf.experience import Experience
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,7 +42,7 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     for ids in (range(3), range(3, 8)):  # batches of 3 and 5: a mean of their means would be another number
         prompts = prompts_of(trainer, [QUESTIONS[i] for i in ids])
         parts.append(trainer.generate_experience(prompts, sample_ids=ids))
-        sums.append(experience_sums(parts[-1], trainer.samples))
+        sums.append(experience_sums(parts[-1], trainer.samples, judged=True))
         samples += trainer.samples
     metrics = experience_metrics(sums)
     counts = [int(part.response_mask[row].sum()) for part in parts for row in range(len(part))]
@@ -56,6 +57,10 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
                 (("score", "scores"), ("reward", "rewards"), ("kl", "kl"), ("ended_by_eos", "ended"))}  # fmt: skip
     expected["response_length"] = sum(counts) / 8
     expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
+    samples[0]["judge"] = None  # of one that the judge left out, the mean is over the others
+    partly = experience_metrics([experience_sums(Experience.concatenate(parts), samples, judged=True)])
+    assert partly["judge_missing"] == 1
+    assert partly["judge"] == pytest.approx(sum(len(sample["response"]) for sample in samples[1:]) / 7)
     expected["entropy"] = per_token([part.entropy for part in parts])
     gaps = [part.old_logprobs - part.rollout_logprobs for part in parts]
     expected["rollout_gap_mean"] = per_token([gap.abs() for gap in gaps])

@@ -91,7 +91,7 @@ def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, r
     assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
 
 
-@pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_digested@1#2", "update@1#4"])
+@pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_written@1#2", "update@1#4"])
 def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": 2}
     run("sft", **settings, fail=place, code=None)
@@ -363,3 +363,50 @@ def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_
     assert "in the middle of an iteration" in said and "going on from" in said
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained == [1, 2, 3]
+
+
+def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whole, tmp_path):
+    """A real one, where the machine lets us mount it."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        settings = {"max_steps": 4, "save_interval": 2, "zero": 2}
+        said = run("sft", **settings)  # one checkpoint fits, a second beside it does not
+        assert "The run goes on unsaved" in said
+        (saved,) = folder.glob("step-*")
+        assert saved.name == "step-00000002" and checkpoint.verify(saved) == []
+        assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_score_that_is_no_number_skips_the_updates_that_it_reaches(run, tmp_path):
+    said = run("ppo", max_steps=2, processes=2, zero=2, fail="scores:nan@1#3")  # two evaluations' batches come first
+    lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert sum(line["skipped_updates"] for line in lines) >= 4 and "updates skipped on all ranks" in said
+    for folder in FOLDERS["ppo"]:
+        assert all(torch.isfinite(weight).all() for weight in weights_of(tmp_path / "run" / folder).values())
+
+
+def test_ranks_with_unequal_numbers_of_micro_batches_say_so(programs, tmp_path):
+    script = tmp_path / "unequal.py"
+    script.write_text(UNEQUAL)
+    said = programs.run(script, [], processes=2, log=tmp_path / "log", code=1)
+    assert said.count("RuntimeError: one rank has 2 micro-batches for this optimizer step and another 3") == 2
+
+
+UNEQUAL = """
+import deepspeed, torch
+from dschat import launch
+from dschat.engines import optimizer_step
+launch.join(seed=1)
+model = torch.nn.Linear(4, 1)
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
+engine, *_ = deepspeed.initialize(
+    model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
+)
+optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + launch.rank()))
+"""

@@ -87,6 +87,7 @@ class PPORun:
                 saving.boundary(done, state, last=last, also=engine.save_ema)
                 if last:
                     break
+            saving.finish()
         log.close()
 
     def experience(self, number: int) -> Iteration:

@@ -208,6 +208,7 @@ class DeepSpeedPPOTrainer:
         ref_logprobs = engine.ref(ids, attended, loss_mask, self.rollouts.temperature)
         values = _states(engine.critic(ids, attended), mask)
         scores = self.reward_model.score(rollout, prompts["messages"])
+        scores = scores * torch.nan if failpoint.reached("scores") else scores
         self.samples = self._samples(rollout, prompts, scores)
         return old_logprobs, entropy, _response(ref_logprobs, mask), values, scores
 
