@@ -101,7 +101,8 @@ def save(
     _agree(problems, temporary)
     attempt(lambda: _sync_all(temporary))
     _agree(problems, temporary)
-    head = {"step": step, "world_size": launch.world_size(), **(about or {})}
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    head = {"step": step, "world_size": launch.world_size(), "zero_stages": stages, **(about or {})}
     if later is not None:
         if launch.is_main():
             later(lambda: _complete(folder, temporary, head | {"files": _digests(temporary, share=(0, 1))}, keep))
@@ -304,6 +305,14 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
         )
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     resized = manifest["world_size"] != launch.world_size()
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    for name, then in manifest["zero_stages"].items():
+        now = stages.get(name, then)
+        if then != now and {then, now} != {1, 2}:
+            raise ValueError(
+                f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
+                f"stage {then} (1 and 2 keep the same things, the others do not)"
+            )
     with converted(folder, engines) if resized else nullcontext(folder) as source:
         for name, engine in engines.items():
             path, _ = engine.load_checkpoint(str(source), tag=name)

@@ -103,10 +103,14 @@ def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run,
 @pytest.mark.parametrize(
     "step, fail, settings",
     [
-        ("sft", "update:TERM#3", {"zero": 0}),
+        *(
+            (step, f"update:TERM@{processes - 1}#2", {"zero": zero, "processes": processes})
+            for step in ("sft", "reward", "ppo")
+            for processes in (1, 2)
+            for zero in (0, 2, 3)
+        ),
         ("sft", "update:USR1@1#2", {"zero": 2, "processes": 2, "dropout": 0.1}),
         ("sft", "update:INT#2", {"zero": 3, "processes": 2}),
-        ("reward", "update:TERM@1#3", {"zero": 3, "processes": 2}),
         ("reward", "update:TERM#1", {"zero": 0}),
         ("ppo", "rollout:TERM#4", {"zero": 0}),
         ("ppo", "update:TERM#2", {"zero": 2, "actor_dropout": 0.1, "enable_ema": True}),
@@ -354,6 +358,20 @@ def test_two_processes_then_one_then_two_see_the_same_data_and_nearly_the_same_l
         name = "loss" if theirs["phase"] == "train" else "eval_loss"
         assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
         assert ours.get("learning_rate") == theirs.get("learning_rate")
+
+
+@pytest.mark.parametrize("then, now", [(2, 1), (1, 2)])
+def test_zero_1_and_2_resume_each_other(then, now, run, whole, tmp_path):
+    run("sft", zero=then, max_steps=4, fail="update:TERM#2", code=SAVED)
+    run("sft", zero=now, max_steps=4, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", zero=then, max_steps=4), "sft")
+
+
+@pytest.mark.parametrize("then, now", [(0, 2), (3, 2), (2, 3)])
+def test_of_other_zero_stages_the_right_one_is_asked_for(then, now, run, tmp_path):
+    run("sft", zero=then, fail="update:TERM#2", code=SAVED)
+    said = run("sft", zero=now, resume="auto", code=2)
+    assert f"holds the model of ZeRO stage {then}, and this run has stage {now}: resume with stage {then}" in said
 
 
 def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_path):

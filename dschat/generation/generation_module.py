@@ -120,7 +120,7 @@ class GenerationModule:
                 self._flat = {}
 
     def _check_names(self, sources: list[WeightSource]) -> None:
-        present = {name for source in sources for name, _ in source.parameters if name not in self._buffers}
+        present = {name for source in sources for name, _ in source.parameters}
         present |= {other for name in present & self._same.keys() for other in self._same[name]}
         if present != self._meta.keys():
             odd = sorted(present ^ self._meta.keys())
@@ -173,8 +173,6 @@ class GenerationModule:
 
     def _put(self, name: str, weight: Tensor) -> None:
         """Set a parameter under all its names."""
-        if name in self._buffers:
-            return
         parameter = nn.Parameter(weight, requires_grad=False)
         for same in self._same[name]:
             set_tensor(self.module, same, parameter)
