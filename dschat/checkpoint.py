@@ -123,13 +123,13 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
     failpoint.reached("save_digested")
     _write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
     failpoint.reached("save_manifest")
-    if folder.exists():  # of a run that was left: it must not be half gone under its good name
-        left = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(left, ignore_errors=True)
-        folder.rename(left)
-        shutil.rmtree(left)
+    replaced = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        folder.rename(replaced)
+        failpoint.reached("save_replacing")  # what is killed here, `_find` brings back
     temporary.rename(folder)
     _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     failpoint.reached("save_renamed")
     _write_atomically(folder.parent / "latest", folder.name)
     failpoint.reached("save_pointed")
@@ -137,7 +137,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
     newest = folders.index(folder)
     for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
         # Not under its name any more, or a kill would leave half of it to be found.
-        gone = other.with_name(f".{other.name}.old")
+        gone = other.with_name(f".{other.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         other.rename(gone)
         failpoint.reached("save_pruning")
@@ -235,6 +235,10 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
         if problems:
             raise ValueError(f"--resume {resume} cannot be used: {'; '.join(problems[:5])}")
         return Path(resume)
+    for replaced in Path(output_dir, "checkpoints").glob(".step-*.old"):  # killed before another took its name
+        folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
+        if not folder.exists():
+            replaced.rename(folder)
     found = _step_folders(output_dir)
     for folder in reversed(found):
         problems = verify(folder)
@@ -306,7 +310,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     resized = manifest["world_size"] != launch.world_size()
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
-    for name, then in manifest["zero_stages"].items():
+    for name, then in manifest.get("zero_stages", {}).items():
         now = stages.get(name, then)
         if then != now and {then, now} != {1, 2}:
             raise ValueError(

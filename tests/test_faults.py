@@ -91,6 +91,17 @@ def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, r
     assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
 
 
+def test_killed_while_a_checkpoint_takes_the_place_of_another_the_other_comes_back(run, whole, tmp_path):
+    settings = {"max_steps": 4, "save_interval": 2, "keep_checkpoints": 2}
+    run("sft", **settings)
+    older, newer = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    run("sft", **settings, resume=older, fail="save_replacing#1", code=-signal.SIGKILL)
+    assert not newer.exists(), "step 4 has lost its name, and the new one has not got it yet"
+    said = run("sft", **settings, resume="auto")
+    assert f"going on from {newer}" in said
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+
+
 @pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_written@1#2", "update@1#4"])
 def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": 2}
