@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,7 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
             return
         try:
             failpoint.reached("save_writing")
+            _numbers_for_enums(state_dict)
             write(state_dict, path)
             failpoint.reached("save_one_written")
         except WRITE_ERRORS as error:
@@ -175,6 +177,15 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
         yield
     finally:
         del writer.save
+
+
+def _numbers_for_enums(state: Any) -> None:
+    """Replace enumerations in a state that was made to be written: some Pythons pickle them by naming `getattr`."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, Enum):
+            state[name] = value.value
+        elif isinstance(value, dict):
+            _numbers_for_enums(value)
 
 
 def expected_bytes(engines: Engines) -> int:

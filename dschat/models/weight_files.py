@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import pickle
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-# What a checkpoint of weights, or of DeepSpeed's optimizer, needs of Python. Everything else a pickle may name could
-# run code when it is loaded.
-HARMLESS = ("torch.", "torch", "collections.", "numpy.", "deepspeed.", "_codecs.encode", "argparse.Namespace")
+# What DeepSpeed's checkpoints name beside what torch itself allows. Everything else could run code when it is loaded.
+HARMLESS = frozenset(
+    {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+    }
+)
 
 
 def weight_problems(folder: str | Path) -> list[str]:
@@ -44,14 +49,9 @@ def weight_problems(folder: str | Path) -> list[str]:
 def pickle_problems(path: Path) -> list[str]:
     """Why a file that torch.save wrote must not be loaded: it names things that are no tensors. Nothing is executed."""
     try:
-        unsafe = [name for name in _named(path) if not name.startswith(HARMLESS) or "os." in name]
+        unsafe = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in HARMLESS]
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
         return [f"{path} cannot be read as a file of torch.save ({error})"]
     if unsafe:
         return [f"{path} would run {', '.join(unsafe[:3])} when it is loaded: it is refused. Get safetensors instead"]
     return []
-
-
-def _named(path: Path) -> Iterator[str]:
-    """What the pickle in a file names, apart from the tensors that torch allows."""
-    yield from torch.serialization.get_unsafe_globals_in_checkpoint(path)
