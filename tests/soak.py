@@ -75,7 +75,7 @@ def main() -> None:
         # First something new must be saved, or the run would never come to its end; then chance decides.
         while process.poll() is None and progress(broken) == before:
             time.sleep(0.05)
-        deadline = time.monotonic() + chance.uniform(0, whole / max(options.kills, 1))
+        deadline = time.monotonic() + chance.uniform(0, 0.5 * whole / max(options.kills, 1))
         while process.poll() is None and (kills >= options.kills or time.monotonic() < deadline):
             time.sleep(0.01)
         if process.poll() is not None:
