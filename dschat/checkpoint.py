@@ -100,7 +100,8 @@ def save(
     if launch.is_main():
         attempt(lambda: _write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
     _agree(problems, temporary)
-    attempt(lambda: _sync_all(temporary))
+    if launch.is_main_of_node():  # a file is in the memory of the node that wrote it
+        attempt(lambda: _sync_all(temporary))
     _agree(problems, temporary)
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
     head = {"step": step, "world_size": launch.world_size(), "zero_stages": stages, **(about or {})}
@@ -368,7 +369,7 @@ def _step_folders(output_dir: str | Path) -> list[Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Put every file on the disk; every rank does, since a file is in the memory of the node that wrote it."""
+    """Put every file and folder on the disk."""
     for path in [folder, *folder.rglob("*")]:
         _sync(path)
 

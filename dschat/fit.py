@@ -105,8 +105,7 @@ def fit(
             failpoint.reached("update")
             metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
             log.metrics(done, metrics)
-            health.see(done, metrics)
-            watchdog.phase("evaluation")
+            health.see(done, metrics, skipped=["skipped_updates" in metrics])
             if done == total or (run.eval_interval and done % run.eval_interval == 0):
                 evaluate(done)
             saving.boundary(done, {"step": done, "health": health.state} | order, last=done == total)
@@ -144,6 +143,7 @@ def evaluation(
         steps = [steps[int(number * spread)] for number in range(max_batches)]
     totals: Metrics = {}
     for share in (share for step in steps for share in _share(step, batch_size)):
+        watchdog.phase("evaluation")
         batch = collated(objective, rows, share, engine.device)
         loss, metrics = objective.loss_of(engine, batch, 1.0)
         for name, value in {"loss": loss, "count": objective.count(batch), **metrics}.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat import checkpoint
@@ -14,8 +14,11 @@ WATCHED = ("loss", "kl", "policy_loss", "value_loss")
 LEARNING_STEPS = 20  # before a spread is known well enough to call a number strange
 
 
-class TooManyBadSteps(RuntimeError):
-    """Update after update was skipped."""
+class TooManyBadSteps(SystemExit):
+    """Update after update was skipped; the log has said so."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
 
 
 class Health:
@@ -40,31 +43,31 @@ class Health:
         """JSON of what a resumed run goes on with."""
         return {"skipped_in_a_row": self.skipped_in_a_row, "moments": {k: list(v) for k, v in self.moments.items()}}
 
-    def see(self, step: int, metrics: Mapping[str, float]) -> None:
+    def see(self, step: int, metrics: Mapping[str, float], *, skipped: Sequence[bool]) -> None:
         """Count skipped updates, warn of numbers far from the ones before.
 
         Args:
-            metrics: of the step; "skipped_updates" of "updates" (default 1) changed nothing.
+            metrics: of the step.
+            skipped: of each of its updates, whether it was left out.
 
         Raises:
             TooManyBadSteps: --max_bad_steps updates in a row were skipped.
         """
-        skipped, updates = metrics.get("skipped_updates", 0), metrics.get("updates", 1)
-        if skipped:
-            self.skipped_in_a_row = self.skipped_in_a_row + int(skipped) if skipped == updates else int(skipped)
+        if any(skipped):
             self.log.say(
-                f"warning: step {step}: {skipped:g} of {updates:g} updates skipped on all ranks, since a loss or a "
-                "gradient was not finite; the models are as they were"
+                f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
+                "a gradient was not finite; the models are as they were"
             )
-        else:
-            self.skipped_in_a_row = 0
-        if self.run.max_bad_steps and self.skipped_in_a_row >= self.run.max_bad_steps:
-            good = checkpoint.newest(self.run.output_dir)
-            raise TooManyBadSteps(
-                f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps {self.run.max_bad_steps}): "
-                + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
-                + "; try a lower learning rate, or look at the data of these steps (--dump_step)"
-            )
+        for one in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
+            if one and self.skipped_in_a_row == self.run.max_bad_steps:
+                good = checkpoint.newest(self.run.output_dir)
+                self.log.say(
+                    f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "
+                    + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
+                    + "; lower the learning rate, or look at the data of these steps"
+                )
+                raise TooManyBadSteps
         for name in WATCHED:
             if name in metrics:
                 self._compare(step, name, metrics[name])

@@ -30,7 +30,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except SettingsError as mistakes:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # nodes may differ, in the files they see
+        if is_main_of_node():  # nodes may differ, in the files they see
             print(mistakes, file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -107,6 +107,11 @@ def is_main() -> bool:
     return rank() == 0
 
 
+def is_main_of_node() -> bool:
+    """True on one rank of each node."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 def barrier() -> None:
     if world_size() > 1:
         dist.barrier()
@@ -144,7 +149,7 @@ def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def local_main_first() -> Iterator[None]:
     """The first process of every node runs the block before the others: it prepares files that they then reuse."""
-    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    first = is_main_of_node()
     if not first:
         barrier()
     try:

@@ -22,12 +22,12 @@ class Watchdog:
         phase: what this rank is doing.
     """
 
-    def __init__(self, *, seconds: float, store: dist.Store | None, rank: int, world_size: int) -> None:
+    def __init__(self, *, seconds: float, store: dist.Store, rank: int, world_size: int) -> None:
         """Start watching.
 
         Args:
             seconds: as long may a rank stay silent, or in one phase.
-            store: shared by the ranks; None where there is one.
+            store: shared by the ranks.
         """
         self.seconds, self.store, self.rank, self.world_size = seconds, store, rank, world_size
         self.phase, self.since = "start", time.monotonic()
@@ -57,8 +57,6 @@ class Watchdog:
 
     def _silent_rank(self, beat: int) -> str | None:
         """Tell that this rank lives; what is wrong with another, if anything is."""
-        if self.store is None:
-            return None
         word = json.dumps([beat, self.phase, socket.gethostname(), os.getpid()])
         try:
             self.store.set(f"alive/{self.rank}", word)
@@ -93,14 +91,17 @@ _current: Watchdog | None = None
 
 
 def start(seconds: float) -> None:
-    """From now on a rank that hangs for so many seconds ends the run, with a report of every rank that can speak."""
+    """From now on a rank that hangs for so many seconds ends the run, with a report of every rank that can speak.
+
+    A process alone keeps nobody waiting: whoever holds it in a debugger may do so for hours.
+    """
     global _current
     stop()
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
     # A client of its own: the main thread may be waiting in the other one.
-    store = dist.distributed_c10d._get_default_store().clone() if several else None
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if several else (0, 1)
-    _current = Watchdog(seconds=seconds, store=store, rank=rank, world_size=world_size)
+    store = dist.distributed_c10d._get_default_store().clone()
+    _current = Watchdog(seconds=seconds, store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def stop() -> None:

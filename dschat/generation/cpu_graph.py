@@ -75,6 +75,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         self.reads |= _reads(func) or any(tensor.dtype == torch.bool for tensor in _indices(func, args))
         out = func(*args, **kwargs)
+        if self.bytes > MOST_BYTES:  # nothing comes of it, so nothing is held
+            self.calls.clear()
+            self.kept.clear()
+            return out
         made = tensors(out)
         self.kept += made
         if func._schema.is_mutable:
@@ -83,8 +87,6 @@ class Recorder(TorchDispatchMode):
         given = {_place(tensor) for tensor in tensors((*args, *kwargs.values()))}
         if any(_place(tensor) not in given for tensor in made):
             self.bytes += sum(tensor.nbytes for tensor in made)
-            if self.bytes > MOST_BYTES:
-                self.kept.clear()
             if not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
                 self.calls.append(_again(func, args, kwargs, out))
         return out

@@ -79,7 +79,8 @@ class PPORun:
                 begun = None
                 self.update(number, iteration, saving, order | {"health": health.state})
                 done = number + 1
-                health.see(done, self.tell(done, iteration, log))
+                skipped = [bool(update["skipped_updates"]) for update in iteration.updates]
+                health.see(done, self.tell(done, iteration, log), skipped=skipped)
                 last = done == self.iterations or health.ends_early
                 if last or (self.run.eval_interval and done % self.run.eval_interval == 0):
                     self.look(done, log)
