@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import re
 from pathlib import Path
 from typing import get_args
 
@@ -69,22 +68,6 @@ def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(gr
             others = {f.name: f for g in GROUPS for f in dataclasses.fields(g)}
             assert not value or value in get_args(others[name].type), need
             assert name in others, need
-
-
-def test_every_flag_is_read_by_something():
-    code = "\n".join(
-        path.read_text(encoding="utf-8")
-        for folder in ("dschat", "training")
-        for path in (ROOT / folder).rglob("*.py")
-        if path.name not in ("arguments.py", "command_line.py")
-    )
-    own = inspect.getsource(arguments)
-    unread = [
-        name
-        for name in {name for group in GROUPS for name in names((group,))} - {"local_rank"}
-        if not re.search(rf"\.{name}\b", code) and not re.search(rf"self\.{name}\b", own)
-    ]
-    assert unread == []
 
 
 def problems(group: type, **values) -> list[str]:

@@ -1,0 +1,63 @@
+"""Every flag of the suite, declared once: a group per concern, composed by each step's main.py.
+
+Lengths are in tokens, batch sizes in sequences, intervals in optimizer steps (in iterations for step 3).
+"""
+
+from dschat.arguments.data import DataArguments
+from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
+from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
+from dschat.arguments.ppo import PPOArguments
+from dschat.arguments.run import DeviceArguments, RunArguments
+from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
+
+__all__ = [
+    "DataArguments",
+    "DeviceArguments",
+    "IDENTITY",
+    "LoraArguments",
+    "ModelArguments",
+    "OptimizerArguments",
+    "PPOArguments",
+    "PairArguments",
+    "RLHFModelArguments",
+    "RewardModelArguments",
+    "RolloutArguments",
+    "RunArguments",
+    "SILENT",
+    "SamplingArguments",
+    "SupervisedArguments",
+]
+
+# Flags that make another run of a checkpoint: its models, its data, its random numbers, its shapes.
+IDENTITY = frozenset(
+    [
+        "seed",
+        "data_path",
+        "data_split",
+        "eval_data_path",
+        "eval_fraction",
+        "overlong",
+        "add_eot_token",
+        "dtype",
+        "model_name_or_path",
+        "lora_dim",
+        "actor_model_name_or_path",
+        "critic_model_name_or_path",
+        "reward_model_name_or_path",
+        "actor_lora_dim",
+        "critic_lora_dim",
+        "only_optimize_lora",
+        "lora_module_name",
+        "max_seq_len",
+        "max_prompt_seq_len",
+        "max_answer_seq_len",
+        "train_on_prompt",
+        "unsupervised_dataset_name",
+        "lr_scheduler_type",
+        "num_warmup_steps",
+        "ppo_epochs",
+        "generation_batches",
+    ]
+)
+# Flags that may always change: nobody has to hear of it.
+SILENT = frozenset(["resume", "resume_anyway", "local_rank"])

@@ -1,0 +1,26 @@
+"""The data of a step."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dschat.command_line import flag
+
+
+@dataclass
+class DataArguments:
+    """Where rows come from and what becomes of them."""
+
+    _argument_group_name: ClassVar[str] = "data"
+    data_path: list[str] = flag([], "files, folders, save_to_disk folders or hub names, each with an optional :WEIGHT")
+    data_split: str | None = flag(None, "shares of the rows for steps 1, 2, 3, such as 2,4,4; default: all to each")
+    data_output_path: str | None = flag(None, "folder of the prepared Arrow data; default: OUTPUT_DIR/data")
+    eval_data_path: list[str] = flag(
+        [], "rows to evaluate on; default: the sources' own test split, or a held-out share"
+    )
+    eval_fraction: float = flag(0.05, "share held out where a source has no split for it", at_least=0, below=1)
+    max_bad_rows: int = flag(10, "bad rows to set aside before the run stops with the first ones named", at_least=0)
+    overlong: Literal["truncate", "drop"] = flag("truncate", "too long: cut the prompt from the left, or drop the row")
+    add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
+
+    def problems(self) -> list[str]:
+        return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]

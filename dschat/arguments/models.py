@@ -1,0 +1,85 @@
+"""The models of a step, and what steps 1 and 2 make of theirs."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dschat.command_line import flag
+
+ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
+LORA_HELP = "rank of the adapters; 0: none"
+DROPOUT_HELP = "override every dropout of the model"
+
+
+@dataclass
+class ModelArguments:
+    """The one model of steps 1 and 2."""
+
+    _argument_group_name: ClassVar[str] = "model"
+    model_name_or_path: str = flag("", "Hugging Face folder or hub name of the model to start from")
+    max_seq_len: int = flag(512, "prompt and response together", at_least=2)
+    per_device_train_batch_size: int = flag(16, "sequences (pairs in step 2) per forward pass and device", at_least=1)
+    per_device_eval_batch_size: int = flag(16, "the same, in evaluation", at_least=1)
+    learning_rate: float = flag(1e-5, "peak learning rate", above=0)
+    weight_decay: float = flag(0.0, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
+    dropout: float | None = flag(None, f"{DROPOUT_HELP}; default: the model's own", at_least=0, below=1)
+    zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP)
+    lora_dim: int = flag(0, LORA_HELP, at_least=0)
+
+    def problems(self) -> list[str]:
+        return [] if self.model_name_or_path else ["--model_name_or_path: name the model to start from"]
+
+
+@dataclass
+class SupervisedArguments:
+    """Step 1 alone."""
+
+    _argument_group_name: ClassVar[str] = "supervised fine-tuning"
+    train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did")
+
+    def problems(self) -> list[str]:
+        return []
+
+
+@dataclass
+class RewardModelArguments:
+    """Step 2 alone."""
+
+    _argument_group_name: ClassVar[str] = "reward model"
+    centering_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around zero", at_least=0)
+
+    def problems(self) -> list[str]:
+        return []
+
+
+@dataclass
+class RLHFModelArguments:
+    """The four models of step 3."""
+
+    _argument_group_name: ClassVar[str] = "models"
+    actor_model_name_or_path: str = flag("", "step 1's export; the reference model starts from it too")
+    reward_model_name_or_path: str | None = flag(None, "step 2's export; default: the critic's path")
+    critic_model_name_or_path: str | None = flag(None, "where the critic starts; default: the reward model's path")
+    actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0)
+    actor_weight_decay: float = flag(0.0, "weight decay of the actor's matrices", at_least=0)
+    critic_weight_decay: float = flag(0.0, "weight decay of the critic's matrices", at_least=0)
+    actor_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"actor's {ZERO_HELP}; ref follows stage 3")
+    critic_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"critic's {ZERO_HELP}; reward follows stage 3")
+    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0)
+    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0)
+    actor_dropout: float = flag(0.0, f"{DROPOUT_HELP}; above 0 the first ratio is no longer 1", at_least=0, below=1)
+    critic_dropout: float = flag(0.0, DROPOUT_HELP, at_least=0, below=1)
+    offload_reference_model: bool = flag(False, "keep the reference model's parameters in host memory (ZeRO-3)")
+    offload_reward_model: bool = flag(False, "keep the reward model's parameters in host memory (ZeRO-3)")
+    enable_ema: bool = flag(False, "keep and export an exponential moving average of the actor")
+    ema_decay: float = flag(
+        0.992, "share of the old average kept at each step", at_least=0, below=1, needs=["enable_ema"]
+    )
+
+    def problems(self) -> list[str]:
+        problems = []
+        if not self.actor_model_name_or_path:
+            problems.append("--actor_model_name_or_path: name the model to train, usually step 1's output folder")
+        if not (self.reward_model_name_or_path or self.critic_model_name_or_path):
+            problems.append("--reward_model_name_or_path: name the reward model, usually step 2's output folder")
+        return problems

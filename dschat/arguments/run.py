@@ -1,0 +1,91 @@
+"""What every step asks: the run, its devices."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from dschat.command_line import flag
+
+
+@dataclass
+class RunArguments:
+    """What a run writes, how often it looks at itself, and where it goes on."""
+
+    _argument_group_name: ClassVar[str] = "run"
+    output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")
+    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling")
+    num_train_epochs: int = flag(1, "passes over the training data", at_least=1)
+    max_steps: int = flag(0, "stop after this many steps; 0: as the epochs say", at_least=0)
+    eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
+    eval_iters: int = flag(0, "evaluation batches per device; 0: the whole evaluation set", at_least=0)
+    save_interval: int = flag(0, "write a resumable checkpoint every so many steps; 0: none", at_least=0)
+    save_minutes: float = flag(0.0, "write one every so many minutes, between two updates; 0: none", at_least=0)
+    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval", "save_minutes"])
+    resume: str = flag(
+        "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never"
+    )
+    max_bad_steps: int = flag(
+        10, "stop after so many updates in a row that were skipped, as a number was not finite; 0: never", at_least=0
+    )
+    warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
+    collective_timeout: float = flag(
+        1800.0, "seconds that a rank may be silent, or in one phase, before the run ends with a report", above=0
+    )
+    resume_anyway: bool = flag(False, "resume although flags have changed that make another run of it")
+    enable_tensorboard: bool = flag(False, "write TensorBoard event files")
+    tensorboard_path: str | None = flag(
+        None, "folder of the event files; default: OUTPUT_DIR/tensorboard", needs=["enable_tensorboard"]
+    )
+    local_rank: int = flag(-1, "set by the deepspeed launcher; ignored, the environment says it too")
+
+    def problems(self) -> list[str]:
+        problems = []
+        if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
+            problems.append(f"--resume {self.resume}: wants auto, never, or the folder of a checkpoint")
+        return problems + _unwritable(self.output_dir)
+
+
+def _unwritable(folder: str) -> list[str]:
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        probe = Path(folder, ".writable")
+        probe.touch()
+        probe.unlink(missing_ok=True)
+    except OSError as error:
+        return [f"--output_dir {folder}: cannot be written ({error.strerror}); name another folder"]
+    return []
+
+
+@dataclass
+class DeviceArguments:
+    """Numbers and devices: precision, offload, the DeepSpeed configuration."""
+
+    _argument_group_name: ClassVar[str] = "devices"
+    dtype: Literal["bf16", "fp16", "fp32"] = flag(
+        "bf16", "precision of weights and activations; Adam's states are fp32"
+    )
+    offload: bool = flag(False, "keep optimizer states (and ZeRO-3 parameters) in host memory")
+    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
+    deterministic: bool = flag(False, "on GPUs: operations that give the same bits every time, where there are some")
+    deepspeed_config: str | None = flag(None, "JSON file merged over the generated DeepSpeed configuration")
+
+    def problems(self) -> list[str]:
+        from deepspeed.accelerator import get_accelerator
+
+        problems = []
+        if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
+            problems.append("--dtype fp16: a CPU cannot train in it; take bf16 or fp32")
+        if self.deepspeed_config:
+            problems += _not_a_json_object("--deepspeed_config", self.deepspeed_config)
+        return problems
+
+
+def _not_a_json_object(flag: str, path: str) -> list[str]:
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        return [f"{flag} {path}: cannot be read ({error.strerror})"]
+    except ValueError as error:
+        return [f"{flag} {path}: not valid JSON ({error})"]
+    return [] if isinstance(content, dict) else [f"{flag} {path}: wants a JSON object of DeepSpeed settings"]
