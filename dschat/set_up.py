@@ -1,8 +1,6 @@
 """From argument groups to what a step works with: checked models, data splits, engines, the log."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,7 @@ from dschat.arguments import (
     LoraArguments,
     ModelArguments,
     OptimizerArguments,
-    PPOArguments,
     RewardModelArguments,
-    RLHFModelArguments,
-    RolloutArguments,
     RunArguments,
     SupervisedArguments,
 )
@@ -104,71 +99,6 @@ def contradictions(
         if devices.offload and stage == 0:
             problems.append(f"--offload, but --{name} 0 has nothing to offload: take stage 1, 2 or 3, or drop the flag")
     return problems
-
-
-def rlhf_problems(
-    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, data: DataArguments,
-    optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
-) -> list[str]:  # fmt: skip
-    """What cannot work among the settings of step 3: models against lengths and each other, batches against updates."""
-    tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
-    lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
-    reward_path = models.reward_model_name_or_path or models.critic_model_name_or_path
-    critic_path = models.critic_model_name_or_path or models.reward_model_name_or_path
-    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token)
-    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens)
-    problems += named("--critic_model_name_or_path", critic_path, tokens=tokens)
-    if reward_path != critic_path:
-        problems += model_problems("--reward_model_name_or_path", reward_path, tokens=2, lengths=lengths)
-    if not problems and models.actor_model_name_or_path and critic_path:
-        actor = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
-        if load_tokenizer(critic_path, add_eot_token=data.add_eot_token).get_vocab() != actor.get_vocab():
-            problems.append(
-                f"--critic_model_name_or_path {critic_path}: reads the actor's token ids, but has another vocabulary: "
-                "name a critic with the actor's tokenizer (the actor's own folder will do: it gets a new head)"
-            )
-    problems += contradictions(
-        lora,
-        devices,
-        dims={"actor_lora_dim": models.actor_lora_dim, "critic_lora_dim": models.critic_lora_dim},
-        stages={"actor_zero_stage": models.actor_zero_stage, "critic_zero_stage": models.critic_zero_stage},
-    )
-    options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
-    problems += data_problems("prompt", options)
-    if ppo.unsupervised_dataset_name:
-        texts = replace(options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=())
-        problems += data_problems("sft", texts)
-    if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
-        problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")
-    rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches
-    minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
-    if rows % minibatch:
-        problems.append(
-            f"--per_device_generation_batch_size {rollouts.per_device_generation_batch_size} x --generation_batches "
-            f"{rollouts.generation_batches} = {rows} sequences do not divide into minibatches of "
-            f"--per_device_training_batch_size {ppo.per_device_training_batch_size} x --gradient_accumulation_steps "
-            f"{optimizer.gradient_accumulation_steps} = {minibatch}: make the first a multiple of the second"
-        )
-    return problems
-
-
-def rlhf_warnings(_models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, *_: Any) -> list[str]:
-    """What works in step 3, but not as one may think; takes the groups that rlhf_problems takes."""
-    warnings = []
-    if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
-        warnings.append("--pin_generation_buffers changes nothing: transformers decodes, which keeps no buffers")
-    truncation = [f"--top_p {rollouts.top_p}"] if rollouts.top_p < 1 else []
-    truncation += [f"--top_k {rollouts.top_k}"] if rollouts.top_k else []
-    if ppo.old_logprobs != "rollout" or not truncation:
-        return warnings
-    return [
-        *warnings,
-        f"{' '.join(truncation)} with --old_logprobs rollout: the decoder's log-probs are those of the truncated, "
-        "renormalised distribution, the actor's those of the whole one. So the ratio starts at the probability mass "
-        "that was kept, below 1, and clipping cuts tokens before the policy has moved (those of negative advantage "
-        f"whose mass is below 1 - {ppo.clip_range}): take --top_p 1 --top_k 0, or --old_logprobs recompute, where "
-        "--rollout_correction tis weighs each token by that mass",
-    ]
 
 
 def data_options(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 from dschat.arguments import PPOArguments
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.rlhf.advantages import gae
+from dschat.rlhf.actor_loss import ActorLoss, StepCounts
+from dschat.rlhf.estimate import estimate_advantages
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.losses import policy_loss, value_loss
-from dschat.rlhf.off_policy import truncated_weights
+from dschat.rlhf.losses import value_loss
 
 
 def experiences(folder: Path, processes: int) -> list[Experience]:
@@ -43,49 +44,53 @@ def replay(folder: Path, device: torch.device) -> list[tuple[str, Tensor, Tensor
     ppo = PPOArguments(**settings["ppo"])
     ranks = experiences(folder, settings["processes"])
     actor = TokenLogprobs(load_causal_lm(folder / "actor", dtype=torch.float32)).to(device).eval()
-    critic = TokenScores(load_scalar_head(folder / "critic", dtype=torch.float32)).to(device).eval()
-    tokens = float(sum(part.response_mask.sum() for part in ranks))
+    critic = None
+    if ppo.trains_critic:
+        critic = TokenScores(load_scalar_head(folder / "critic", dtype=torch.float32)).to(device).eval()
+    counts = StepCounts(
+        tokens=float(sum(part.trained_mask.sum() for part in ranks)),
+        responses=float(sum(part.trained_mask.any(-1).sum() for part in ranks)),
+    )
+    loss_of_actor = ActorLoss(ppo, max_tokens=settings["max_answer_seq_len"])
     rows: list[tuple[str, Tensor, Tensor]] = []
-    sums = {"policy_loss": 0.0, "value_loss": 0.0}
+    sums: dict[str, float] = defaultdict(float)
     for rank, whole in enumerate(ranks):
         theirs = load_file(folder / f"update_rank{rank}.safetensors")
-        _, returns = gae(
-            whole.rewards, whole.values, whole.response_mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda
-        )  # fmt: skip
-        rows.append((f"rank {rank} returns", whole.returns, returns * whole.response_mask))
+        if critic is not None:
+            _, returns = estimate_advantages(whole, ppo=ppo)
+            rows.append((f"rank {rank} returns", whole.returns, returns * whole.response_mask))
         size = ppo.per_device_training_batch_size
         for number, start in enumerate(range(0, len(whole), size)):
             part = whole.rows(range(start, start + size))
-            part = Experience(**{name: tensor.to(device) for name, tensor in vars(part).items()})
+            part = Experience(**{name: tensor.to(device) for name, tensor in part.tensors().items()})
             columns = part.response_mask.shape[1]
-            logprobs = actor(part.sequences, part.attention_mask, part.loss_mask, settings["temperature"])[:, -columns:]
-            weights = None
-            if ppo.rollout_correction == "tis" and ppo.old_logprobs == "recompute":
-                weights, _ = truncated_weights(
-                    part.old_logprobs, part.rollout_logprobs, part.response_mask, cap=ppo.rollout_correction_cap,
-                    normalizer=tokens,
-                )  # fmt: skip
-            loss, _ = policy_loss(
-                logprobs, part.old_logprobs, part.advantages, part.response_mask, clip_range=ppo.clip_range,
-                weights=weights, normalizer=tokens,
-            )  # fmt: skip
+            logprobs, entropy = actor(
+                part.sequences, part.attention_mask, part.loss_mask, settings["temperature"], True
+            )
+            logprobs, entropy = logprobs[:, -columns:], entropy[:, -columns:]
+            loss, said = loss_of_actor(logprobs, entropy, part, counts, kl_coef=settings["kl_coef"])
+            found = {"logprobs": logprobs, "policy_loss": loss}
             loss.backward()
-            values = critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]
-            off, _ = value_loss(
-                values, part.values, part.returns, part.response_mask, value_clip_range=ppo.value_clip_range,
-                normalizer=tokens,
-            )  # fmt: skip
-            off.backward()
-            found = {"logprobs": logprobs, "policy_loss": loss, "values": values, "value_loss": off}
+            sums["policy_loss"] += float(said["policy_loss"])
+            if critic is not None:
+                values = critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]
+                off, _ = value_loss(
+                    values, part.values, part.returns, part.trained_mask, value_clip_range=ppo.value_clip_range,
+                    normalizer=counts.tokens,
+                )  # fmt: skip
+                off.backward()
+                found |= {"values": values, "value_loss": off}
+                sums["value_loss"] += float(off)
             for name, tensor in found.items():
+                if f"{name}.{number}" not in theirs:
+                    continue  # --actor_freeze_steps: the run made no step of the actor
                 mask = part.response_mask if tensor.dim() else torch.ones((), dtype=torch.bool, device=device)
                 rows.append(
                     (f"rank {rank} {name}.{number}", theirs[f"{name}.{number}"] * mask.cpu(), (tensor * mask).detach())
                 )
-            sums["policy_loss"] += float(loss)
-            sums["value_loss"] += float(off)
-    found = sums | {"actor_grad_norm": grad_norm(actor), "critic_grad_norm": grad_norm(critic)}
-    for name, value in found.items():
+    found = sums | {"actor_grad_norm": grad_norm(actor)}
+    found |= {"critic_grad_norm": grad_norm(critic)} if critic is not None else {}
+    for name, value in ((name, value) for name, value in found.items() if name in metrics):
         rows.append((name, torch.tensor(torch.nan if metrics[name] is None else metrics[name]), torch.tensor(value)))
     return rows
 

@@ -21,7 +21,9 @@ from dschat.data.chat_template import encode_prompt
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rewards import Rewards, model_paths, parse_reward
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.settings import reward_entries
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a", "Of course", "Is it 21?", "sum", "the sum of 4", "5."]
 
@@ -85,18 +87,21 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
     groups = []
     for group in (
         arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments,
-        arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
+        arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments, arguments.RewardArguments,
     ):  # fmt: skip
         mine = {name: given.pop(name) for name in group.__dataclass_fields__ if name in given}
         groups.append(group(**mine))
     assert not given, given
-    models, rollouts, ppo, optimizer, lora, devices = groups
-    reward = models.reward_model_name_or_path or models.critic_model_name_or_path
+    models, rollouts, ppo, optimizer, lora, devices, rewards = groups
+    entries = reward_entries(models, rewards)
     engine = DeepSpeedRLHFEngine(
-        load_tokenizer(models.actor_model_name_or_path), load_tokenizer(reward), models=models, ppo=ppo,
-        optimizer=optimizer, lora=lora, devices=devices, rollouts=rollouts, total_steps=100,
+        load_tokenizer(models.actor_model_name_or_path), models=models, ppo=ppo, optimizer=optimizer, lora=lora,
+        devices=devices, rollouts=rollouts, total_steps=100, reward_paths=model_paths(entries),
     )  # fmt: skip
-    return DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=3, judge=judge)
+    scores = Rewards(
+        [parse_reward(entry) for entry in entries], normalize=rewards.normalize_rewards, models=engine.reward_models
+    )
+    return DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=3, judge=judge)
 
 
 def relative_distance(
@@ -143,7 +148,8 @@ def one_iteration(
     )
     dataset = MiniDataset(
         generation_batches=len(share), minibatch_size=minibatch_size, ppo_epochs=ppo_epochs, rank=launch.rank(),
-        world_size=launch.world_size(), seed=5,
+        world_size=launch.world_size(), seed=5, group_size=trainer.ppo.num_samples_per_prompt,
+        whiten_advantages=trainer.ppo.whiten_advantages,
     )  # fmt: skip
     parts, minibatches = [], None
     for mine in share:

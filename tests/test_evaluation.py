@@ -56,6 +56,7 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     expected = {name: sum(per_response(source)) / 8 for name, source in
                 (("score", "scores"), ("reward", "rewards"), ("kl", "kl"), ("ended_by_eos", "ended"))}  # fmt: skip
     expected["response_length"] = sum(counts) / 8
+    expected |= {"responses": 8, "reward_reward": expected["score"]}
     expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
     samples[0]["judge"] = None  # of one that the judge left out, the mean is over the others
     partly = experience_metrics([experience_sums(Experience.concatenate(parts), samples, judged=True)])

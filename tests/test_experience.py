@@ -7,7 +7,8 @@ import torch
 
 from dschat.rlhf.experience import Experience, MiniDataset
 
-PER_TOKEN = [f.name for f in fields(Experience)][3:8] + ["kl", "rewards", "advantages", "returns"]
+PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "ended", "trained")
+PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
 
 
 def experience(names: list[int], prompts: list[int], responses: list[int], *, wider: tuple[int, int] = (0, 0)):
@@ -31,6 +32,7 @@ def experience(names: list[int], prompts: list[int], responses: list[int], *, wi
         response_mask=mask,
         scores=torch.tensor(names) / 7,
         ended=torch.tensor([name % 2 == 0 for name in names]),
+        trained=torch.ones(count, dtype=torch.bool),
         **per_token,
     )
 
@@ -166,6 +168,7 @@ def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_noth
 def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change():
     dataset = MiniDataset(generation_batches=1, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
     with pytest.raises(
-        ValueError, match="3 sequences per device cannot be cut into minibatches of 2.*generation_batch"
+        ValueError,
+        match="3 sequences per device, in groups of 1, cannot be cut into minibatches of 2.*batch_size",
     ):
         dataset.add(experience([1, 2, 3], [1, 1, 1], [1, 1, 1]))

@@ -1,12 +1,14 @@
 """The gap between decoder and actor, and the weights that correct it, by hand and against an exact expectation."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from dschat.rlhf.off_policy import gap_metrics, rollout_gap, truncated_weights
+from dschat.rlhf.off_policy import CORRECTIONS, correction_weights, gap_metrics, rollout_gap
 
+tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")
 # The actor finds the four tokens 3, 1/2, 1 and 6/5 times as likely as the decoder did; the fifth is padding.
 ROLLOUT = torch.tensor([[0.2, 0.8, 0.5, 0.5, 1.0]]).log()
@@ -15,27 +17,25 @@ MASK = torch.tensor([[True, True, True, True, False]])
 
 
 def test_weights_are_actor_over_decoder_up_to_the_cap():
-    weights, metrics = truncated_weights(ACTOR, ROLLOUT, MASK, cap=1.25)
+    weights, metrics = tis(ACTOR, ROLLOUT, MASK, cap=1.25)
     torch.testing.assert_close(weights, torch.tensor([[1.25, 0.5, 1.0, 1.2, 0.0]]))
     assert metrics["correction_weight"].item() == pytest.approx(3.95 / 4)
-    assert metrics["correction_truncated"].item() == 1 / 4
-    torch.testing.assert_close(
-        truncated_weights(ACTOR, ROLLOUT, MASK, cap=5.0)[0], torch.tensor([[3.0, 0.5, 1.0, 1.2, 0.0]])
-    )
+    assert metrics["correction_cut"].item() == 1 / 4
+    torch.testing.assert_close(tis(ACTOR, ROLLOUT, MASK, cap=5.0)[0], torch.tensor([[3.0, 0.5, 1.0, 1.2, 0.0]]))
 
 
 def test_a_weighted_mean_over_what_the_decoder_samples_is_the_actors_mean():
     decoder, actor = torch.tensor([[0.7, 0.2, 0.1]]).double(), torch.tensor([[0.3, 0.3, 0.4]]).double()
     worth, mask = torch.tensor([[1.0, -2.0, 5.0]]).double(), torch.ones(1, 3).bool()
     expected = (actor * worth).sum()
-    weights, _ = truncated_weights(actor.log(), decoder.log(), mask, cap=INF)
+    weights, _ = tis(actor.log(), decoder.log(), mask, cap=INF)
     torch.testing.assert_close((decoder * weights * worth).sum(), expected)
     assert not torch.isclose((decoder * worth).sum(), expected)
 
 
 def test_weights_are_constants():
     actor, decoder = ACTOR.clone().requires_grad_(), ROLLOUT.clone().requires_grad_()
-    weights, metrics = truncated_weights(actor, decoder, MASK, cap=2.0)
+    weights, metrics = tis(actor, decoder, MASK, cap=2.0)
     gap = rollout_gap(actor, decoder, MASK)
     assert not any(x.requires_grad for x in (weights, *metrics.values(), *gap.values()))
 
@@ -56,7 +56,7 @@ def test_the_gap_by_hand():
 def test_policies_that_agree_have_no_gap_and_ratio_1():
     metrics = gap_metrics([rollout_gap(ACTOR, ACTOR, MASK)])
     assert metrics == {"rollout_gap_mean": 0.0, "rollout_gap_max": 0.0, "rollout_ratio": 1.0}
-    weights, metrics = truncated_weights(ACTOR, ACTOR, MASK, cap=2.0)
+    weights, metrics = tis(ACTOR, ACTOR, MASK, cap=2.0)
     assert torch.equal(weights, MASK.float()) and metrics["correction_weight"] == 1
 
 
@@ -68,33 +68,33 @@ def test_batches_of_any_size_add_up_to_the_whole():
     whole = gap_metrics([rollout_gap(actor, decoder, mask)])
     cut = [slice(0, 1), slice(1, 5), slice(5, 6)]
     assert gap_metrics([rollout_gap(actor[r], decoder[r], mask[r]) for r in cut]) == pytest.approx(whole)
-    weights, metrics = truncated_weights(actor, decoder, mask, cap=1.5)
-    parts = [truncated_weights(actor[r], decoder[r], mask[r], cap=1.5, normalizer=float(mask.sum())) for r in cut]
+    weights, metrics = tis(actor, decoder, mask, cap=1.5)
+    parts = [tis(actor[r], decoder[r], mask[r], cap=1.5, normalizer=float(mask.sum())) for r in cut]
     assert torch.equal(torch.cat([part for part, _ in parts]), weights)
     for name, value in metrics.items():
         torch.testing.assert_close(sum(part[name] for _, part in parts), value)
-    assert 0 < metrics["correction_truncated"] < 1
+    assert 0 < metrics["correction_cut"] < 1
 
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF])
 def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
     dirty = [x.masked_fill(~MASK, rubbish) for x in (ACTOR, ROLLOUT)]
     assert gap_metrics([rollout_gap(*dirty, MASK)]) == gap_metrics([rollout_gap(ACTOR, ROLLOUT, MASK)])
-    weights, metrics = truncated_weights(*dirty, MASK, cap=2.0)
-    expected, others = truncated_weights(ACTOR, ROLLOUT, MASK, cap=2.0)
+    weights, metrics = tis(*dirty, MASK, cap=2.0)
+    expected, others = tis(ACTOR, ROLLOUT, MASK, cap=2.0)
     assert torch.equal(weights, expected) and metrics == others
 
 
 def test_no_token_at_all_is_zero_and_not_nan():
     nothing = torch.zeros_like(MASK)
-    weights, metrics = truncated_weights(ACTOR, ROLLOUT, nothing, cap=2.0)
+    weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0)
     assert not weights.any() and not any(metrics.values())
     assert set(gap_metrics([rollout_gap(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
 
 
 def test_a_token_that_the_decoder_held_for_impossible_stays_finite():
     decoder = torch.tensor([[-INF, 0.0]])
-    weights, _ = truncated_weights(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool(), cap=2.0)
+    weights, _ = tis(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool(), cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([[2.0, math.exp(-20)]]))
     gap = rollout_gap(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
     assert gap["rollout_gap_max"] == 20 and all(value.isfinite() for value in gap.values())
@@ -102,9 +102,59 @@ def test_a_token_that_the_decoder_held_for_impossible_stays_finite():
 
 def test_caps_shapes_and_masks_that_cannot_be_meant_are_refused():
     for cap in (0.0, -1.0, NAN):
-        with pytest.raises(ValueError, match="cap is .*2 is usual"):
-            truncated_weights(ACTOR, ROLLOUT, MASK, cap=cap)
+        with pytest.raises(ValueError, match="cap .*2 is usual"):
+            tis(ACTOR, ROLLOUT, MASK, cap=cap)
     with pytest.raises(ValueError, match=r"rollout_logprobs has shape \(1, 4\)"):
         rollout_gap(ACTOR, ROLLOUT[:, 1:], MASK)
     with pytest.raises(ValueError, match=r"mask.bool\(\)"):
-        truncated_weights(ACTOR, ROLLOUT, MASK.long(), cap=2.0)
+        tis(ACTOR, ROLLOUT, MASK.long(), cap=2.0)
+
+
+def test_weights_outside_the_bounds_are_masked_and_the_others_stay():
+    weights, metrics = correction_weights(ACTOR, ROLLOUT, MASK, correction="mis", cap=2.0, floor=0.6)
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0, 1.2, 0.0]]))
+    assert metrics["correction_weight"].item() == pytest.approx(2.2 / 4) and metrics["correction_cut"].item() == 2 / 4
+
+
+@pytest.mark.parametrize(("correction", "bounds", "expected"), [
+    ("seq_tis", {"cap": 2.0}, [1.8, 1.8, 1.8, 1.8, 0.0]),  # 3 · 1/2 · 1 · 6/5
+    ("seq_tis", {"cap": 1.5}, [1.5, 1.5, 1.5, 1.5, 0.0]),
+    ("seq_mis", {"cap": 2.0, "floor": 0.5}, [1.8, 1.8, 1.8, 1.8, 0.0]),
+    ("seq_mis", {"cap": 1.5, "floor": 0.5}, [0.0] * 5),
+    ("seq_mis", {"cap": 3.0, "floor": 2.0}, [0.0] * 5),
+])  # fmt: skip
+def test_a_whole_response_has_the_product_of_its_tokens_weights(correction, bounds, expected):
+    weights, _ = correction_weights(ACTOR, ROLLOUT, MASK, correction=correction, **bounds)
+    torch.testing.assert_close(weights, torch.tensor([expected]))
+
+
+def test_sequence_weights_make_what_the_decoder_samples_an_expectation_of_the_actors():
+    """Two tokens, each 0 or 1: the four responses with their chances, exactly."""
+    decoder, actor = torch.tensor([0.7, 0.4]).double(), torch.tensor([0.5, 0.9]).double()  # of a 1
+    found = wanted = 0.0
+    for first in (0, 1):
+        for second in (0, 1):
+            taken = torch.tensor([first, second]).bool()
+            each = [torch.where(taken, policy, 1 - policy) for policy in (actor, decoder)]
+            weights, _ = correction_weights(
+                each[0].log()[None], each[1].log()[None], torch.ones(1, 2).bool(), correction="seq_tis", cap=INF
+            )
+            worth = 1.0 + first - 3.0 * second
+            found += each[1].prod() * weights[0, 0] * worth
+            wanted += each[0].prod() * worth
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("settings", [
+    {"correction": "clip", "cap": 2.0}, {"correction": "mis", "cap": 1.0, "floor": 1.0},
+    {"correction": "seq_mis", "cap": 1.0, "floor": -0.1},
+])  # fmt: skip
+def test_corrections_and_bounds_that_do_not_exist_are_refused(settings):
+    with pytest.raises(ValueError, match="choose one of|floor < cap"):
+        correction_weights(ACTOR, ROLLOUT, MASK, **settings)
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS)
+def test_no_correction_is_made_where_policies_agree(correction):
+    weights, metrics = correction_weights(ACTOR, ACTOR, MASK, correction=correction, cap=2.0, floor=0.5)
+    assert torch.equal(weights, MASK.float()) and metrics["correction_cut"] == 0

@@ -11,6 +11,7 @@ import torch
 import transformers as hf
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
+from dschat.rlhf.actor_loss import StepCounts
 from dschat.rlhf.experience import Experience
 
 SETTINGS = plain_ppo.Settings(
@@ -214,7 +215,7 @@ def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder
     even = torch.arange(experience.response_mask.shape[1]) % 2 == 0
     share = float((experience.response_mask & even).sum() / experience.response_mask.sum())
     metrics = trainer.train_rlhf(whitened(experience))
-    assert metrics["correction_truncated"] == pytest.approx(share)
+    assert metrics["correction_cut"] == pytest.approx(share)
     assert metrics["correction_weight"] == pytest.approx(1.1 * share + math.exp(-0.2) * (1 - share), abs=1e-5)
     metrics, others = (t.train_rlhf(whitened(t.generate_experience(prompts_of(t)))) for t in (decoders, plain))
     assert metrics == others and "correction_weight" not in metrics
@@ -237,7 +238,7 @@ def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_tha
     assert metrics["clip_fraction"] > 0, "before the policy has moved"
     trainer = make_trainer(folder, **changes, rollout_correction="tis")
     metrics = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
-    assert metrics["correction_weight"] == pytest.approx(mass, rel=1e-4) and metrics["correction_truncated"] == 0
+    assert metrics["correction_weight"] == pytest.approx(mass, rel=1e-4) and metrics["correction_cut"] == 0
     assert metrics["ratio"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
 
 
@@ -301,10 +302,10 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     wide.sequences[~wide.attention_mask] = 7
     engine = trainer.engine.actor.engine if which == "actor_loss" else trainer.engine.critic
     engine.eval()
-    tokens = float(experience.response_mask.sum())
+    counts = StepCounts.of(experience)
     results = []
     for part in (experience, wide):
-        loss, _ = getattr(trainer, which)(part, tokens)
+        loss, _ = getattr(trainer, which)(part, counts)
         results.append((loss.detach(), gradients(engine, loss)))
     assert experience.response_mask.shape != wide.response_mask.shape
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
@@ -326,7 +327,7 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
             experience.advantages[rows, last] = 1.0
         else:
             experience.advantages[~experience.response_mask] = 1.0
-        loss, _ = trainer.actor_loss(experience, 1.0)
+        loss, _ = trainer.actor_loss(experience, StepCounts(1.0, 1.0))
         found = gradients(trainer.engine.actor.engine, loss)
         assert any(gradient.any() for gradient in found) == (place == "last")
 

@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 from dschat import arguments
 from dschat.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
-from dschat.set_up import load_splits, one_model_problems, order_of_rows, rlhf_problems, rlhf_warnings
+from dschat.rlhf.settings import rlhf_problems, rlhf_warnings
+from dschat.set_up import load_splits, one_model_problems, order_of_rows
 
 COMMON = (
     arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
@@ -26,7 +27,10 @@ STEPS = {
         partial(one_model_problems, "preference"),
     ),
     "ppo": (
-        (arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments, *COMMON), rlhf_problems),
+        (arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments, arguments.RewardArguments,
+         arguments.EvaluationArguments, *COMMON),
+        rlhf_problems,
+    ),
 }  # fmt: skip
 
 
@@ -90,12 +94,26 @@ BAD = {  # step, flags, what the message must contain
     "no room for a response": ("ppo", {"max_answer_seq_len": 0}, ["--max_answer_seq_len 0: must be at least 1"]),
     "batches that do not divide": (
         "ppo", {"per_device_training_batch_size": 3},
-        ["--per_device_generation_batch_size 4 x --generation_batches 2 = 8", "3", "multiple"]),
+        ["--generation_batches 2 x --num_samples_per_prompt 1 = 8", "3", "multiple"]),
     "another vocabulary": (
         "ppo", {"critic_model_name_or_path": "@other_reward"}, ["--critic_model_name_or_path", "another vocabulary"]),
     "reward model as critic": (
         "ppo", {"reward_model_name_or_path": "@other_reward"}, ["other_reward", "actor's own folder"]),
-    "no reward model": ("ppo", {"reward_model_name_or_path": None}, ["--reward_model_name_or_path: name"]),
+    "a group of one": (
+        "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: give 2"]),
+    "groups that are cut": (
+        "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
+    "refills without groups": ("ppo", {"dynamic_sampling": 2}, ["--dynamic_sampling", "2 or more"]),
+    "KL aimed at for nothing": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
+    "no reference to refresh": (
+        "ppo", {"ref_refresh_interval": 1, "kl_coef": 0}, ["--ref_refresh_interval", "--kl_coef 0"]),
+    "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "more than 1"]),
+    "clipped below 0": ("ppo", {"clip_range_low": 1.5}, ["--clip_range_low 1.5", "at most 1"]),
+    "masks that leave nothing": (
+        "ppo", {"rollout_correction": "mis", "rollout_correction_cap": 0.4}, ["--rollout_correction_floor 0.5"]),
+    "a buffer beyond the answer": ("ppo", {"overlong_buffer": 9}, ["--overlong_buffer 9", "--max_answer_seq_len 8"]),
+    "an unknown reward": ("ppo", {"reward": "last_numbr"}, ["--reward last_numbr", "last_number"]),
+    "no reward model": ("ppo", {"reward_model_name_or_path": None}, ["--reward: name"]),
     "no judge": ("ppo", {"judge": "nothing.py:f"}, ["--judge nothing.py:f", "FILE.py:FUNCTION"]),
     "no texts": (
         "ppo", {"unsup_coef": 1, "unsupervised_dataset_name": "@nothing.jsonl"}, ["nothing.jsonl", "no such file"]),

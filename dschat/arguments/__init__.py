@@ -4,15 +4,18 @@ Lengths are in tokens, batch sizes in sequences, intervals in optimizer steps (i
 """
 
 from dschat.arguments.data import DataArguments
+from dschat.arguments.evaluation import EvaluationArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
 from dschat.arguments.ppo import PPOArguments
+from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
 
 __all__ = [
     "DataArguments",
     "DeviceArguments",
+    "EvaluationArguments",
     "IDENTITY",
     "LoraArguments",
     "ModelArguments",
@@ -20,6 +23,7 @@ __all__ = [
     "PPOArguments",
     "PairArguments",
     "RLHFModelArguments",
+    "RewardArguments",
     "RewardModelArguments",
     "RolloutArguments",
     "RunArguments",
@@ -44,6 +48,7 @@ IDENTITY = frozenset(
         "actor_model_name_or_path",
         "critic_model_name_or_path",
         "reward_model_name_or_path",
+        "reward",
         "actor_lora_dim",
         "critic_lora_dim",
         "only_optimize_lora",
@@ -56,6 +61,9 @@ IDENTITY = frozenset(
         "lr_scheduler_type",
         "num_warmup_steps",
         "ppo_epochs",
+        "algorithm",
+        "num_samples_per_prompt",
+        "dynamic_sampling",
         "generation_batches",
     ]
 )

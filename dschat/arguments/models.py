@@ -57,8 +57,12 @@ class RLHFModelArguments:
 
     _argument_group_name: ClassVar[str] = "models"
     actor_model_name_or_path: str = flag("", "step 1's export; the reference model starts from it too")
-    reward_model_name_or_path: str | None = flag(None, "step 2's export; default: the critic's path")
-    critic_model_name_or_path: str | None = flag(None, "where the critic starts; default: the reward model's path")
+    reward_model_name_or_path: str | None = flag(
+        None, "step 2's export, a source of --reward; default: the critic's path, where no --reward is given"
+    )
+    critic_model_name_or_path: str | None = flag(
+        None, "where the critic starts; default: the reward model's path, else the actor's with a new head"
+    )
     actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0)
     actor_weight_decay: float = flag(0.0, "weight decay of the actor's matrices", at_least=0)
@@ -80,6 +84,9 @@ class RLHFModelArguments:
         problems = []
         if not self.actor_model_name_or_path:
             problems.append("--actor_model_name_or_path: name the model to train, usually step 1's output folder")
-        if not (self.reward_model_name_or_path or self.critic_model_name_or_path):
-            problems.append("--reward_model_name_or_path: name the reward model, usually step 2's output folder")
         return problems
+
+    @property
+    def critic_path(self) -> str:
+        """Where the critic starts."""
+        return self.critic_model_name_or_path or self.reward_model_name_or_path or self.actor_model_name_or_path

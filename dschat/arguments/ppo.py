@@ -1,42 +1,175 @@
-"""What step 3 makes of rollouts."""
+"""What step 3 makes of rollouts: the algorithm, and everything that may be chosen apart from it."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from dschat.command_line import flag
+
+# What a name of --algorithm stands for, where no flag says otherwise. KL prices are those of the papers where they
+# give one (GRPO 0.04; Dr.GRPO, OPO none), else ours.
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "ppo": {"kl_coef": 0.1, "whiten_advantages": True},
+    "grpo": {
+        "kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_mean",
+        "num_samples_per_prompt": 8,
+    },
+    "dr_grpo": {
+        "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_sum_norm",
+        "num_samples_per_prompt": 8,
+    },
+    "rloo": {"kl_coef": 0.05, "num_samples_per_prompt": 4},
+    "reinforce++": {"kl_coef": 0.01, "whiten_advantages": True},
+    "reinforce++_baseline": {
+        "kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": True, "num_samples_per_prompt": 8,
+    },
+    "remax": {"kl_coef": 0.05},
+    "opo": {"num_samples_per_prompt": 8},
+}  # fmt: skip
+OTHERWISE: dict[str, Any] = {
+    "kl_coef": 0.0, "kl_in": "reward", "kl_estimator": "k1", "loss_aggregation": "token_mean",
+    "whiten_advantages": False, "num_samples_per_prompt": 1,
+}  # fmt: skip
+# (low, high) of the clipped ratio, where no flag says otherwise: those of PPO, and of each loss's paper.
+CLIP_RANGES = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "sapo": (0.2, 0.2)}
+GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline", "opo")  # compare responses to one prompt
+BY_ALGORITHM = "default: as --algorithm has it"
 
 
 @dataclass
 class PPOArguments:
-    """Proximal policy optimisation (Schulman et al. 2017, arXiv:1707.06347) with a KL penalty in the reward."""
+    """Policy gradients: PPO (Schulman et al. 2017, arXiv:1707.06347) and its critic-free relatives.
 
-    _argument_group_name: ClassVar[str] = "PPO"
+    Fields that are None take what the algorithm, or the loss, stands for.
+    """
+
+    _argument_group_name: ClassVar[str] = "algorithm"
+    algorithm: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo"] = flag(
+        "ppo", "how advantages are estimated; only ppo trains a critic"
+    )
+    num_samples_per_prompt: int | None = flag(None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1)
     per_device_training_batch_size: int = flag(16, "sequences per forward pass of an update, per device", at_least=1)
     ppo_epochs: int = flag(1, "passes over each rollout", at_least=1)
-    kl_coef: float = flag(0.1, "price of a nat of divergence from the reference model", at_least=0)
-    kl_estimator: Literal["k1", "k2", "k3"] = flag("k1", "estimator of that divergence")
-    clip_range: float = flag(0.2, "policy ratio is clipped to 1 +- this", above=0)
-    value_clip_range: float = flag(0.2, "values may move this far from the old ones per rollout", above=0)
+
+    policy_loss: Literal["ppo_clip", "gspo", "cispo", "sapo"] = flag("ppo_clip", "what is made of ratio and advantage")
+    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
+        None, f"how tokens and responses are averaged; {BY_ALGORITHM}"
+    )
+    clip_range: float | None = flag(None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0)
+    clip_range_low: float | None = flag(None, "the lower side of it; default: --clip_range", at_least=0, at_most=1)
+    clip_range_high: float | None = flag(None, "the upper side of it; default: --clip_range", at_least=0)
+    dual_clip: float = flag(
+        0.0, "bounds ratios of negative advantages too; 3 is usual, 0: not", at_least=0, needs=["policy_loss=ppo_clip"]
+    )
+    sapo_positive_temperature: float = flag(
+        1.0, "how soon SAPO forgets tokens of positive advantage", above=0, needs=["policy_loss=sapo"]
+    )
+    sapo_negative_temperature: float = flag(1.05, "and the others", above=0, needs=["policy_loss=sapo"])
+    entropy_coef: float = flag(0.0, "reward of a nat of entropy per token, in the loss", at_least=0)
+
+    kl_coef: float | None = flag(
+        None, f"price of a nat of divergence from the reference model; {BY_ALGORITHM}; 0: no such model", at_least=0
+    )
+    kl_in: Literal["reward", "loss"] | None = flag(None, f"where the price is paid; {BY_ALGORITHM}")
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = flag(
+        None, f"estimator of the divergence; k3+: value of k3, gradient of k2; {BY_ALGORITHM}"
+    )
+    kl_target: float = flag(0.0, "nats per response that --kl_coef is adapted to; 0: it is fixed", at_least=0)
+    kl_horizon: float = flag(10000.0, "responses in which it may change by a fifth", above=0, needs=["kl_target"])
+    ref_refresh_interval: int = flag(
+        0, "the actor becomes the reference model every so many iterations; 0: never", at_least=0
+    )
+
+    value_clip_range: float = flag(
+        0.2, "values may move this far from the old ones per rollout", above=0, needs=["algorithm=ppo"]
+    )
+    actor_freeze_steps: int = flag(
+        0, "the critic alone is trained for so many steps", at_least=0, needs=["algorithm=ppo"]
+    )
+    gamma: float = flag(
+        1.0, "discount per token", at_least=0, at_most=1,
+        needs=["algorithm=ppo", "algorithm=reinforce++", "algorithm=reinforce++_baseline", "algorithm=remax"],
+    )  # fmt: skip
+    gae_lambda: float = flag(
+        0.95, "bias-variance trade of generalised advantage estimation", at_least=0, at_most=1, needs=["algorithm=ppo"]
+    )
+    whiten_advantages: bool | None = flag(
+        None, f"advantages to zero mean and unit variance over the rollout, all ranks; {BY_ALGORITHM}"
+    )
+
     reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: not at all", at_least=0)
     missing_eos_penalty: float = flag(0.0, "taken off the score of a response that did not end", at_least=0)
-    gamma: float = flag(1.0, "discount per token", at_least=0, at_most=1)
-    gae_lambda: float = flag(0.95, "bias-variance trade of generalised advantage estimation", at_least=0, at_most=1)
-    whiten_advantages: bool = flag(True, "advantages to zero mean and unit variance over the rollout, all ranks")
+    overlong_buffer: int = flag(
+        0, "the last so many tokens of --max_answer_seq_len cost more and more (DAPO); 0: nothing", at_least=0
+    )
+    overlong_factor: float = flag(1.0, "what a response loses at the end of them", at_least=0,
+                                  needs=["overlong_buffer"])  # fmt: skip
+    mask_truncated: bool = flag(False, "learn nothing from responses that did not end")
+    dynamic_sampling: int = flag(
+        0, "rounds in which groups whose scores are all alike are replaced by other prompts (DAPO); 0: none",
+        at_least=0,
+    )  # fmt: skip
+
     old_logprobs: Literal["recompute", "rollout"] = flag(
         "recompute", "what the ratio starts from: a forward pass of the actor, or the decoder's own log-probs"
     )
-    rollout_correction: Literal["none", "tis"] = flag(
-        "none", "tis: weigh the policy loss by min(actor / decoder, cap)", needs=["old_logprobs=recompute"]
+    rollout_correction: Literal["none", "tis", "mis", "seq_tis", "seq_mis"] = flag(
+        "none",
+        "weigh the policy loss by actor / decoder: truncated, or masked outside the bounds, per token or response",
+        needs=["old_logprobs=recompute"],
     )
     rollout_correction_cap: float = flag(
-        2.0, "no such weight is larger than this", above=0, needs=["rollout_correction=tis"]
+        2.0, "no such weight is larger than this", above=0,
+        needs=[f"rollout_correction={name}" for name in ("tis", "mis", "seq_tis", "seq_mis")],
+    )  # fmt: skip
+    rollout_correction_floor: float = flag(
+        0.5, "smaller ones are masked", at_least=0, needs=["rollout_correction=mis", "rollout_correction=seq_mis"]
     )
     stop_at_kl: float = flag(0.0, "end, and export, once an iteration's KL is this many nats; 0: never", at_least=0)
     dump_step: int = flag(0, "write all that this iteration's first update reads and makes; 0: none", at_least=0)
     unsupervised_dataset_name: str | None = flag(None, "texts for the pretraining loss mixed into the actor's update")
     unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
 
+    def __post_init__(self) -> None:
+        for name, value in (OTHERWISE | ALGORITHMS.get(self.algorithm, {})).items():
+            if vars(self)[name] is None:
+                setattr(self, name, value)
+        low, high = CLIP_RANGES.get(self.policy_loss, (0.2, 0.2))
+        if self.clip_range is not None:
+            low, high = min(self.clip_range, 1.0), self.clip_range  # no ratio falls below 0
+        self.clip_range_low = low if self.clip_range_low is None else self.clip_range_low
+        self.clip_range_high = high if self.clip_range_high is None else self.clip_range_high
+
+    @property
+    def trains_critic(self) -> bool:
+        return self.algorithm == "ppo"
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl_coef > 0 or self.kl_target > 0 or self.stop_at_kl > 0
+
     def problems(self) -> list[str]:
+        problems = []
         if (self.unsup_coef > 0) != bool(self.unsupervised_dataset_name):
-            return ["--unsup_coef and --unsupervised_dataset_name: give both or neither"]
-        return []
+            problems.append("--unsup_coef and --unsupervised_dataset_name: give both or neither")
+        if self.algorithm in GROUPED and self.num_samples_per_prompt < 2:
+            problems.append(
+                f"--algorithm {self.algorithm} compares responses to one prompt, but --num_samples_per_prompt is "
+                f"{self.num_samples_per_prompt}: give 2 or more"
+            )
+        if self.dynamic_sampling and self.num_samples_per_prompt < 2:
+            problems.append(
+                "--dynamic_sampling asks for responses to one prompt that score differently: "
+                "give --num_samples_per_prompt 2 or more"
+            )
+        if 0 < self.dual_clip <= 1:
+            problems.append(f"--dual_clip {self.dual_clip}: bounds ratios from above, so give more than 1; 3 is usual")
+        if self.kl_target and not self.kl_coef:
+            problems.append("--kl_target adapts --kl_coef, which is 0: give it a price to start from")
+        if self.ref_refresh_interval and not self.needs_reference:
+            problems.append("--ref_refresh_interval, but --kl_coef 0 builds no reference model: give it a price")
+        if self.rollout_correction.endswith("mis") and self.rollout_correction_floor >= self.rollout_correction_cap:
+            problems.append(
+                f"--rollout_correction_floor {self.rollout_correction_floor} is not below --rollout_correction_cap "
+                f"{self.rollout_correction_cap}: nothing would be left between them"
+            )
+        return problems

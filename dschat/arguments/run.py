@@ -19,6 +19,10 @@ class RunArguments:
     max_steps: int = flag(0, "stop after this many steps; 0: as the epochs say", at_least=0)
     eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
     eval_iters: int = flag(0, "evaluation batches per device; 0: the whole evaluation set", at_least=0)
+    best_metric: str | None = flag(
+        None, "keep the model whose evaluation is best by this metric in OUTPUT_DIR/best; default: none"
+    )
+    best_mode: Literal["max", "min"] = flag("max", "whether more of it is better", needs=["best_metric"])
     save_interval: int = flag(0, "write a resumable checkpoint every so many steps; 0: none", at_least=0)
     save_minutes: float = flag(0.0, "write one every so many minutes, between two updates; 0: none", at_least=0)
     keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval", "save_minutes"])

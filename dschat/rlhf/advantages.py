@@ -11,7 +11,9 @@ from torch import Tensor
 
 from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
+# Added to a group's standard deviation: scores in a group that differ at all differ by far more.
+GROUP_EPSILON = 1e-6
 
 
 def kl_estimate(
@@ -20,11 +22,13 @@ def kl_estimate(
     """Per-token estimate of KL(π_actor ‖ π_ref) from tokens that π_actor sampled.
 
     With Δ = logprob − ref_logprob: k1 = Δ (unbiased), k2 = Δ²/2 (biased, low variance),
-    k3 = e^(−Δ) − 1 + Δ (unbiased, never negative; its −Δ is clamped to ±20 in the exponential).
+    k3 = e^(−Δ) − 1 + Δ (unbiased, never negative; its −Δ is clamped to ±20 in the exponential), k3+ = the value of k3
+    with the gradient of k2, as the gradient of k2 is the unbiased one: E[Δ·∇logπ] = ∇KL, while that of k1 is 0 on
+    average and that of k3 belongs to the reverse divergence.
 
     Args:
         logprobs, ref_logprobs: [B, T] float, in nats. Gradient flows into both.
-        estimator: "k1", "k2" or "k3".
+        estimator: "k1", "k2", "k3" or "k3+".
         response_mask: [B, T] bool, True where the estimate counts. Needed where other positions may be NaN or inf and
             a gradient is taken.
 
@@ -34,7 +38,8 @@ def kl_estimate(
     Raises:
         ValueError: unknown estimator; shapes that differ; a mask that is not bool.
 
-    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; gradients: Tang and
+        Munos 2025 (arXiv:2506.09477), section 4.
     """
     if logprobs.shape != ref_logprobs.shape:
         raise ValueError(
@@ -49,9 +54,13 @@ def kl_estimate(
         return delta
     if estimator == "k2":
         return delta.square() / 2
-    if estimator == "k3":
+    if estimator in ("k3", "k3+"):
         # expm1 keeps the digits of small Δ, where e^(−Δ) − 1 + Δ would round to noise.
-        return torch.expm1((-delta).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta
+        k3 = torch.expm1((-delta).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta
+        if estimator == "k3":
+            return k3
+        k2 = delta.square() / 2
+        return k3.detach() + (k2 - k2.detach())
     raise ValueError(f'kl estimator "{estimator}" is not known: choose one of {", ".join(KL_ESTIMATORS)}.')
 
 
@@ -132,3 +141,185 @@ def gae(
         next_value = torch.where(counts, values[:, t], next_value)
         advantages[:, t] = torch.where(counts, next_advantage, 0.0)
     return advantages, torch.where(response_mask, advantages + values, 0.0)
+
+
+@torch.no_grad()
+def returns_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + γ·G_{t+1}, the discounted sum of the rewards from each response token on.
+
+    Args:
+        rewards: [B, T] float.
+        response_mask: [B, T] bool, True on generated tokens; other positions are stepped over.
+        gamma: discount γ per token, in [0, 1].
+
+    Returns:
+        [B, T] float32 (float64 for float64), zero where response_mask is False.
+    """
+    # With V = 0 and λ = 1 the advantage is the return.
+    return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0)[0]
+
+
+def whole_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+    """[B]: the undiscounted sum of a response's rewards, KL included where it is in them."""
+    require_mask(response_mask, rewards=rewards)
+    return torch.where(response_mask, at_least_float32(rewards), 0.0).sum(-1)
+
+
+@torch.no_grad()
+def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int) -> Tensor:
+    """Group-relative advantages: every token of response i gets (R_i − mean R) / (std R + 1e-6), over its group.
+
+    The deviation is the unbiased one (÷ n − 1), as in OpenRLHF, verl and TRL; the paper leaves it open. ε is verl's
+    (OpenRLHF 1e-9, TRL 1e-4): it only matters where rewards of a group hardly differ. A KL penalty that is part of
+    `rewards` counts in R, so before the baseline (verl, TRL; OpenRLHF subtracts it per token afterwards): what
+    is compared is what is maximised.
+
+    Args:
+        rewards: [B, T] float, of each token; R is their sum.
+        response_mask: [B, T] bool, True on generated tokens.
+        group_size: n ≥ 2; rows k·n … k·n + n − 1 answer one prompt.
+
+    Returns:
+        advantages: [B, T] float32 (float64 for float64), zero where the mask is False.
+
+    Raises:
+        ValueError: B is no multiple of group_size, or group_size < 2; shapes that differ, a mask that is not bool.
+
+    Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300).
+    """
+    groups = _groups(rewards, response_mask, group_size)  # [B/n, n]
+    deviation = groups.std(dim=1, keepdim=True)
+    return _to_tokens((groups - groups.mean(dim=1, keepdim=True)) / (deviation + GROUP_EPSILON), response_mask)
+
+
+@torch.no_grad()
+def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int) -> Tensor:
+    """GRPO without its division: R_i − mean R over the group, so that easy and hard prompts weigh alike.
+
+    Its other half, sums of tokens over a constant instead of means over each response's length, is the aggregation
+    "seq_mean_token_sum_norm" (see policy_losses). Arguments, result and errors as those of grpo.
+
+    Source: Liu et al. 2025, section 3.2 (arXiv:2503.20783).
+    """
+    groups = _groups(rewards, response_mask, group_size)
+    return _to_tokens(groups - groups.mean(dim=1, keepdim=True), response_mask)
+
+
+@torch.no_grad()
+def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int) -> Tensor:
+    """REINFORCE with a leave-one-out baseline: R_i minus the mean of the group's other rewards.
+
+    A KL penalty in `rewards` counts before the baseline, as in the paper (and TRL). Arguments, result and errors as
+    those of grpo.
+
+    Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740); Kool et al. 2019.
+    """
+    groups = _groups(rewards, response_mask, group_size)
+    others = (groups.sum(dim=1, keepdim=True) - groups) / (group_size - 1)
+    return _to_tokens(groups - others, response_mask)
+
+
+@torch.no_grad()
+def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int) -> Tensor:
+    """The variance-minimising baseline where gradients of tokens are alike and independent: R_i − Σ l_j R_j / Σ l_j.
+
+    l is the length of a response in tokens. Arguments, result and errors as those of grpo.
+
+    Source: Hao et al. 2025 (OPO), section 3 (arXiv:2505.23585).
+    """
+    groups = _groups(rewards, response_mask, group_size)
+    lengths = response_mask.sum(dim=-1).to(groups.dtype).view_as(groups)
+    baseline = (lengths * groups).sum(dim=1, keepdim=True) / lengths.sum(dim=1, keepdim=True).clamp(min=1)
+    return _to_tokens(groups - baseline, response_mask)
+
+
+@torch.no_grad()
+def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline: Tensor | None = None) -> Tensor:
+    """Return of each token minus a baseline of its response.
+
+    REINFORCE++ is this without a baseline, whitened over the whole rollout batch; its variant takes group_mean, then
+    is whitened; ReMax takes the greedy response's reward. (Whitening is MiniDataset's: it needs all ranks.)
+
+    Args:
+        rewards: [B, T] float, of each token.
+        response_mask: [B, T] bool, True on generated tokens.
+        gamma: discount γ per token, in [0, 1].
+        baseline: [B] float; None is 0.
+
+    Returns:
+        advantages: [B, T] float32 (float64 for float64), zero where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, γ outside [0, 1].
+
+    Source: REINFORCE++: Hu et al. 2025, section 3 (arXiv:2501.03262); ReMax: Li et al. 2023, algorithm 1
+        (arXiv:2310.10505).
+    """
+    returns = returns_to_go(rewards, response_mask, gamma=gamma)
+    if baseline is None:
+        return returns
+    if baseline.shape != rewards.shape[:1]:
+        raise ValueError(f"baseline has shape {tuple(baseline.shape)}, but it is one number per response, [B].")
+    return torch.where(response_mask, returns - at_least_float32(baseline).unsqueeze(-1), 0.0)
+
+
+@torch.no_grad()
+def group_mean(rewards: Tensor, response_mask: Tensor, *, group_size: int) -> Tensor:
+    """[B]: mean over its group of each response's whole reward. Arguments and errors as those of grpo."""
+    return _groups(rewards, response_mask, group_size).mean(dim=1).repeat_interleave(group_size)
+
+
+@torch.no_grad()
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int, factor: float) -> Tensor:
+    """Soft punishment of long responses: −factor · min(l − (L − B), B) / B where l > L − B, else 0.
+
+    Args:
+        lengths: [B] long, tokens of each response.
+        max_tokens: L, the longest response that is possible.
+        buffer: B, 1 ≤ B ≤ L: the last so many tokens cost more and more.
+        factor: what a response of L tokens loses.
+
+    Returns:
+        [B] float32, ≤ 0.
+
+    Raises:
+        ValueError: a buffer outside [1, L].
+
+    Source: Yu et al. 2025 (DAPO), eq. 13 (arXiv:2503.14476).
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise ValueError(f"buffer is {buffer}, but it is a part of the {max_tokens} tokens of a response.")
+    over = (lengths - (max_tokens - buffer)).clamp(0, buffer)
+    return -factor * over.float() / buffer
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float, responses: int) -> float:
+    """The next price of KL: β·(1 + clip(KL / target − 1, ±0.2) · responses / horizon).
+
+    Args:
+        kl_coef: β of the iteration that was measured.
+        kl: of that iteration, nats per response.
+        target: KL that is aimed at, nats per response, > 0.
+        horizon: responses after which β may have changed by about a fifth, > 0.
+        responses: of the iteration, over all ranks.
+
+    Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), in the form of its code, which counts responses.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * responses / horizon)
+
+
+def _groups(rewards: Tensor, response_mask: Tensor, group_size: int) -> Tensor:
+    """[B/n, n] whole rewards of each group."""
+    whole = whole_rewards(rewards, response_mask)
+    if group_size < 2 or len(whole) % group_size:
+        raise ValueError(
+            f"{len(whole)} responses in groups of {group_size}: a group compares at least 2 responses to one prompt, "
+            "and all groups are whole."
+        )
+    return whole.view(-1, group_size)
+
+
+def _to_tokens(per_response: Tensor, response_mask: Tensor) -> Tensor:
+    """[B/n, n] → [B, T], the same number on every token of a response."""
+    return torch.where(response_mask, per_response.reshape(-1, 1), 0.0)

@@ -22,15 +22,17 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration) -> None:
     """Write actor, critic and this iteration's minibatches as they are before its first update. A collective.
 
-    folder/actor and folder/critic are plain Hugging Face folders, adapters folded in; iteration_rank*.safetensors hold
-    the fields of Experience for each minibatch; settings.json holds the flags of the update.
+    folder/actor and folder/critic (where there is one) are plain Hugging Face folders, adapters folded in;
+    iteration_rank*.safetensors hold the fields of Experience for each minibatch; settings.json the update's flags.
     """
-    export_model(trainer.engine.actor.engine.module.model, folder / "actor", trainer.tokenizer)
-    export_model(trainer.engine.critic.module.model, folder / "critic", trainer.tokenizer)
+    for name, engine in trainer.engine.trained.items():
+        export_model(engine.module.model, folder / name, trainer.tokenizer)
     iteration.save(folder)
     if launch.is_main():
         settings = {
-            "processes": launch.world_size(), "temperature": trainer.rollouts.temperature, "ppo": asdict(trainer.ppo),
+            "processes": launch.world_size(), "temperature": trainer.rollouts.temperature,
+            "max_answer_seq_len": trainer.rollouts.max_answer_seq_len, "kl_coef": trainer.kl_coef,
+            "ppo": asdict(trainer.ppo),
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
@@ -39,7 +41,8 @@ def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration
 def dumped_update(folder: Path, trainer: DeepSpeedPPOTrainer, metrics: dict[str, float]) -> Iterator[None]:
     """Inside, what an update computes is noted; afterwards it is written, with what has been put into metrics.
 
-    update_rank*.safetensors: "logprobs.M", "policy_loss.M", "values.M" and "value_loss.M" of micro-batch M.
+    update_rank*.safetensors: "logprobs.M" and "policy_loss.M" (KL and entropy included where the loss has
+    them), "values.M" and "value_loss.M" of micro-batch M.
     """
     noted: dict[str, list[Tensor]] = defaultdict(list)
     trainer.note = lambda name, tensor: noted[name].append(tensor.detach().clone())

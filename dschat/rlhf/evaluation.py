@@ -10,12 +10,25 @@ from dschat import launch
 from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
 from dschat.engines import Metrics, sum_metrics
+from dschat.rlhf.answer_metrics import extract_answer, majority, pass_at_k
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.off_policy import gap_metrics, rollout_gap
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 
 # Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
 EVALUATION = 2**31 - 1
+# Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
+SPREAD = 1e-6
+
+
+def flat_groups(scores: torch.Tensor, group_size: int) -> torch.Tensor:
+    """[B / group_size] bool, True where all responses to a prompt score alike.
+
+    Args:
+        scores: [B] float.
+    """
+    groups = scores.view(-1, group_size)
+    return groups.amax(dim=1) - groups.amin(dim=1) < SPREAD
 
 
 def experience_sums(
@@ -25,15 +38,17 @@ def experience_sums(
     *,
     recomputed: bool = True,
     judged: bool = False,
+    group_size: int = 1,
 ) -> Metrics:
     """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
 
     Args:
-        samples: of the trainer, for the judge's scores.
+        samples: of the trainer, for the judge's scores and those of each reward source.
         weight: 0 for rows that only keep a rank busy.
         recomputed: whether old_logprobs are the actor's own; the decoder's say nothing of the gap between the two,
             which the trainer's first update then measures.
         judged: whether there is a judge; it may have left out some samples.
+        group_size: responses to each prompt.
     """
     mask = experience.response_mask
     sums = {
@@ -41,48 +56,73 @@ def experience_sums(
         "tokens": mask.sum(),
         "score": experience.scores.sum(),
         "reward": experience.rewards.sum(),
-        "kl": experience.kl[mask].sum(),
         "entropy": experience.entropy[mask].sum(),
         "ended_by_eos": experience.ended.sum(),
+        "trained": experience.trained.sum(),
     }
+    if experience.kl is not None:
+        sums["kl"] = experience.kl[mask].sum()
     if recomputed:
         sums |= rollout_gap(experience.old_logprobs, experience.rollout_logprobs, mask)
     if judged:
-        scores = [sample["judge"] for sample in samples if sample["judge"] is not None]
-        sums |= {"judge": torch.tensor(sum(scores)), "judged": torch.tensor(len(scores))}
+        sums |= _known("judge", [sample["judge"] for sample in samples])
+    for name in samples[0]["rewards"]:
+        sums |= _known(f"reward_{name}", [sample["rewards"][name] for sample in samples])
+    if group_size > 1:
+        sums["flat_groups"] = flat_groups(experience.scores, group_size).sum() * group_size
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
+
+
+def _known(name: str, values: Sequence[float | None]) -> Metrics:
+    """Sum and number of what is known of the values."""
+    known = [value for value in values if value is not None]
+    return {name: torch.tensor(sum(known)), f"{name}_known": torch.tensor(len(known))}
 
 
 def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     """Means over all ranks and rollout batches. A collective.
 
-    score, reward, kl (nats), response_length (tokens) and ended_by_eos are per response, judge per response that the
-    judge scored (judge_missing counts the others); entropy (nats) and the
-    gap between decoder and actor, where it is known (see off_policy.gap_metrics), are per token.
+    score, reward, kl (nats), response_length (tokens), ended_by_eos and trained are per response; judge and each
+    source of --reward (reward_NAME) per response that they scored (their _missing counts the others); entropy (nats)
+    and the gap between decoder and actor, where it is known (see off_policy.gap_metrics), are per token; flat_groups is
+    the share of groups whose scores are all alike. responses counts.
     """
     gap = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in gap})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)
-    judged = {}
-    if "judge" in total:
-        scored = total.pop("judged")
-        judged = {"judge": total.pop("judge") / max(scored, 1.0)}
-        judged |= {"judge_missing": sequences - scored} if scored < sequences else {}
-    means = {name: value / sequences for name, value in total.items()} | judged
-    return means | {"response_length": tokens / sequences, "entropy": entropy} | gap
+    opinions = {}
+    for name in [name.removesuffix("_known") for name in total if name.endswith("_known")]:
+        scored = total.pop(f"{name}_known")
+        opinions[name] = total.pop(name) / max(scored, 1.0)
+        if scored < sequences:
+            opinions[f"{name}_missing"] = sequences - scored
+    means = {name: value / sequences for name, value in total.items()} | opinions
+    if means["trained"] == 1:
+        del means["trained"]
+    return means | {"response_length": tokens / sequences, "entropy": entropy, "responses": sequences} | gap
 
 
+@torch.no_grad()
 def evaluate(
-    trainer: DeepSpeedPPOTrainer, rows: Dataset, *, batch_size: int, max_batches: int
+    trainer: DeepSpeedPPOTrainer,
+    rows: Dataset,
+    *,
+    batch_size: int,
+    max_batches: int,
+    num_samples: int = 1,
+    success_score: float = 1.0,
+    answer: str = "last_number",
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics over held-out prompts, one sampled response each, and the samples. ({}, []) without rows.
+    """Metrics over held-out prompts, and the samples. ({}, []) without rows.
 
     Args:
         batch_size: prompts per device and rollout.
         max_batches: rollouts per device; 0: all prompts.
+        num_samples: responses to each prompt; with several there are answer_metrics.
+        success_score, answer: which responses are right, and what of them is the answer (see answer_metrics).
     """
-    size = batch_size * launch.world_size()
+    size, n = batch_size * launch.world_size(), num_samples
     starts = range(0, len(rows), size)[: max_batches or None]
     sums, samples = [], []
     for start in starts:
@@ -90,10 +130,37 @@ def evaluate(
         share = rank_share(indices, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch_size)[0]
         mine = share or indices[:1]  # a rank without rows joins in
         prompts = collate_prompts([rows[index] for index in mine])
-        experience = trainer.generate_experience(prompts, iteration=EVALUATION, sample_ids=mine)
+        experience = trainer.observe(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
         recomputed = trainer.ppo.old_logprobs == "recompute"
         sums.append(experience_sums(experience, trainer.samples, 1.0 if share else 0.0, recomputed=recomputed,
                                     judged=trainer.judge is not None))  # fmt: skip
         samples += trainer.samples if share else []
     trainer.take_seconds()
-    return (experience_metrics(sums) if sums else {}), launch.joined_lists(samples)
+    samples = launch.joined_lists(samples)
+    if not sums:
+        return {}, []
+    metrics = experience_metrics(sums)
+    if n > 1:
+        groups = [samples[first : first + n] for first in range(0, len(samples), n)]
+        metrics |= answer_metrics(groups, success=success_score, how=answer)
+    return metrics, samples
+
+
+def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float, how: str) -> dict[str, float]:
+    """mean@n (share of right responses), pass@k for k = 2, 4, … n, and maj@n, over groups of n samples to a prompt.
+
+    Args:
+        success: a response is right if its score is at least this.
+        how: what of a response is its answer (see extract_answer), for the majority.
+    """
+    n = len(groups[0])
+    right = [[sample["score"] >= success for sample in group] for group in groups]
+    ks = sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | {n})
+    found = {f"mean@{n}": sum(map(sum, right)) / (n * len(groups))}
+    for k in ks:
+        found[f"pass@{k}"] = sum(pass_at_k(n, sum(group), k) for group in right) / len(groups)
+    votes = [majority([extract_answer(sample["response"], how) for sample in group]) for group in groups]
+    found[f"maj@{n}"] = sum(vote is not None and group[vote] for vote, group in zip(votes, right, strict=True)) / len(
+        groups
+    )
+    return found

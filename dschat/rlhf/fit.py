@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dschat import checkpoint, launch, signals
-from dschat.arguments import RunArguments
+from dschat.arguments import EvaluationArguments, RunArguments
+from dschat.best import Best
 from dschat.command_line import settings_of_user
-from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
 from dschat.data.datasets import DataSplits
 from dschat.health import Health
 from dschat.metrics import RunLog
+from dschat.models.weights import export_model
+from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.dump import dump_inputs, dumped_update
-from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
-from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums, flat_groups
+from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.unsupervised import UnsupervisedBatches
@@ -25,7 +29,7 @@ from dschat.saving import Saving
 from dschat.set_up import open_log, order_of_rows
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class PPORun:
     """A run of step 3 from its start, or a checkpoint, to its end.
 
@@ -33,7 +37,9 @@ class PPORun:
         trainer, dataset, prompts, batches: what makes experience and cuts it.
         unsupervised: texts of the pretraining loss, or None.
         iterations, updates_per_iteration: how many there are.
+        evaluation: how held-out prompts are looked at.
         groups: every argument group, RunArguments last.
+        taken: prompts rolled out so far, over all ranks: the position in the endless row of epochs.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -43,11 +49,19 @@ class PPORun:
     unsupervised: UnsupervisedBatches | None
     iterations: int
     updates_per_iteration: int
+    evaluation: EvaluationArguments
     groups: tuple
+    taken: int = field(default=0, init=False)
 
     @property
     def run(self) -> RunArguments:
         return self.groups[-1]
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What has grown with the run, besides weights: a resumed one goes on with it."""
+        trainer = self.trainer
+        return {"taken": self.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state}
 
     def fit(self, resumed: Path | None) -> None:
         """Run the iterations that are left.
@@ -55,15 +69,16 @@ class PPORun:
         Args:
             resumed: a checkpoint that checkpoint.find has found good.
         """
-        engine = self.trainer.engine
-        order = order_of_rows(self.batches, self.prompts.train) | {"moving_average": engine.actor_ema is not None}
+        engine, trainer = self.trainer.engine, self.trainer
+        order = order_of_rows(self.batches, self.prompts.train) | {"followers": sorted(engine.followers)}
         first, begun, changed, state = 0, None, [], {}
         if resumed:
             with settings_of_user():
                 changed = checkpoint.changed_arguments(resumed, self.groups, anyway=self.run.resume_anyway)
                 state = checkpoint.load(resumed, engines=engine.trained, same=order)
-            first = state["iteration"]
-            engine.load_ema(resumed)
+            first, self.taken, trainer.kl_coef = state["iteration"], state["taken"], state["kl_coef"]
+            trainer.rewards.load_state(state["rewards"])
+            engine.load_followers(resumed)
             begun = Iteration.load(resumed, engine.actor.engine.device) if state["update"] else None
         log = open_log(
             "step3_rlhf_finetuning", self.groups, self.run, total_steps=self.iterations, finished_steps=first,
@@ -71,37 +86,93 @@ class PPORun:
         )  # fmt: skip
         with signals.noted() as received:
             saving = Saving(self.run, engine.trained, log, received, device=engine.actor.engine.device)
-            health = Health(self.run, log, state.get("health"), stop_at_kl=self.trainer.ppo.stop_at_kl)
+            health = Health(self.run, log, state.get("health"), stop_at_kl=trainer.ppo.stop_at_kl)
+            best = Best(self.run, log, state.get("best"))
             if first == 0 and begun is None:
-                self.look(0, log)
+                self.look(0, log, best)
             for number in range(first, self.iterations):
                 iteration = begun or self.experience(number)
                 begun = None
-                self.update(number, iteration, saving, order | {"health": health.state})
+                self.update(number, iteration, saving, order | {"health": health.state, "best": best.state})
                 done = number + 1
+                metrics = self.tell(done, iteration, log)
                 skipped = [bool(update["skipped_updates"]) for update in iteration.updates]
-                health.see(done, self.tell(done, iteration, log), skipped=skipped)
+                health.see(done, metrics, skipped=skipped)
+                self.adapt(done, metrics)
                 last = done == self.iterations or health.ends_early
                 if last or (self.run.eval_interval and done % self.run.eval_interval == 0):
-                    self.look(done, log)
-                state = {"iteration": done, "update": 0, "health": health.state} | order
-                saving.boundary(done, state, last=last, also=engine.save_ema)
+                    self.look(done, log, best)
+                state = {"iteration": done, "update": 0, "health": health.state, "best": best.state} | self.state
+                saving.boundary(done, state | order, last=last, also=engine.save_followers)
                 if last:
                     break
             saving.finish()
         log.close()
 
     def experience(self, number: int) -> Iteration:
-        """Roll out the prompts of an iteration, batch by batch."""
-        iteration, trainer = Iteration(), self.trainer
-        for batch, sample_ids in self.prompts_of(number):
-            experience = trainer.generate_experience(batch, iteration=number, sample_ids=sample_ids)
-            recomputed = trainer.ppo.old_logprobs == "recompute"
-            judged = trainer.judge is not None
-            iteration.sums.append(experience_sums(experience, trainer.samples, recomputed=recomputed, judged=judged))
-            iteration.samples += trainer.samples
-            iteration.minibatches = self.dataset.add(experience, iteration=number)
+        """Roll out the prompts of an iteration, batch by batch.
+
+        Slot i of an iteration lies on rank i mod W and takes a prompt's group. With --dynamic_sampling the slots whose
+        groups score all alike take new prompts, round after round; a group that has a spread stays. So a slot that is
+        never filled keeps its last group, which is not trained.
+        """
+        iteration, ppo = Iteration(), self.trainer.ppo
+        slots: Sequence[int] = range(self.batches.global_batch_size)
+        groups: dict[int, Experience] = {}
+        for attempt in range(1 + ppo.dynamic_sampling):
+            for part, mine in self.roll_out(number, attempt, slots, iteration):
+                if not ppo.dynamic_sampling:
+                    iteration.minibatches = self.dataset.add(part, iteration=number)
+                    continue
+                flat = flat_groups(part.scores, ppo.num_samples_per_prompt)
+                part.trained &= ~flat.repeat_interleave(ppo.num_samples_per_prompt)
+                size = ppo.num_samples_per_prompt
+                groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
+            unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
+            slots = sorted(launch.joined_lists(unfilled))
+            if not slots:
+                break
+        if groups:
+            size = self.trainer.rollouts.per_device_generation_batch_size
+            mine = sorted(groups)
+            for start in range(0, len(mine), size):
+                part = Experience.concatenate([groups[slot] for slot in mine[start : start + size]])
+                iteration.minibatches = self.dataset.add(part, iteration=number)
         return iteration
+
+    def roll_out(
+        self, number: int, attempt: int, slots: Sequence[int], iteration: Iteration
+    ) -> list[tuple[Experience, list[int]]]:
+        """Fill these slots, of all ranks, with the next prompts; this rank's experiences and the slots of each.
+
+        Every rank runs as many rollouts as the others. Samples are named by attempt and slot: the same for any number
+        of ranks, and unique even where a row occurs twice.
+        """
+        trainer, size = self.trainer, self.trainer.rollouts.per_device_generation_batch_size
+        rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
+        self.taken += len(slots)
+        ranks = range(launch.world_size())
+        most = max(sum(slot % len(ranks) == rank for slot in slots) for rank in ranks)
+        own = [slot for slot in slots if slot % len(ranks) == launch.rank()]
+        parts = []
+        for start in range(0, most, size):
+            mine = own[start : start + size]
+            asked = mine or list(slots[:1])  # a rank without slots joins in
+            names = [attempt * self.batches.global_batch_size + slot for slot in asked]
+            batch = collate_prompts([self.prompts.train[rows[slot]] for slot in asked])
+            part = trainer.generate_experience(batch, iteration=number, sample_ids=names)
+            iteration.sums.append(experience_sums(
+                part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
+                judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
+            ))  # fmt: skip
+            iteration.samples += trainer.samples if mine else []
+            parts += [(part, mine)] if mine else []
+        return parts
+
+    def row(self, position: int) -> int:
+        """The row of the training prompts at this position of the endless row of epochs."""
+        step, place = divmod(position, self.batches.global_batch_size)
+        return self.batches.step(step)[place]
 
     def update(self, number: int, iteration: Iteration, saving: Saving, state: dict) -> None:
         """Take the updates that are left of an iteration; between two of them the run may be saved, with this state."""
@@ -117,14 +188,16 @@ class PPORun:
             texts = self.unsupervised.of_update(count) if self.unsupervised else None
             metrics: dict[str, float] = {}
             with dumped_update(folder, trainer, metrics) if dumps and update == 0 else nullcontext():
-                metrics |= trainer.train_rlhf(iteration.minibatches[update], texts)
+                metrics |= trainer.train_rlhf(
+                    iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps
+                )
             iteration.updates.append(metrics)
             iteration.gap = trainer.gap
             done = update + 1
             if done < len(iteration.minibatches):
                 saving.boundary(
-                    number, {"iteration": number, "update": done} | state, update=done,
-                    also=lambda folder: (trainer.engine.save_ema(folder), iteration.save(folder)),
+                    number, {"iteration": number, "update": done} | self.state | state, update=done,
+                    also=lambda folder: (trainer.engine.save_followers(folder), iteration.save(folder)),
                 )  # fmt: skip
 
     def tell(self, done: int, iteration: Iteration, log: RunLog) -> dict[str, float]:
@@ -132,9 +205,11 @@ class PPORun:
         rollouts = self.trainer.rollouts
         metrics = experience_metrics(iteration.sums) | mean_of(iteration.updates) | self.trainer.take_seconds()
         metrics["updates"] = len(iteration.updates)
+        if self.trainer.ppo.kl_target:
+            metrics["kl_coef"] = self.trainer.kl_coef
         metrics["skipped_updates"] = sum(update["skipped_updates"] for update in iteration.updates)
         if metrics["seconds_rollout"]:  # a run that was resumed behind the rollout has not timed it
-            tokens = metrics["response_length"] * self.batches.global_batch_size
+            tokens = metrics["response_length"] * metrics["responses"]
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
         log.metrics(done, metrics)
         samples = launch.joined_lists(iteration.samples)
@@ -144,24 +219,41 @@ class PPORun:
                 log.say(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
         return metrics
 
-    def look(self, iteration: int, log: RunLog) -> None:
+    def adapt(self, done: int, metrics: dict[str, float]) -> None:
+        """What changes between two iterations: the price of KL, the reference model."""
+        trainer, ppo = self.trainer, self.trainer.ppo
+        if ppo.kl_target:
+            trainer.kl_coef = adapted_kl_coef(
+                trainer.kl_coef, metrics["kl"], target=ppo.kl_target, horizon=ppo.kl_horizon,
+                responses=round(metrics["responses"]),
+            )  # fmt: skip
+        if ppo.ref_refresh_interval and done % ppo.ref_refresh_interval == 0:
+            trainer.engine.refresh_reference()
+
+    def look(self, iteration: int, log: RunLog, best: Best) -> None:
         """Evaluate on the held-out prompts."""
-        size = self.trainer.rollouts.per_device_generation_batch_size
-        metrics, samples = evaluate(self.trainer, self.prompts.eval, batch_size=size, max_batches=self.run.eval_iters)
-        if metrics:
-            log.metrics(iteration, metrics, phase="eval")
-            log.samples(iteration, samples, phase="eval")
-
-    def prompts_of(self, iteration: int) -> Iterator[tuple[dict[str, list], list[int]]]:
-        """This rank's prompts of an iteration, batch by batch, with the position of each in the global batch.
-
-        Positions name the samples: they are the same for any number of ranks, and unique even where a row occurs twice.
-        """
-        rows, size = self.batches.step(iteration), self.trainer.rollouts.per_device_generation_batch_size
-        share = rank_share(range(len(rows)), rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=size)
-        for mine in share:
-            yield collate_prompts([self.prompts.train[rows[i]] for i in mine]), mine
+        trainer = self.trainer
+        size = trainer.rollouts.per_device_generation_batch_size
+        metrics, samples = evaluate(
+            trainer,
+            self.prompts.eval,
+            batch_size=size,
+            max_batches=self.run.eval_iters,
+            num_samples=self.evaluation.eval_num_samples,
+            success_score=self.evaluation.eval_success_score,
+            answer=self.evaluation.eval_answer,
+        )
+        if not metrics:
+            return
+        log.metrics(iteration, metrics, phase="eval")
+        log.samples(iteration, samples, phase="eval")
+        model = trainer.engine.actor.engine.module.model
+        with settings_of_user():
+            best.see(iteration, metrics, lambda folder: export_model(model, folder, trainer.tokenizer))
 
 
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
-    return {name: sum(update[name] for update in updates) / len(updates) for name in updates[0]}
+    """Each metric's mean over the updates that have it."""
+    names = dict.fromkeys(name for update in updates for name in update)
+    having = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(values) / len(values) for name, values in having.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ class Iteration:
     def save(self, folder: Path) -> None:
         """Write what is needed to go on into files of this rank."""
         tensors = {
-            f"{number}.{name.name}": getattr(minibatch, name.name).contiguous()
+            f"{number}.{name}": tensor.contiguous()
             for number, minibatch in enumerate(self.minibatches)
-            for name in fields(Experience)
             if number >= len(self.updates)
+            for name, tensor in minibatch.tensors().items()
         }
         save_file(tensors, folder / f"iteration_rank{launch.rank()}.safetensors")
         rest = {
@@ -58,7 +58,9 @@ class Iteration:
         tensors = load_file(folder / f"iteration_rank{launch.rank()}.safetensors", device=str(device))
         done = len(rest["updates"])
         minibatches = [None] * done + [
-            Experience(**{name.name: tensors[f"{number}.{name.name}"] for name in fields(Experience)})
+            Experience(
+                **{name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}
+            )
             for number in range(done, rest["minibatches"])
         ]
         sums = [

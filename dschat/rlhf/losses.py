@@ -28,6 +28,7 @@ def policy_loss(
     response_mask: Tensor,
     *,
     clip_range: float | tuple[float, float],
+    dual_clip: float | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
@@ -39,44 +40,85 @@ def policy_loss(
         advantages: [B, T] float.
         response_mask: [B, T] bool, True on generated tokens.
         clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
-        weights: [B, T] float, w of each token (see off_policy.truncated_weights), a constant; None is 1.
+        dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None does not.
+        weights: [B, T] float, w of each token (see off_policy.correction_weights and
+            policy_losses.aggregation_weights), a constant; None is 1.
         normalizer: response tokens of the whole step (see the top of this module).
 
     Returns:
         loss: scalar.
         metrics: clip_fraction (share of tokens whose clipped branch is the strictly larger one, so their gradient
-            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ); none of them is weighted.
+            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ), with dual_clip
+            dual_clip_fraction (share of tokens that it bounds); none of them is weighted.
 
     Raises:
-        ValueError: shapes that differ, a mask that is not bool, a clip_range or normalizer out of range.
+        ValueError: shapes that differ, a mask that is not bool, a clip_range, dual_clip or normalizer out of range.
 
-    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two-sided clip_range: DAPO, section 3.1 (arXiv:2503.14476).
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two-sided clip_range: DAPO, section 3.1 (arXiv:2503.14476);
+        dual clip: Ye et al. 2020, eq. 5 (arXiv:1912.09729).
     """
-    weights = torch.ones_like(advantages) if weights is None else weights
-    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    low, high = bounds(clip_range)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}, but it bounds ratios from above, so it must be > 1: 3 is usual.")
+    log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
+    count = count_of(response_mask, normalizer)
+    ratio = log_ratio.exp()  # [B, T]
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    per_token = torch.maximum(unclipped, clipped)
+    metrics = policy_metrics(log_ratio, clipped > unclipped, response_mask, count)
+    if dual_clip is not None:
+        bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        metrics["dual_clip_fraction"] = (per_token > bound).sum() / count
+        per_token = torch.minimum(per_token, bound)
+    return (weights * per_token).sum() / count, metrics
+
+
+def bounds(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of a ratio's clipping to [1 − low, 1 + high].
+
+    Raises:
+        ValueError: out of range.
+    """
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(
             f"clip_range is {clip_range}, but the ratio is clipped to [1 − low, 1 + high], which asks for "
             "0 ≤ low ≤ 1 and high ≥ 0: 0.2 is usual."
         )
-    count = _count(response_mask, normalizer)
+    return low, high
+
+
+def policy_inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] log ratio (with gradient into logprobs, within ±20), advantages and weights, 0 where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool.
+    """
+    weights = torch.ones_like(advantages) if weights is None else weights
+    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
     # The mask comes before exp: inf·0 in the backward pass would be NaN.
     log_ratio = torch.where(response_mask, at_least_float32(logprobs) - at_least_float32(old_logprobs).detach(), 0.0)
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     advantages = torch.where(response_mask, at_least_float32(advantages).detach(), 0.0)
-    weights = torch.where(response_mask, at_least_float32(weights).detach(), 0.0)
-    ratio = log_ratio.exp()  # [B, T]
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = (weights * torch.maximum(unclipped, clipped)).sum() / count
-    with torch.no_grad():
-        metrics = {
-            "clip_fraction": (clipped > unclipped).sum() / count,
-            "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
-            "ratio": torch.where(response_mask, ratio, 0.0).sum() / count,
-        }
-    return loss, metrics
+    return log_ratio, advantages, torch.where(response_mask, at_least_float32(weights).detach(), 0.0)
+
+
+@torch.no_grad()
+def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count: float | Tensor) -> Metrics:
+    """What every policy loss says: clip_fraction, approx_kl and ratio (see policy_loss).
+
+    Args:
+        log_ratio: [B, T] float, of tokens, 0 where the mask is False.
+        cut: [B, T] bool, True on tokens that clipping keeps from being learnt.
+    """
+    return {
+        "clip_fraction": cut.sum() / count,
+        "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
+        "ratio": torch.where(response_mask, log_ratio.exp(), 0.0).sum() / count,
+    }
 
 
 def value_loss(
@@ -113,7 +155,7 @@ def value_loss(
     require_mask(response_mask, values=values, old_values=old_values, returns=returns)
     if value_clip_range is not None and not value_clip_range >= 0:
         raise ValueError(f"value_clip_range is {value_clip_range}, but it bounds |V − V_old|, so ≥ 0: None is none.")
-    count = _count(response_mask, normalizer)
+    count = count_of(response_mask, normalizer)
     values = torch.where(response_mask, at_least_float32(values), 0.0)
     old_values = torch.where(response_mask, at_least_float32(old_values).detach(), 0.0)
     returns = torch.where(response_mask, at_least_float32(returns).detach(), 0.0)
@@ -185,7 +227,7 @@ def pairwise_loss(
     if chosen_scores.dim() != 1 or len({x.shape for x in pairs.values()}) != 1:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in pairs.items())
         raise ValueError(f"{shapes}: all must be [B], one number per pair: read scores at their last real token first.")
-    count = _count(torch.ones_like(chosen_scores, dtype=torch.bool), normalizer)
+    count = count_of(torch.ones_like(chosen_scores, dtype=torch.bool), normalizer)
     chosen, rejected = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
     lead = chosen - rejected if margin is None else chosen - rejected - at_least_float32(margin)
     loss = (-F.logsigmoid(lead) + centering_coef * (chosen + rejected).square()).sum() / count
@@ -215,11 +257,11 @@ def sft_loss(logprobs: Tensor, loss_mask: Tensor, *, normalizer: Normalizer = No
         ValueError: shapes that differ, a mask that is not bool, a normalizer out of range.
     """
     require_mask(loss_mask, logprobs=logprobs)
-    loss = -torch.where(loss_mask, at_least_float32(logprobs), 0.0).sum() / _count(loss_mask, normalizer)
+    loss = -torch.where(loss_mask, at_least_float32(logprobs), 0.0).sum() / count_of(loss_mask, normalizer)
     return loss, {"nll": loss.detach()}
 
 
-def _count(mask: Tensor, normalizer: Normalizer) -> float | Tensor:
+def count_of(mask: Tensor, normalizer: Normalizer) -> float | Tensor:
     """The divisor of a loss: normalizer, or the True positions of mask; 1 where either is 0, so 0/0 is 0."""
     count = mask.sum() if normalizer is None else normalizer
     if isinstance(count, Tensor):

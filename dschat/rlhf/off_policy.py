@@ -16,42 +16,66 @@ from dschat.launch import max_over_ranks
 from dschat.rlhf.losses import Normalizer
 from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
 
+CORRECTIONS = ("tis", "mis", "seq_tis", "seq_mis")
 
-def truncated_weights(
+
+def correction_weights(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     response_mask: Tensor,
     *,
+    correction: str,
     cap: float,
+    floor: float = 0.0,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
-    """Truncated importance weights of tokens that another policy sampled: w = min(π_old / π_rollout, cap).
+    """Importance weights of tokens that another policy sampled, w = π_old / π_rollout, kept within bounds.
+
+    "tis" truncates each token's weight to at most cap; "mis" masks tokens whose weight lies outside [floor, cap] and
+    leaves the others theirs. "seq_tis" and "seq_mis" do the same with the weight of the whole response, the product
+    over its tokens, which every token then gets: unbiased where the bounds do not cut, but of a variance that grows
+    with length.
 
     Args:
         old_logprobs: [B, T] float, of the policy whose expectation is wanted.
         rollout_logprobs: [B, T] float, of the policy that sampled.
         response_mask: [B, T] bool, True on generated tokens.
-        cap: > 0; bounds the variance, for a bias where it cuts.
+        correction: one of CORRECTIONS.
+        cap: > 0; bounds the variance, for a bias where it cuts. 2 in verl.
+        floor: in [0, cap); only where weights are masked. 0.5 in OpenRLHF.
         normalizer: response tokens of the whole step (see dschat.rlhf.losses); None: those of this batch.
 
     Returns:
         weights: [B, T] float32 without gradient, 0 where the mask is False.
-        metrics: correction_weight (mean w), correction_truncated (share of tokens whose ratio is above the cap).
+        metrics: correction_weight (mean w), correction_cut (share of tokens that the bounds changed).
 
     Raises:
-        ValueError: shapes that differ, a mask that is not bool, a cap that is not above 0.
+        ValueError: shapes that differ, a mask that is not bool, an unknown correction, bounds out of range.
 
     Source: Ionides 2008, Truncated Importance Sampling (J. Comput. Graph. Stat. 17:2); per token, between decoder and
         trainer: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
-        (fengyao.notion.site/off-policy-rl).
+        (fengyao.notion.site/off-policy-rl); masks and whole responses: Liu et al. 2025, When Speed Kills Stability
+        (richardli.xyz/rl-collapse).
     """
-    if not cap > 0:
-        raise ValueError(f"cap is {cap}, but it bounds weights that are above 0: 2 is usual.")
-    ratio = _log_ratio(old_logprobs, rollout_logprobs, response_mask).exp()  # [B, T]
-    weights = torch.where(response_mask, ratio.clamp(max=cap), 0.0)
+    if correction not in CORRECTIONS:
+        raise ValueError(f'correction "{correction}" is not known: choose one of {", ".join(CORRECTIONS)}.')
+    masks = correction.endswith("mis")
+    if not cap > 0 or (masks and not 0 <= floor < cap):
+        raise ValueError(f"floor is {floor} and cap {cap}, but weights are kept within 0 <= floor < cap: 2 is usual.")
+    delta = _log_ratio(old_logprobs, rollout_logprobs, response_mask)  # [B, T]
+    if correction.startswith("seq"):
+        delta = delta.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand_as(delta)
+    ratio = delta.exp()
+    outside = ratio > cap
+    if masks:
+        outside = outside | (ratio < floor)
+        weights = torch.where(outside, 0.0, ratio)
+    else:
+        weights = ratio.clamp(max=cap)
+    weights = torch.where(response_mask, weights, 0.0)
     count = response_mask.sum().clamp(min=1) if normalizer is None else normalizer
-    truncated = response_mask & (ratio > cap)
-    return weights, {"correction_weight": weights.sum() / count, "correction_truncated": truncated.sum() / count}
+    cut = response_mask & outside
+    return weights, {"correction_weight": weights.sum() / count, "correction_cut": cut.sum() / count}
 
 
 def rollout_gap(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Metrics:

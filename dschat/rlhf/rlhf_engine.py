@@ -1,5 +1,6 @@
-"""The four models of RLHF on the same devices, each an engine of its own."""
+"""The models of RLHF on the same devices, each an engine of its own; only those that the algorithm needs."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +21,28 @@ from dschat.arguments import (
 from dschat.deepspeed_config import DTYPES, frozen_config
 from dschat.engines import frozen_engine
 from dschat.generation import Decoder, HybridEngine, TransformersDecoder
-from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
+from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
+from dschat.rlhf.rewards import RewardModel
 from dschat.set_up import build_trainable
 
 
 class DeepSpeedRLHFEngine:
-    """Builds and owns actor, ref, critic, reward, and the moving average of the actor.
+    """Builds and owns actor, ref, critic, reward models, and the moving average of the actor.
 
     Attributes:
         actor: HybridEngine over the policy that is trained; `.actor.engine` is its DeepSpeedEngine (TokenLogprobs).
-        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy as it was before training.
-        critic: DeepSpeedEngine (TokenScores), starts as the reward model unless told otherwise.
-        reward: frozen DeepSpeedEngine (TokenScores).
+        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy as it was before training; None where KL costs nothing.
+        critic: DeepSpeedEngine (TokenScores), or None for critic-free algorithms.
+        reward_models: path → RewardModel over a frozen DeepSpeedEngine (TokenScores).
         actor_ema: frozen float32 DeepSpeedEngine (TokenLogprobs), or None without --enable_ema.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        reward_tokenizer: PreTrainedTokenizerBase,
         *,
         models: RLHFModelArguments,
         ppo: PPOArguments,
@@ -50,15 +51,13 @@ class DeepSpeedRLHFEngine:
         devices: DeviceArguments,
         rollouts: RolloutArguments,
         total_steps: int,
+        reward_paths: Sequence[str] = (),
     ):
-        self.tokenizer, self.reward_tokenizer = tokenizer, reward_tokenizer
+        self.tokenizer = tokenizer
         self.models, self.devices, self.lora = models, devices, lora
         self.micro_batch_size = ppo.per_device_training_batch_size
-        reward_path = models.reward_model_name_or_path or models.critic_model_name_or_path
-        critic_path = models.critic_model_name_or_path or models.reward_model_name_or_path
         shared: dict[str, Any] = {
-            "micro_batch_size": self.micro_batch_size, "total_steps": total_steps,
-            "optimizer": optimizer, "lora": lora, "devices": devices,
+            "micro_batch_size": self.micro_batch_size, "optimizer": optimizer, "lora": lora, "devices": devices,
         }  # fmt: skip
         policy = build_trainable(
             lambda config: self._causal_lm(config, dropout=models.actor_dropout, trained=True),
@@ -66,24 +65,25 @@ class DeepSpeedRLHFEngine:
             weight_decay=models.actor_weight_decay,
             zero_stage=models.actor_zero_stage,
             lora_dim=models.actor_lora_dim,
+            total_steps=max(1, total_steps - ppo.actor_freeze_steps),
             **shared,
         )
-        self.critic = build_trainable(
-            lambda config: self._scalar_head(
-                critic_path, config, tokenizer, dropout=models.critic_dropout, trained=True
-            ),
-            learning_rate=models.critic_learning_rate,
-            weight_decay=models.critic_weight_decay,
-            zero_stage=models.critic_zero_stage,
-            lora_dim=models.critic_lora_dim,
-            **shared,
-        )
-        ref_config = self._frozen_config(models.actor_zero_stage, offload=models.offload_reference_model)
-        self.ref = frozen_engine(self._causal_lm(ref_config, dropout=0.0), config=ref_config)
-        reward_config = self._frozen_config(models.critic_zero_stage, offload=models.offload_reward_model)
-        self.reward = frozen_engine(
-            self._scalar_head(reward_path, reward_config, reward_tokenizer, dropout=0.0), config=reward_config
-        )
+        self.critic = None
+        if ppo.trains_critic:
+            self.critic = build_trainable(
+                lambda config: self._scalar_head(
+                    models.critic_path, config, tokenizer, dropout=models.critic_dropout, trained=True
+                ),
+                learning_rate=models.critic_learning_rate,
+                weight_decay=models.critic_weight_decay,
+                zero_stage=models.critic_zero_stage,
+                lora_dim=models.critic_lora_dim,
+                total_steps=total_steps,
+                **shared,
+            )
+        self.ref = self._reference(refreshed=ppo.ref_refresh_interval > 0) if ppo.needs_reference else None
+        self.ref_is_refreshed = self.ref is not None and ppo.ref_refresh_interval > 0
+        self.reward_models = {path: self._reward_model(path) for path in reward_paths}
         self.actor = HybridEngine(
             policy,
             decoder=Decoder if rollouts.uses_hybrid_engine else TransformersDecoder,
@@ -94,40 +94,55 @@ class DeepSpeedRLHFEngine:
         self.actor_ema = self._moving_average() if models.enable_ema else None
 
     @property
-    def trained(self) -> dict[str, deepspeed.DeepSpeedEngine]:
-        return {"actor": self.actor.engine, "critic": self.critic}
+    def reward(self) -> deepspeed.DeepSpeedEngine | None:
+        """The first reward model's engine, None without one."""
+        return next((model.engine for model in self.reward_models.values()), None)
 
-    @torch.no_grad()
+    @property
+    def trained(self) -> dict[str, deepspeed.DeepSpeedEngine]:
+        return {"actor": self.actor.engine} | ({"critic": self.critic} if self.critic is not None else {})
+
+    @property
+    def followers(self) -> dict[str, deepspeed.DeepSpeedEngine]:
+        """Frozen models that follow the actor: a checkpoint holds them too."""
+        ema = {"actor_ema": self.actor_ema} if self.actor_ema is not None else {}
+        return ema | ({"ref": self.ref} if self.ref_is_refreshed else {})
+
     def update_ema(self, decay: float) -> None:
         """average ← decay · average + (1 − decay) · actor, parameter by parameter; a collective under ZeRO-3."""
-        if self.actor_ema is None:
-            return
-        pairs = zip(self.actor.engine.module.parameters(), self.actor_ema.module.parameters(), strict=True)
+        if self.actor_ema is not None:
+            self._follow(self.actor_ema, decay)
+
+    def refresh_reference(self) -> None:
+        """The actor as it is becomes the reference model; a collective under ZeRO-3."""
+        self._follow(self.ref, 0.0)
+
+    @torch.no_grad()
+    def _follow(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
+        pairs = zip(self.actor.engine.module.parameters(), follower.module.parameters(), strict=True)
         for parameter, average in pairs:
             # What ZeRO-3 gathers is kept only if it was written inside the context, on the modifier rank.
             with gathered([parameter]), gathered([average], modifier_rank=0):
                 average.data.lerp_(parameter.data.to(average.dtype), 1 - decay)
 
-    def save_ema(self, folder: Path) -> None:
-        """Write the moving average, whole, into a checkpoint's folder; every rank calls it."""
-        if self.actor_ema is None:
-            return
-        state = {}
-        for name, parameter in self.actor_ema.module.named_parameters():
-            with gathered([parameter]):
-                if launch.is_main():
-                    state[name] = parameter.detach().to("cpu", copy=True)
-        if launch.is_main():
-            save_file(state, folder / "actor_ema.safetensors")
+    def save_followers(self, folder: Path) -> None:
+        """Write every follower, whole, into a checkpoint's folder; every rank calls it."""
+        for kind, engine in self.followers.items():
+            state = {}
+            for name, parameter in engine.module.named_parameters():
+                with gathered([parameter]):
+                    if launch.is_main():
+                        state[name] = parameter.detach().to("cpu", copy=True)
+            if launch.is_main():
+                save_file(state, folder / f"{kind}.safetensors")
 
     @torch.no_grad()
-    def load_ema(self, folder: Path) -> None:
-        if self.actor_ema is None:
-            return
-        state = load_file(folder / "actor_ema.safetensors")
-        for name, parameter in self.actor_ema.module.named_parameters():
-            with gathered([parameter], modifier_rank=0):
-                parameter.data.copy_(state[name])
+    def load_followers(self, folder: Path) -> None:
+        for kind, engine in self.followers.items():
+            state = load_file(folder / f"{kind}.safetensors")
+            for name, parameter in engine.module.named_parameters():
+                with gathered([parameter], modifier_rank=0):
+                    parameter.data.copy_(state[name])
 
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None
@@ -165,10 +180,27 @@ class DeepSpeedRLHFEngine:
             offload=offload,
         )
 
+    def _reference(self, *, refreshed: bool) -> deepspeed.DeepSpeedEngine:
+        config = self._frozen_config(self.models.actor_zero_stage, offload=self.models.offload_reference_model)
+        network = self._causal_lm(config, dropout=0.0)
+        return frozen_engine(self._with_adapters(network) if refreshed else network, config=config)
+
+    def _reward_model(self, path: str) -> RewardModel:
+        config = self._frozen_config(self.models.critic_zero_stage, offload=self.models.offload_reward_model)
+        tokenizer = load_tokenizer(path)
+        engine = frozen_engine(self._scalar_head(path, config, tokenizer, dropout=0.0), config=config)
+        return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer)
+
     def _moving_average(self) -> deepspeed.DeepSpeedEngine:
         # float32: in bf16 a step of 1 − decay is lost to rounding.
         config = self._frozen_config(self.models.actor_zero_stage, offload=False, dtype="fp32")
-        network = self._causal_lm(config, dropout=0.0, dtype=torch.float32)
+        network = self._with_adapters(self._causal_lm(config, dropout=0.0, dtype=torch.float32))
+        average = frozen_engine(network, config=config)
+        self._follow(average, 0.0)
+        return average
+
+    def _with_adapters(self, network: TokenLogprobs) -> TokenLogprobs:
+        """The network with the actor's adapters, so that it can follow the actor parameter by parameter."""
         if self.models.actor_lora_dim:
             add_lora(
                 network.model,
@@ -176,6 +208,4 @@ class DeepSpeedRLHFEngine:
                 module_name=self.lora.lora_module_name,
                 only_optimize_lora=self.lora.only_optimize_lora,
             )
-        self.actor_ema = frozen_engine(network, config=config)
-        self.update_ema(0.0)
-        return self.actor_ema
+        return network

@@ -1,4 +1,4 @@
-"""Step 3: PPO of an actor against a reward model, with a KL penalty towards the reference model."""
+"""Step 3: policy optimisation of an actor against rewards, with a KL penalty towards the reference model."""
 
 from pathlib import Path
 
@@ -9,16 +9,20 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.weights import export_model
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.fit import PPORun
+from dschat.rlhf.patience import Patience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rewards import load_judge
+from dschat.rlhf.rewards import Rewards, load_judge, model_paths, parse_reward
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.settings import reward_entries, rlhf_problems, rlhf_warnings
 from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
-from dschat.set_up import data_options, load_splits, rlhf_problems, rlhf_warnings, start
+from dschat.set_up import data_options, load_splits, start
 
 GROUPS = (
     arguments.RLHFModelArguments,
     arguments.RolloutArguments,
     arguments.PPOArguments,
+    arguments.RewardArguments,
+    arguments.EvaluationArguments,
     arguments.DataArguments,
     arguments.OptimizerArguments,
     arguments.LoraArguments,
@@ -30,35 +34,41 @@ GROUPS = (
 def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
-    models, rollouts, ppo, data, optimizer, lora, devices, run = groups
+    models, rollouts, ppo, rewards, evaluation, data, optimizer, lora, devices, run = groups
     device = start(run, devices)
     with settings_of_user():
         resumed = checkpoint.find(run.output_dir, run.resume)
         judge = load_judge(rollouts.judge) if rollouts.judge else None
+        entries = reward_entries(models, rewards)
+        sources = [parse_reward(entry) for entry in entries]
     tokenizer = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
-    reward_tokenizer = load_tokenizer(models.reward_model_name_or_path or models.critic_model_name_or_path)
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options)
 
-    rows_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
+    prompts_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch_size = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
-    updates_per_iteration = ppo.ppo_epochs * rows_per_rank // minibatch_size
+    updates_per_iteration = ppo.ppo_epochs * prompts_per_rank * ppo.num_samples_per_prompt // minibatch_size
     with settings_of_user():
         batches = GlobalBatches(
-            prompts.train["length"], global_batch_size=rows_per_rank * launch.world_size(), seed=run.seed,
+            prompts.train["length"], global_batch_size=prompts_per_rank * launch.world_size(), seed=run.seed,
             group_by_length=False,
         )  # fmt: skip
     iterations = run.max_steps or run.num_train_epochs * len(batches)
 
     engine = DeepSpeedRLHFEngine(
-        tokenizer, reward_tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices,
-        rollouts=rollouts, total_steps=iterations * updates_per_iteration,
+        tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rollouts=rollouts,
+        total_steps=iterations * updates_per_iteration, reward_paths=model_paths(entries),
     )  # fmt: skip
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
-    trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, seed=run.seed, judge=judge)
+    scores = Rewards(
+        sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
+        patience=Patience(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
+    )  # fmt: skip
+    trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=run.seed, judge=judge)
     dataset = MiniDataset(
         generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
-        rank=launch.rank(), world_size=launch.world_size(), seed=run.seed, whiten_advantages=ppo.whiten_advantages,
+        rank=launch.rank(), world_size=launch.world_size(), seed=run.seed, group_size=ppo.num_samples_per_prompt,
+        whiten_advantages=ppo.whiten_advantages,
     )  # fmt: skip
     unsupervised = None
     if ppo.unsupervised_dataset_name:
@@ -72,12 +82,13 @@ def main() -> None:
     # Fit, evaluating on the way
     PPORun(
         trainer=trainer, dataset=dataset, prompts=prompts, batches=batches, unsupervised=unsupervised,
-        iterations=iterations, updates_per_iteration=updates_per_iteration, groups=groups,
+        iterations=iterations, updates_per_iteration=updates_per_iteration, evaluation=evaluation, groups=groups,
     ).fit(resumed)  # fmt: skip
 
     # Export
     export_model(engine.actor.engine.module.model, run.output_dir, tokenizer)
-    export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
+    if engine.critic is not None:
+        export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
     if engine.actor_ema is not None:
         export_model(engine.actor_ema.module.model, Path(run.output_dir, "actor_ema"), tokenizer)
 

@@ -1,0 +1,22 @@
+"""How step 3 looks at held-out prompts."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from dschat.command_line import flag
+
+
+@dataclass
+class EvaluationArguments:
+    """Several responses to a prompt say more than one: mean@n, pass@k, maj@n."""
+
+    _argument_group_name: ClassVar[str] = "evaluation"
+    eval_num_samples: int = flag(1, "responses to each held-out prompt; above 1: mean@n, pass@k, maj@n", at_least=1)
+    eval_success_score: float = flag(1.0, "a response is right if its score is at least this",
+                                     needs=["eval_num_samples"])  # fmt: skip
+    eval_answer: Literal["last_number", "boxed", "tag", "text"] = flag(
+        "last_number", "what of a response is its answer, for the majority", needs=["eval_num_samples"]
+    )
+
+    def problems(self) -> list[str]:
+        return []
