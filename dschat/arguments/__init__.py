@@ -7,6 +7,7 @@ from dschat.arguments.data import DataArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
 from dschat.arguments.ppo import PPOArguments
+from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
 
@@ -20,6 +21,7 @@ __all__ = [
     "PPOArguments",
     "PairArguments",
     "RLHFModelArguments",
+    "RewardArguments",
     "RewardModelArguments",
     "RolloutArguments",
     "RunArguments",
@@ -44,6 +46,8 @@ IDENTITY = frozenset(
         "actor_model_name_or_path",
         "critic_model_name_or_path",
         "reward_model_name_or_path",
+        "reward",
+        "normalize_rewards",
         "actor_lora_dim",
         "critic_lora_dim",
         "only_optimize_lora",

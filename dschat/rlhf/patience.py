@@ -1,13 +1,26 @@
-"""Asking functions of users that may raise, hang or answer nonsense."""
+"""Asking functions and services of users that may raise, hang or answer nonsense."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from dschat.rlhf.rewards import Judge, judged
+from dschat.rlhf.reward_functions import Judge, judged
+
+LONGEST_PAUSE = 30.0  # seconds
+
+
+class Unavailable(ConnectionError):
+    """A service that cannot be reached, or answers later; `seconds`: when it wants to be asked again, if it said so."""
+
+    def __init__(self, message: str, *, seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.seconds = seconds
 
 
 class Patience:
@@ -15,7 +28,8 @@ class Patience:
 
     Args:
         seconds: for one call; a call that takes longer is left alone (its thread goes on until it ends by itself).
-        retries: further calls after the first.
+        retries: further calls after the first. A service that was unavailable is given a pause before each, of 0.5 s at
+            first, then twice as long each time, or as long as it asks for.
     """
 
     def __init__(self, *, seconds: float, retries: int) -> None:
@@ -24,39 +38,55 @@ class Patience:
     def opinions(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
     ) -> list[float | None]:
-        """The judge's score of each response; None for those that it would not score.
+        """The judge's score of each response; None for those that it would not score."""
+        return self.scores(
+            lambda part: judged(judge, messages[part], responses[part], rows[part]), len(responses), who="the judge"
+        )
 
-        After the retries, a judge that raised or gave a wrong answer is asked about each response alone, once, so that
-        one bad response costs one score. A judge that hung is not asked again: its scores are all None.
+    def scores(
+        self, ask: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, who: str
+    ) -> list[float | None]:
+        """The score of each response; None for those that it would not score.
+
+        After the retries, one that raised or gave a wrong answer is asked about each response alone, once, so that
+        one bad response costs one score. One that hung, refused us or cannot be reached is not: it gave no score.
+
+        Args:
+            ask: the scores of some of the responses.
+            who: is asked, for the warning.
         """
         problem: Exception | None = None
-        for _ in range(1 + self.retries):
+        for attempt in range(1 + self.retries):
             try:
-                return list(bounded(lambda: judged(judge, messages, responses, rows), seconds=self.seconds))
+                return list(bounded(lambda: ask(slice(0, count)), seconds=self.seconds))
+            except PermissionError as error:
+                problem = error
+                break
             except Exception as error:  # whatever a user's function raises
                 problem = error
+            if attempt < self.retries and isinstance(problem, Unavailable):
+                wanted = 0.5 * 2**attempt if problem.seconds is None else problem.seconds
+                time.sleep(min(wanted, LONGEST_PAUSE))
         found: list[float | None] = []
-        for number in range(len(responses)):
-            one = slice(number, number + 1)
+        for number in range(count):
             try:
-                if isinstance(problem, TimeoutError):
+                if isinstance(problem, (TimeoutError, Unavailable, PermissionError)):
                     raise problem
-                alone = bounded(lambda one=one: judged(judge, messages[one], responses[one], rows[one]),
-                                seconds=self.seconds)  # fmt: skip
+                alone = bounded(lambda number=number: ask(slice(number, number + 1)), seconds=self.seconds)
                 found.append(alone[0])
             except Exception as error:
                 problem = error
                 found.append(None)
         missing = sum(score is None for score in found)
         print(
-            f"warning: the judge gave no score to {missing} of {len(responses)} responses ({type(problem).__name__}: "
-            f"{problem})", file=sys.stderr, flush=True,
+            f"warning: {who} gave no score to {missing} of {count} responses ({type(problem).__name__}: {problem})",
+            file=sys.stderr, flush=True,
         )  # fmt: skip
         return found
 
 
 def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
-    """The result of a call, waited for so long.
+    """The result of a call, waited for so long. An awaitable is awaited, and cancelled when its time is up.
 
     Raises:
         TimeoutError: it did not end in time; or whatever the call raises.
@@ -66,7 +96,8 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
 
     def work() -> None:
         try:
-            result.append(call())
+            value = call()
+            result.append(asyncio.run(_within(value, seconds)) if inspect.isawaitable(value) else value)
         except BaseException as error:  # handed over to the thread that waits
             raised.append(error)
 
@@ -78,3 +109,10 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
     if not result:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return result[0]
+
+
+async def _within(value: Awaitable[Any], seconds: float) -> Any:
+    try:
+        return await asyncio.wait_for(value, seconds)
+    except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
+        raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error

@@ -1,121 +1,162 @@
-"""Where scores come from: a reward model, which may read with another tokenizer than the actor's, and judges."""
+"""The score of a response: a weighted sum of what reward models, functions, rules and services say of it."""
 
-import importlib.util
-import math
+from __future__ import annotations
+
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-import deepspeed
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from dschat.data.chat_template import decode_responses, encode_conversation
-from dschat.data.collators import collate_sft
-from dschat.data.encoding import cut_left
 from dschat.generation import Rollout
+from dschat.launch import sum_over_ranks
+from dschat.rlhf.answers import Answers, prompt_text
+from dschat.rlhf.patience import Patience
+from dschat.rlhf.reward_functions import Judge, judged, load_judge
+from dschat.rlhf.reward_model import RewardModel, same_text
+from dschat.rlhf.reward_sources import WeightedSource, model_paths, parse_reward, reward_problems
 
-Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
+__all__ = [  # what the steps need of rewards, whichever file it is in
+    "Answers",
+    "Judge",
+    "RewardModel",
+    "Rewards",
+    "Scores",
+    "WeightedSource",
+    "judged",
+    "load_judge",
+    "model_paths",
+    "parse_reward",
+    "prompt_text",
+    "reward_problems",
+    "same_text",
+]
 
 
-def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True if both tokenizers turn every conversation into the same ids."""
-    return (
-        one.is_fast == other.is_fast
-        and one.get_vocab() == other.get_vocab()
-        and one.chat_template == other.chat_template
-        and one.bos_token_id == other.bos_token_id
-        and one.eos_token_id == other.eos_token_id
-        and (not one.is_fast or one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())
-    )
+@dataclass(frozen=True)
+class Scores:
+    """What the sources say of B responses.
+
+    Attributes:
+        total: [B] float32, Σ weight · score over the sources with an opinion; 0 where it is not known.
+        known: [B] bool, False where a source failed, or none has an opinion.
+        parts: of each source, by its name: [B] float32, its own scores before normalisation and weight; NaN where it
+            has none.
+    """
+
+    total: Tensor
+    known: Tensor
+    parts: dict[str, Tensor]
 
 
-class RewardModel:
-    """Scores whole responses with a scalar-head model.
+class Rewards:
+    """The weighted sum of reward sources.
 
     Args:
-        engine: of TokenScores.
-        tokenizer: the reward model's own.
-        actor_tokenizer: of the rollouts; where it differs, conversations are re-tokenised from their text.
-            Those with more tokens than the reward model can read are cut from the left, a BOS stays.
+        sources: of parse_reward.
+        normalize: subtract from each source's scores their mean, and divide them by their standard deviation, over all
+            ranks and rollouts so far, this one included.
+        models: the reward model of every path that model_paths names.
+        patience: with functions and services.
     """
 
-    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, tokenizer: PreTrainedTokenizerBase,
-                 actor_tokenizer: PreTrainedTokenizerBase):  # fmt: skip
-        self.engine, self.tokenizer, self.actor_tokenizer = engine, tokenizer, actor_tokenizer
-        # Not vars(): GPT-2's config knows the name as an alias. RoBERTa's tokenizer knows that two are never used.
-        positions = getattr(engine.module.model.config, "max_position_embeddings", None) or 2**31
-        self.max_tokens = min(positions, tokenizer.model_max_length)
-        self.reads_actor_ids = same_text(tokenizer, actor_tokenizer)
+    def __init__(
+        self,
+        sources: Sequence[WeightedSource],
+        *,
+        normalize: bool,
+        models: Mapping[str, RewardModel] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.sources = dict(zip(_names_apart([source.name for source in sources]), sources, strict=True))
+        self.normalize, self.models = normalize, dict(models or {})
+        self.patience = patience or Patience(seconds=300.0, retries=2)
+        missing = {source.model for source in sources if source.model is not None} - self.models.keys()
+        if not sources or missing:
+            raise ValueError(f"no reward model was built for {', '.join(missing)}" if missing else "there is no reward")
+        self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # of each: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
-    def score(self, rollout: Rollout, messages: Sequence[list[dict[str, str]]]) -> Tensor:
-        """[B] float32: the score at the last token of each conversation.
+    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True) -> Scores:
+        """The scores of a rollout. Every rank calls it with its own; a collective.
 
         Args:
-            rollout: of the actor, B rows.
-            messages: the prompts as chat messages, for a reward model with its own tokenizer.
+            answers: the same B responses as texts.
+            learn: False leaves the running moments as they are: evaluation must not change training.
         """
-        if self.reads_actor_ids:
-            input_ids, attention_mask = rollout.sequences, rollout.attention_mask
-        else:
-            rows = self._retokenised(rollout, messages)
-            batch = collate_sft(rows, pad_token_id=self.tokenizer.pad_token_id, pad_to_multiple_of=1)
-            input_ids, attention_mask = (batch[name].to(self.engine.device) for name in ("input_ids", "attention_mask"))
-        return self.engine(input_ids, attention_mask, whole_sequence=True)
+        device = rollout.sequences.device
+        columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
+        for source in self.sources.values():
+            scores, missing = self._scores_of(source, rollout, answers)
+            columns.append(scores.to(device))
+            failed |= missing.to(device)
+        raw = torch.stack(columns)  # [sources, B], NaN: no opinion
+        if self.normalize and learn:
+            self._moments = merged_moments(self._moments.to(device), raw).cpu()
+        scaled = normalised(raw, self._moments.to(device)) if self.normalize else raw
+        weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
+        known = ~failed & ~raw.isnan().all(dim=0)  # [B]
+        total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]
+        return Scores(torch.where(known, total, 0.0), known, dict(zip(self.sources, raw, strict=True)))
 
-    def _retokenised(self, rollout: Rollout, messages: Sequence[list[dict[str, str]]]) -> list[dict[str, list]]:
-        texts = decode_responses(self.actor_tokenizer, rollout.responses())
-        rows = []
-        for prompt, text, ended in zip(messages, texts, rollout.ended.tolist(), strict=True):
-            ids, _ = encode_conversation(self.tokenizer, [*prompt, {"role": "assistant", "content": text}])
-            if not ended:  # the template closed a response that the actor did not
-                ids = ids[:-1]
-            ids = cut_left(ids, self.max_tokens, bos_token_id=self.tokenizer.bos_token_id)
-            rows.append({"input_ids": ids, "loss_mask": [False] * len(ids)})
-        return rows
+    def _scores_of(self, source: WeightedSource, rollout: Rollout, answers: Answers) -> tuple[Tensor, Tensor]:
+        """[B] float32 scores, NaN without one, and [B] bool, True where the source failed."""
+        if source.model is not None:
+            scores = self.models[source.model].score(rollout, answers.messages).float()
+            missing = ~scores.isfinite()
+            return scores.masked_fill(missing, torch.nan), missing
+        found = source.scores(answers, self.patience)
+        missing = torch.tensor([score is None for score in found], dtype=torch.bool)
+        scores = torch.tensor([torch.nan if score is None else score for score in found], dtype=torch.float32)
+        if len(found) and not missing.any() and scores.isnan().all():
+            print(f"warning: the reward {source.entry} has no opinion of any of {len(found)} responses: is its column "
+                  f"there? A row has: {', '.join(answers.rows[0]) or 'none'}", file=sys.stderr, flush=True)  # fmt: skip
+        return scores, missing
+
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """The running moments of each source, for a checkpoint."""
+        return dict(zip(self.sources, self._moments.tolist(), strict=True))
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state` was; a source that it does not know begins anew."""
+        rows = [list(state.get(name, (0.0, 0.0, 0.0))) for name in self.sources]
+        self._moments = torch.tensor(rows, dtype=torch.float64)
 
 
-def load_judge(source: str) -> Judge:
-    """The function behind "FILE.py:FUNCTION".
+def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
+    """Count, mean and sum of squared deviations of what was seen before and of new values, all ranks together.
 
-    It is called as judge(prompts, responses, rows) with equally long lists (texts, texts, dicts of the prompt rows'
-    other columns) and returns one number for each response.
+    Args:
+        moments: [S, 3] float64.
+        values: [S, B] float, of this rank; NaN does not count. A collective.
 
-    Raises: ValueError if the file or the function is not there.
+    Returns: [S, 3] float64.
+
+    Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance (Am. Stat. 37:3), eq. 2.1.
     """
-    path, _, name = source.partition(":")
-    spec = importlib.util.spec_from_file_location(f"judge_{Path(path).stem}", path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
-        raise ValueError(f"{source}: there is no Python file {path}; write FILE.py:FUNCTION")
-    module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    spec.loader.exec_module(module)
-    function = vars(module).get(name)
-    if not callable(function):
-        raise ValueError(f"{source}: {path} has no function {name or '(none named)'}; write FILE.py:FUNCTION")
-    return function
+    valid = ~values.isnan()
+    kept = torch.where(valid, values.double(), 0.0)
+    count, total = sum_over_ranks(torch.stack([valid.sum(dim=1).double(), kept.sum(dim=1)]))  # [S] each
+    mean = total / count.clamp(min=1)
+    squares = sum_over_ranks(torch.where(valid, kept - mean[:, None], 0.0).square().sum(dim=1))
+    before, old_mean, old_squares = moments.unbind(dim=1)
+    n, shift = before + count, mean - old_mean
+    share = count / n.clamp(min=1)
+    return torch.stack([n, old_mean + shift * share, old_squares + squares + shift.square() * before * share], dim=1)
 
 
-def judged(
-    judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
-) -> list[float]:
-    """What a judge says of responses. A prompt is shown to it as the text of its messages, a line each.
-
-    Raises: ValueError if it does not return one finite number for each response.
-    """
-    scores = [float(score) for score in judge([prompt_text(chat) for chat in messages], list(responses), list(rows))]
-    if len(scores) != len(responses):
-        raise ValueError(
-            f"the judge returned {len(scores)} numbers for {len(responses)} responses: it must return one for each"
-        )
-    bad = [(response, score) for response, score in zip(responses, scores, strict=True) if not math.isfinite(score)]
-    if bad:
-        raise ValueError(f"the judge gave the response {bad[0][0]!r} the score {bad[0][1]}: scores must be finite")
-    return scores
+def normalised(values: Tensor, moments: Tensor) -> Tensor:
+    """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; as they are while nothing has been counted."""
+    count, mean, squares = (column[:, None] for column in moments.unbind(dim=1))
+    scaled = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
+    return torch.where(count > 0, scaled, values.double()).float()
 
 
-def prompt_text(messages: Sequence[dict[str, str]]) -> str:
-    return "\n".join(message["content"] for message in messages)
+def _names_apart(names: Sequence[str]) -> list[str]:
+    """The names, from the second of its kind on with a number: length, length_2."""
+    return [
+        name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"
+        for place, name in enumerate(names)
+    ]

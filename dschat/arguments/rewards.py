@@ -1,0 +1,28 @@
+"""What responses are scored by."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dschat.command_line import flag
+
+
+@dataclass
+class RewardArguments:
+    """Sources of scores; dschat.rlhf.reward_sources reads them."""
+
+    _argument_group_name: ClassVar[str] = "rewards"
+    reward: list[str] = flag(
+        [],
+        "SOURCE[?key=value&...][@WEIGHT], added up: a reward model, FILE.py:FUNCTION, http(s)://..., or a rule: exact, "
+        "last_number, boxed, format, length, repetition, overlong, reasoning_gym",
+    )
+    reward_timeout: float = flag(
+        300.0, "seconds that a function or service may take for a batch", above=0, needs=["reward"]
+    )
+    reward_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["reward"])
+    normalize_rewards: bool = flag(
+        False, "each source's scores less their running mean, in running standard deviations, before its weight"
+    )
+
+    def problems(self) -> list[str]:
+        return []  # those of the entries need what rewards import: reward_problems finds them

@@ -1,0 +1,127 @@
+"""What the answer of a response is, and figures over several answers to one prompt: pass@k, majority."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+Extraction = Literal["last_number", "boxed", "text", "tag"]
+
+# A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+\u2212])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
+)
+_LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
+_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_DECORATION = re.compile(
+    r"\\(?:(?:left|right|displaystyle)(?![A-Za-z])|[,!;: ])|\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{,\}|[$\s]|\\%|%"
+)
+_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a brace behind a backslash is a sign of a set
+
+
+def extract_answer(text: str, how: Extraction) -> str | None:
+    """The answer that a response gives, written so that equal answers are equal texts; None if it gives none.
+
+    Args:
+        how: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed: what the
+            last \\boxed{} holds; tag: what the last <answer></answer> holds; text: all of it, but for case and white
+            space.
+    """
+    if how == "last_number":
+        number = last_number(text)
+        return None if number is None else str(number)
+    found = text
+    if how == "boxed":
+        found = last_boxed(text)
+    elif how == "tag":
+        found = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [None])[-1]
+    return None if found is None else (plain_math(found) if how == "boxed" else plain_text(found)) or None
+
+
+def plain_text(text: str, *, case: bool = False) -> str:
+    """The text with single spaces, without any at its ends; lower case unless case matters."""
+    joined = " ".join(text.split())
+    return joined if case else joined.casefold()
+
+
+def plain_math(text: str) -> str:
+    """A formula without its dollars, spaces, sizes and \\text{}; a number as a fraction in lowest terms."""
+    previous, text = None, text.strip().rstrip(".")
+    while previous != text:  # from the inside out
+        previous, text = text, _FRACTION.sub(_one_line, text)
+        text = _DECORATION.sub(lambda match: match[1] or "", text)
+    number = exact_number(text)
+    return text if number is None else str(number)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text: sign, thousands separators, decimals, exponent or a fraction such as 3/4."""
+    numbers = [found for match in _NUMBER.finditer(text) if (found := _value(match[0])) is not None]
+    return numbers[-1] if numbers else None
+
+
+def exact_number(value: object) -> Fraction | None:
+    """The number that a value is: an int, a float, or a text that is a number and nothing else; otherwise None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, (int, float)):
+        return Fraction(value) if isinstance(value, int) else Fraction(str(value)) if math.isfinite(value) else None
+    return _value(value.strip()) if _NUMBER.fullmatch(value.strip()) else None
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last \\boxed{…} of a text holds, braces inside it included; None without one that is closed."""
+    opened: list[int | None] = []  # where the boxes begin that are not closed yet; None for other braces
+    last = (-1, -1)
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            start = opened.pop() if opened else None
+            last = last if start is None else max(last, (start, brace.start()))
+        elif brace[0] == "{" or brace[0].startswith("\\boxed"):
+            opened.append(None if brace[0] == "{" else brace.end())
+    return None if last[0] < 0 else text[slice(*last)]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that among k of n samples at least one is correct, c of the n being so: 1 − C(n−c, k) / C(n, k).
+
+    As a product, since the binomials overflow floats. Averaged over prompts it is the unbiased estimate of pass@k.
+
+    Raises: ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+
+    Source: Chen et al. 2021, eq. 1 (arXiv:2107.03374).
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} samples, {c} correct: needs 0 <= correct <= samples and 1 <= k <= samples.")
+    if n - c < k:
+        return 1.0  # fewer wrong ones than are drawn
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def majority(answers: Sequence[str | None]) -> int | None:
+    """Index of the first sample with the answer given most often (of equals, the one given first); None if none is.
+
+    Source: Wang et al. 2022, Self-Consistency (arXiv:2203.11171).
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    return answers.index(counts.most_common(1)[0][0]) if counts else None
+
+
+def _one_line(fraction: re.Match) -> str:
+    """\\frac{a}{b} as a/b, with brackets where without them another number would be read."""
+    above, below = (part if re.fullmatch(r"-?\w+", part) else f"({part})" for part in fraction.groups())
+    mixed = fraction.string[: fraction.start()][-1:].isdigit()
+    return f"{'+' if mixed else ''}{above}/{below}"
+
+
+def _value(text: str) -> Fraction | None:
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    above, _, below = text.replace(",", "").replace("\u2212", "-").partition("/")
+    return Fraction(above) / Fraction(below or 1)

@@ -1,0 +1,102 @@
+"""Scores from a service: one POST of JSON a batch, a number for each response back."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from email.message import Message
+from http.client import HTTPException
+from typing import Any
+
+from dschat.rlhf.answers import Answers
+from dschat.rlhf.patience import Unavailable
+from dschat.rlhf.reward_functions import numbers
+
+TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
+_LONGEST_ANSWER = 64 << 20  # bytes
+_WAYS_OUT = {
+    400: "it does not understand the request",
+    401: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to the one that it was started with",
+    403: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to one that may ask for scores",
+    404: "there is nothing at this path",
+    413: "a batch is too large for it: raise its limit, or lower --per_device_generation_batch_size",
+}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET, and the token would go where nobody meant it to."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]:
+    """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
+
+    The environment variable DSCHAT_REWARD_TOKEN, where it is set, goes along as bearer token.
+
+    Args:
+        seconds: that the connection may be silent.
+
+    Returns: scores, NaN for null.
+
+    Raises:
+        Unavailable: no connection, or 429, 502, 503, 504.
+        TimeoutError: it took too long.
+        PermissionError: 401 or 403.
+        ValueError: any other status, or an answer that is not one finite number (or null) for each response.
+    """
+    fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
+    body = json.dumps(fields | {"prompts": answers.prompts}).encode()
+    headers = {"Content-Type": "application/json"}
+    token = os.environ.get(TOKEN_VARIABLE)
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=seconds) as reply:
+            text = reply.read(_LONGEST_ANSWER)
+    except urllib.error.HTTPError as error:
+        raise _refusal(url, error) from error
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise TimeoutError(f"{url} did not answer within {seconds:g} s") from error
+        raise Unavailable(f"{url} cannot be reached ({error.reason})") from error
+    except TimeoutError:
+        raise
+    except (OSError, HTTPException) as error:  # the connection broke in the middle
+        raise Unavailable(f"{url} broke off ({type(error).__name__}: {error})") from error
+    return _scores(text, answers, url)
+
+
+def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
+    try:
+        scores = json.loads(text)["scores"]
+        fits = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise ValueError(f'{url} answered {text[:200]!r}, but {{"scores": [a number or null for each]}} is wanted')
+    return numbers(scores, answers.responses, who=url)
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
+    """What an error status means to the one who asked."""
+    with error:
+        said = error.read(300).decode(errors="replace").strip()
+    message = f"{url} answered {error.code} {error.reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({said})"
+    if error.code in (429, 502, 503, 504):
+        return Unavailable(message, seconds=_retry_after(error.headers))
+    if error.code in (401, 403):
+        return PermissionError(message)
+    if 300 <= error.code < 400:
+        message = f"{url} redirects to {error.headers.get('Location')}: name that address itself"
+    return ValueError(message)
+
+
+def _retry_after(headers: Message) -> float | None:
+    """Seconds of a Retry-After header; None without one, or where it names a date."""
+    value = headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else None
