@@ -1,5 +1,6 @@
-"""Scores of a reward model, with the actor's tokenizer or its own, and judges from files."""
+"""Scores of a reward model, with the actor's tokenizer or its own, judges from files, and sums of sources."""
 
+import json
 import math
 import threading
 import time
@@ -17,7 +18,7 @@ from dschat.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
 from dschat.rlhf.patience import Patience
-from dschat.rlhf.rewards import RewardModel, judged, load_judge, same_text
+from dschat.rlhf.rewards import Answers, RewardModel, Rewards, judged, load_judge, parse_reward, same_text
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
 MESSAGES = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -265,3 +266,141 @@ def test_one_that_hangs_costs_its_time_and_no_more(capsys):
     assert asked(judge, ["a", "b"], seconds=0.2) == [None, None]
     assert time.monotonic() - started < 5 and len(judge.asked) == 2
     assert "no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err
+
+
+REWARDS = """
+def lengths(responses):
+    return [len(response) for response in responses]
+
+def short(responses):
+    return [None if len(response) > 8 else 1 for response in responses]
+
+def fussy(responses):
+    if any(response.startswith("Of") for response in responses):
+        raise KeyError("Of")
+    return [2] * len(responses)
+
+def column(rows):
+    return [row["x"] for row in rows]
+"""
+
+
+@pytest.fixture
+def functions(tmp_path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def answers_of(xs=(0.0, 0.0, 0.0)) -> Answers:
+    rollout = rollout_of(actor_tokenizer())
+    return Answers(MESSAGES, ANSWERS, rollout.responses(), [{"x": x} for x in xs], ENDED, max_tokens=64)
+
+
+def rewards_of(*entries: str, normalize: bool = False, models=None) -> Rewards:
+    return Rewards([parse_reward(entry) for entry in entries], normalize=normalize, models=models,
+                   patience=Patience(seconds=5.0, retries=0))  # fmt: skip
+
+
+def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
+    tokenizer = actor_tokenizer()
+    model, rollout = reward_model(classifier(tokenizer), tokenizer, tokenizer), rollout_of(tokenizer)
+    plain = model.score(rollout, MESSAGES)
+    folder = tmp_path / "reward"
+    folder.mkdir()
+    rewards = rewards_of(f"{folder}@2", f"{functions}:lengths@-0.5", "exact", models={str(folder): model})
+    answers = answers_of()
+    rows = [{"answer": "it is 5."}, {"answer": "no"}, {"answer": "21."}]
+    found = rewards.score(rollout, Answers(**vars(answers) | {"rows": rows}))
+    exact = torch.tensor([1.0, 0.0, 1.0])
+    lengths = torch.tensor([8.0, 33.0, 3.0])  # of ANSWERS, counted by hand
+    torch.testing.assert_close(found.total, 2 * plain - 0.5 * lengths + exact)
+    assert found.known.tolist() == [True] * 3 and found.total.dtype == torch.float32
+    assert list(found.parts) == ["reward", "lengths", "exact"]
+    torch.testing.assert_close(found.parts["reward"], plain)
+    assert torch.equal(found.parts["lengths"], lengths) and torch.equal(found.parts["exact"], exact)
+
+
+def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row_unknown(functions, capsys):
+    found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
+    # Answers of 8, 33 and 3 characters; the second begins with "Of".
+    assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.known.tolist() == [True, False, True]
+    assert found.parts["fussy"].isnan().tolist() == [False, True, False]
+    assert "fussy gave no score to 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
+    found = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
+    assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.known.all()
+    alone = rewards_of(f"{functions}:short").score(rollout_of(actor_tokenizer()), answers_of())
+    assert alone.known.tolist() == [True, False, True]  # nobody has an opinion of the second
+
+
+def test_a_column_that_no_row_has_is_warned_of(capsys):
+    found = rewards_of("exact?column=truth").score(rollout_of(actor_tokenizer()), answers_of())
+    assert not found.known.any() and not found.total.any()
+    said = capsys.readouterr().err
+    assert "exact?column=truth has no opinion of any of 3 responses: is its column there? A row has: x" in said
+
+
+def test_a_reward_model_that_gives_no_number_makes_a_row_unknown():
+    tokenizer = actor_tokenizer()
+    model = classifier(tokenizer)
+    with torch.no_grad():
+        model.score.weight.fill_(torch.nan)
+    rewards = rewards_of("owner/model", models={"owner/model": reward_model(model, tokenizer, tokenizer)})
+    found = rewards.score(rollout_of(tokenizer), answers_of())
+    assert not found.known.any() and found.total.tolist() == [0, 0, 0]
+
+
+def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(functions):
+    rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:column@2", normalize=True)
+    batches = torch.tensor([[1.0, 2.0, 6.0], [4.0, -3.0, 1000.0]], dtype=torch.float64)
+    for count in (1, 2):
+        seen = batches[:count].flatten()
+        expected = 2 * (batches[count - 1] - seen.mean()) / seen.std(correction=0)
+        found = rewards.score(rollout, answers_of(batches[count - 1].tolist()))
+        torch.testing.assert_close(found.total.double(), expected, atol=1e-5, rtol=1e-5)
+        assert found.parts["column"].tolist() == batches[count - 1].tolist(), "parts are raw"
+    state = json.loads(json.dumps(rewards.state))
+    assert state == {"column": pytest.approx([6, float(seen.mean()), float(6 * seen.var(correction=0))])}
+    resumed = rewards_of(f"{functions}:column@2", f"{functions}:lengths@1e-9", normalize=True)
+    resumed.load_state(state)
+    third = [5.0, 6.0, 9.0]
+    torch.testing.assert_close(
+        resumed.score(rollout, answers_of(third)).total, rewards.score(rollout, answers_of(third)).total
+    )
+
+
+def test_evaluation_leaves_the_moments_as_they_are(functions):
+    rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:column", normalize=True)
+    fresh = rewards.score(rollout, answers_of([1, 2, 3]), learn=False)
+    assert fresh.total.tolist() == [1, 2, 3]  # nothing has been seen yet: as they are
+    rewards.score(rollout, answers_of([0, 2, 4]))
+    before = rewards.state
+    found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), learn=False)
+    assert rewards.state == before
+    assert found.total[[0, 2]].tolist() == pytest.approx([0, 1])  # mean 2, variance 8/3
+
+
+def test_what_does_not_count_moves_no_moment(functions):
+    rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:short", normalize=True)
+    rewards.score(rollout, answers_of())
+    assert rewards.state["short"] == [2, 1, 0]  # two of three have an opinion, both 1
+    assert rewards.score(rollout, answers_of()).total.tolist() == [0, 0, 0]
+
+
+def test_sources_of_one_name_are_told_apart(functions):
+    rewards = rewards_of("length?max=4", "length?target=4", "length?max=2")
+    assert list(rewards.sources) == ["length", "length_2", "length_3"]
+
+
+def test_a_reward_model_that_was_not_built_is_named():
+    with pytest.raises(ValueError, match="no reward model was built for owner/model"):
+        rewards_of("owner/model")
+
+
+def test_two_ranks_normalise_as_one_does(programs, tmp_path):
+    script = Path(__file__).with_name("reward_ranks.py")
+    for processes in (1, 2):
+        programs.run(script, [tmp_path], processes=processes, log=tmp_path / f"log-{processes}")
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (1, 2))
+    assert one["state"]["column"] == pytest.approx(two["state"]["column"])
+    assert one["totals"] == pytest.approx(two["totals"], abs=1e-6) and len(set(one["totals"])) == 6

@@ -49,6 +49,7 @@ IDENTITY = frozenset(
         "critic_model_name_or_path",
         "reward_model_name_or_path",
         "reward",
+        "normalize_rewards",
         "actor_lora_dim",
         "critic_lora_dim",
         "only_optimize_lora",

@@ -1,0 +1,100 @@
+"""Rows of many requests joined into batches for one thread that works on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+
+class QueueFull(Exception):
+    """No more rows may wait."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Row:
+    ids: Sequence[int]
+    score: asyncio.Future[float]
+    since: float  # of the loop's clock
+
+
+class DynamicBatches:
+    """A bounded queue of rows, and the task that empties it batch by batch.
+
+    Args:
+        work: token ids of some rows → a score for each; runs in a thread, one call at a time.
+        max_rows: of a batch.
+        max_tokens: of a batch, padded to its longest row; a longer row goes alone.
+        max_wait: seconds that a row waits for others while nothing else is being worked on.
+        max_queue: rows that may wait.
+    """
+
+    def __init__(
+        self, work: Callable[[list[Sequence[int]]], list[float]], *, max_rows: int, max_tokens: int, max_wait: float,
+        max_queue: int,
+    ) -> None:  # fmt: skip
+        self.work, self.max_rows, self.max_tokens = work, max_rows, max_tokens
+        self.max_wait, self.max_queue = max_wait, max_queue
+        self.waiting: deque[_Row] = deque()
+        self._arrived = asyncio.Event()
+
+    async def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """The score of each row. A caller that is cancelled takes its waiting rows out of the queue.
+
+        Raises:
+            QueueFull: they do not all fit into the queue; or whatever the work raises.
+        """
+        if len(self.waiting) + len(rows) > self.max_queue:
+            raise QueueFull(f"{len(self.waiting)} rows are waiting, and {self.max_queue} may")
+        loop = asyncio.get_running_loop()
+        mine = [_Row(ids, loop.create_future(), loop.time()) for ids in rows]
+        self.waiting.extend(mine)
+        self._arrived.set()
+        try:
+            return list(await asyncio.gather(*(row.score for row in mine)))
+        except BaseException:  # the caller is gone, or a part of its rows failed: nobody wants the others
+            for row in mine:
+                row.score.cancel()
+            self.waiting = deque(row for row in self.waiting if not row.score.cancelled())
+            raise
+
+    async def run(self) -> None:
+        """Work on what comes until cancelled."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, thread_name_prefix="scores") as thread:
+            while True:
+                batch = await self._next_batch()
+                try:
+                    scores = await loop.run_in_executor(thread, self.work, [row.ids for row in batch])
+                    for row, score in zip(batch, scores, strict=True):
+                        if not row.score.done():
+                            row.score.set_result(score)
+                except Exception as error:  # whatever the work raises is the answer to this batch, and the next comes
+                    for row in batch:
+                        if not row.score.done():
+                            row.score.set_exception(error)
+
+    async def _next_batch(self) -> list[_Row]:
+        """At least one row, taken from the front of the queue."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._arrived.clear()
+            left = self.waiting[0].since + self.max_wait - loop.time() if self.waiting else None
+            if len(self.waiting) >= self.max_rows or (left is not None and left <= 0):
+                return self._taken()
+            try:
+                await asyncio.wait_for(self._arrived.wait(), left)
+            except asyncio.TimeoutError:
+                continue
+
+    def _taken(self) -> list[_Row]:
+        batch: list[_Row] = []
+        longest = 0
+        while self.waiting and len(batch) < self.max_rows:
+            longest = max(longest, len(self.waiting[0].ids))
+            if batch and longest * (len(batch) + 1) > self.max_tokens:
+                break
+            batch.append(self.waiting.popleft())
+        return batch

@@ -1,0 +1,103 @@
+"""Serve a saved reward model over HTTP, for `--reward http://HOST:PORT/score`.
+
+    DSCHAT_REWARD_TOKEN=... python scripts/serve_reward_model.py output/reward --host 0.0.0.0 --port 8000
+
+POST /score takes {"messages": [[{"role": "user", "content": "..."}], ...], "responses": ["...", ...]} and, if some
+responses were cut, "ended": [true, false, ...]; it answers {"scores": [...]}. GET /health says how many requests and
+conversations wait. Requests are joined into batches. What is too large, or too much, is refused: 413, 503 with
+Retry-After. SIGTERM lets what has been taken in be answered, then ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+
+import torch
+from aiohttp import web
+from deepspeed.accelerator import get_accelerator
+
+from dschat.deepspeed_config import DTYPES
+from dschat.models.loading import load_tokenizer
+from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
+from dschat.rlhf.reward_model import longest_sequence
+from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
+from dschat.rlhf.reward_service import TOKEN_VARIABLE
+
+
+def load_scorer(path: str, *, dtype: torch.dtype, device: str, max_tokens: int) -> TextScorer:
+    """The saved classifier and its tokenizer.
+
+    Args:
+        max_tokens: 0: as many as the model can read.
+
+    Raises: ValueError if there is none, it has no scalar head, or max_tokens is negative.
+    """
+    if max_tokens < 0:
+        raise ValueError(f"--max_tokens {max_tokens}: must be at least 0")
+    if not has_scalar_head(path):
+        raise ValueError(f"{path} has no scalar head: its scores would be random. Name what step 2 has written.")
+    tokenizer = load_tokenizer(path)
+    model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer).to(device)
+    longest = longest_sequence(model.config, tokenizer)
+    return TextScorer(TokenScores(model), tokenizer, max_tokens=min(max_tokens or longest, longest))
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="folder of a reward model, or a hub name")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
+    parser.add_argument("--max_tokens", type=int, default=0, help="longer conversations are cut from the left; "
+                        "0: as many as the model can read")  # fmt: skip
+    parser.add_argument("--shutdown_seconds", type=float, default=30.0, help="time that SIGTERM leaves to the answers")
+    for limit in dataclasses.fields(Limits):
+        parser.add_argument(f"--{limit.name}", type=type(limit.default), default=limit.default,
+                            help=f"{limit.metadata['help']}; default: {limit.default}")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
+    """A line for each setting that cannot work."""
+    found = []
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        found.append(f"--host {host}: others can reach it, so set the environment variable {TOKEN_VARIABLE}")
+    for name, value in dataclasses.asdict(limits).items():
+        if value < 0 or (value == 0 and name != "max_wait"):
+            found.append(f"--{name} {value}: must be above 0")
+    if limits.max_rows > limits.max_queue:
+        found.append(f"--max_rows {limits.max_rows} is more than --max_queue {limits.max_queue}: raise the queue")
+    if limits.max_body > limits.max_held:
+        found.append(f"--max_body {limits.max_body} is more than --max_held {limits.max_held}: raise what may be held")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    accelerator = get_accelerator()
+    on_cpu = accelerator.device_name() == "cpu"
+    try:
+        if mistakes := problems(limits, host=options.host, token=token):
+            raise ValueError("\n".join(mistakes))
+        scorer = load_scorer(
+            options.model, dtype=DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")],
+            device=accelerator.device_name(), max_tokens=options.max_tokens,
+        )  # fmt: skip
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    server = RewardServer(scorer, limits=limits, token=token)
+    web.run_app(
+        server.app(), host=options.host, port=options.port, access_log=None, handler_cancellation=True, backlog=2048,
+        shutdown_timeout=options.shutdown_seconds, print=lambda text: print(text, flush=True),
+    )  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

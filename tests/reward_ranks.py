@@ -1,0 +1,38 @@
+"""Two rollouts scored and normalised by the ranks of a run, as a JSON file: reward_ranks.py FOLDER."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from dschat import launch
+from dschat.generation import Rollout
+from dschat.rlhf.rewards import Answers, Rewards, parse_reward
+
+SCORES = [[1.0, 5.0, -2.0, 7.5, 0.0, 3.0], [100.0, 90.0, 95.0, 103.0, 70.0, 91.0]]
+FUNCTION = "def column(rows):\n    return [row['x'] for row in rows]\n"
+
+
+def main() -> None:
+    launch.join(seed=0)
+    folder, size = Path(sys.argv[1]), launch.world_size()
+    file = folder / "column.py"
+    if launch.is_main():
+        file.write_text(FUNCTION)
+    launch.barrier()
+    rewards = Rewards([parse_reward(f"{file}:column")], normalize=True)
+    for batch in SCORES:
+        mine = batch[launch.rank() * len(batch) // size : (launch.rank() + 1) * len(batch) // size]
+        count = len(mine)
+        some = torch.zeros(count, 2, dtype=torch.long)
+        rollout = Rollout(some, some > 0, some[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
+        chats = [[{"role": "user", "content": "a"}]] * count
+        answers = Answers(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
+        totals = launch.joined_lists(rewards.score(rollout, answers).total.tolist())
+    if launch.is_main():
+        (folder / f"{size}.json").write_text(json.dumps({"state": rewards.state, "totals": totals}))
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,348 @@
+"""Reward sources as users name them: how entries are read, how functions are called, what a service may answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dschat.rlhf.answers import Answers
+from dschat.rlhf.patience import Patience
+from dschat.rlhf.reward_functions import load_judge
+from dschat.rlhf.reward_service import service_scores
+from dschat.rlhf.reward_sources import model_paths, parse_reward, reward_problems
+
+FUNCTIONS = """
+import asyncio
+import time
+
+def by_name(responses, token_ids, messages, *, bonus=0, strict=False):
+    return [len(r) + 10 * len(t) + 100 * len(m) + bonus + 0.5 * strict
+            for r, t, m in zip(responses, token_ids, messages)]
+
+def swapped(rows, responses, prompts):  # the order of a judge is another one
+    return [row["x"] if prompt == "ask " + str(row["x"]) else -1 for row, prompt in zip(rows, prompts)]
+
+def positional(texts, answers, others):
+    return [len(text) + 10 * len(answer) + other["x"] for text, answer, other in zip(texts, answers, others)]
+
+def everything(**given):
+    return [given["max_tokens"] + ended for ended in given["ended"]]
+
+def undecided(responses):
+    return [None if "?" in response else 1 for response in responses]
+
+async def later(responses):
+    await asyncio.sleep(0.01)
+    return [len(response) for response in responses]
+
+async def endless(responses):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        CANCELLED.append(True)
+
+def fussy(responses):
+    if "bad" in responses:
+        raise KeyError("bad")
+    return [2.0] * len(responses)
+
+def needy(prompts, completions):
+    return []
+
+def huge(responses):
+    return [1e300] * len(responses)
+
+CANCELLED = []
+LOADED = []
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def functions(tmp_path) -> Path:
+    path = tmp_path / "functions.py"
+    path.write_text(FUNCTIONS)
+    return path
+
+
+def answers_of(responses: list[str], **changes: Any) -> Answers:
+    count = len(responses)
+    given = {
+        "messages": [[{"role": "user", "content": f"ask {n}"}] for n in range(count)], "responses": responses,
+        "token_ids": [[5] * (n + 1) for n in range(count)], "rows": [{"x": n} for n in range(count)],
+        "ended": [n % 2 == 0 for n in range(count)], "max_tokens": 7,
+    } | changes  # fmt: skip
+    return Answers(**given)
+
+
+def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
+    found = parse_reward(entry).scores(answers_of(responses, **changes), Patience(seconds=seconds, retries=retries))
+    return ["no opinion" if score is not None and math.isnan(score) else score for score in found]
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "weight"),
+    [
+        ("exact", "exact", 1.0),
+        ("exact?column=truth&case=true@0.5", "exact", 0.5),
+        ("repetition@-2e-1", "repetition", -0.2),
+        ("http://localhost:8000/score?model=a@b", "localhost:8000", 1.0),  # the @ is the address's own
+        ("https://rewards.example/score?key=1@3", "rewards.example", 3.0),
+        ("some-owner/some-model@2", "some-model", 2.0),
+    ],
+)
+def test_an_entry_is_a_source_with_options_and_a_weight(entry, name, weight):
+    source = parse_reward(entry)
+    assert (source.name, source.weight, source.entry) == (name, weight, entry)
+    assert [source.model, source.function, source.url].count(None) == 2
+
+
+def test_an_address_keeps_its_query_and_loses_its_weight():
+    assert parse_reward("http://localhost:8000/score?model=a@0.5").url == "http://localhost:8000/score?model=a"
+
+
+def test_a_folder_is_a_reward_model_also_where_its_name_is_a_rules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exact").mkdir()
+    assert parse_reward("./exact@2").model == "./exact" and parse_reward("exact").model is None
+    assert parse_reward("./exact@2").name == "exact"
+    entries = [f"{tmp_path}/exact", "length?max=3", f"{tmp_path}/exact@2", "owner/name"]
+    assert model_paths(entries) == [f"{tmp_path}/exact", "owner/name"]
+
+
+BAD = {
+    "length?max=0": "one of target=TOKENS and max=TOKENS",
+    "length?max=many": "max=many: wants a whole number",
+    "length?longest=3": "no option longest; choose from: target, max",
+    "length?max": "wants key=value",
+    "length?max=1&max=2": "names an option twice",
+    "exact?case=maybe": "case=maybe: wants true or false",
+    "overlong?buffer=8&factor=nan": "factor=nan: must be finite",
+    "overlong": "buffer=0: wants the tokens",
+    "exact@0": "@0: a weight is a number other than 0",
+    "exact@inf": "@inf: a weight",
+    "lenght": "no rule of that name: did you mean length",
+    "nothing": "wants a folder or hub name of a reward model, FILE.py:FUNCTION, http",
+    "/no/such/folder": "there is no folder /no/such/folder",
+    "http://": "names no host",
+    "http://host:99999999/score": "is no address",
+    "https://me:secret@host/score": "DSCHAT_REWARD_TOKEN",
+    "missing.py:f": "no Python file missing.py",
+    "{file}:none": "has no function none",
+    "{file}:NUMBER": "has no function NUMBER",
+    "{file}": "none named",
+    "{file}:needy": "it takes (prompts, completions), but there are only: prompts, responses, rows",
+    "{file}:by_name?bonus=x": "bonus=x: wants a whole number",
+    "{file}:by_name?rows=x": "no option rows; choose from: bonus, strict",
+    "{folder}?a=b": "a reward model has no options",
+}
+
+
+@pytest.mark.parametrize(("entry", "part"), BAD.items(), ids=BAD)
+def test_a_mistake_is_one_line_with_the_flag_and_the_way_out(entry, part, functions):
+    entry = entry.format(file=functions, folder=functions.parent)
+    (line,) = reward_problems([entry])
+    assert line.startswith(f"--reward {entry}: ") and part in line, line
+
+
+def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
+    good = ["exact", "boxed@2", f"{functions}:later", "http://localhost:1/score", str(functions.parent)]
+    assert reward_problems(good) == []
+    assert len(reward_problems([*good, "lenght", "exact@0"])) == 2
+    (line,) = reward_problems(["exact", "exact"])
+    assert "is given twice" in line
+
+
+def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    (line,) = reward_problems([f"{tmp_path}/broken.py:f"])
+    assert "cannot be imported (ModuleNotFoundError: No module named 'no_such_module')" in line
+
+
+def test_a_file_is_imported_once_for_all_its_functions(functions):
+    first, second = load_judge(f"{functions}:by_name"), load_judge(f"{functions}:swapped")
+    first.__globals__["LOADED"].append(1)
+    assert second.__globals__["LOADED"] == [1]
+
+
+def test_a_function_gets_what_it_names(functions):
+    # len("ab") + 10 · 1 token + 100 · 1 message; len("c") + 10 · 2 tokens + 100 · 1 message.
+    assert scores(f"{functions}:by_name", ["ab", "c"]) == [112, 121]
+    assert scores(f"{functions}:by_name?bonus=1000&strict=true", ["ab", "c"]) == [1112.5, 1121.5]
+    assert scores(f"{functions}:swapped", ["a", "b"]) == [0, 1]
+    # Names of its own, three of them: prompts, responses, rows. len("ask 1") = 5.
+    assert scores(f"{functions}:positional", ["ab", "c"]) == [5 + 20 + 0, 5 + 10 + 1]
+    assert scores(f"{functions}:everything", ["a", "b"]) == [7 + 1, 7 + 0]
+
+
+def test_an_async_function_is_awaited_and_cancelled_when_its_time_is_up(functions, capsys):
+    assert scores(f"{functions}:later", ["a", "bb"]) == [1, 2]
+    assert scores(f"{functions}:endless", ["a", "b"], seconds=0.2) == [None, None]
+    assert "endless gave no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err
+    cancelled, deadline = load_judge(f"{functions}:endless").__globals__["CANCELLED"], time.monotonic() + 5
+    while not cancelled and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert cancelled
+
+
+def test_none_is_no_opinion_and_a_failure_is_none(functions, capsys):
+    assert scores(f"{functions}:undecided", ["a", "b?"]) == [1, "no opinion"]
+    assert capsys.readouterr().err == ""
+    assert scores(f"{functions}:fussy", ["a", "bad", "c"], retries=1) == [2, None, 2]
+    said = capsys.readouterr().err
+    assert f"the reward {functions}:fussy gave no score to 1 of 3 responses (KeyError: 'bad')" in said
+    assert scores(f"{functions}:huge", ["a"]) == [None]
+    assert "the score 1e+300: scores must be finite" in capsys.readouterr().err
+
+
+class Service:
+    """An HTTP server that answers as it is told to, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[dict, dict]] = []
+        self.replies: list[Callable[[dict], tuple[int, Any, dict]]] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                service.asked.append((dict(self.headers), body))
+                reply = service.replies.pop(0) if service.replies else lengths
+                status, answer, headers = reply(body)
+                content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+                self.send_response(status)
+                for name, value in (headers | {"Content-Length": str(len(content))}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/score"
+        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+
+
+def lengths(body: dict) -> tuple[int, Any, dict]:
+    return 200, {"scores": [len(response) for response in body["responses"]]}, {}
+
+
+def status(code: int, **headers: str) -> Callable[[dict], tuple[int, Any, dict]]:
+    return lambda body: (code, {"error": "because"}, {name.replace("_", "-"): value for name, value in headers.items()})
+
+
+def saying(answer: Any) -> Callable[[dict], tuple[int, Any, dict]]:
+    return lambda body: (200, answer, {})
+
+
+@pytest.fixture
+def service(monkeypatch) -> Iterator[Service]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
+    found = Service()
+    yield found
+    found.server.shutdown()
+    found.server.server_close()
+
+
+def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(service, monkeypatch):
+    assert scores(f"{service.url}@3", ["a", "bbb"]) == [1, 3]
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "secret")
+    service.replies = [saying({"scores": [None, 0.5]})]
+    assert scores(service.url, ["a", "bbb"]) == ["no opinion", 0.5]
+    (bare, body), (signed, _) = service.asked
+    assert "Authorization" not in bare and signed["Authorization"] == "Bearer secret"
+    chats = [[{"role": "user", "content": f"ask {n}"}] for n in range(2)]
+    assert body == {"messages": chats, "prompts": ["ask 0", "ask 1"], "responses": ["a", "bbb"],
+                    "rows": [{"x": 0}, {"x": 1}], "ended": [True, False]}  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [429, 503])
+def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code, capsys):
+    service.replies = [status(code, Retry_After="1"), status(code, Retry_After="0")]
+    started = time.monotonic()
+    assert scores(service.url, ["a"], retries=2) == [1]
+    assert 1.0 <= time.monotonic() - started < 3 and len(service.asked) == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_one_that_stays_busy_costs_its_scores_and_is_not_asked_row_by_row(service, capsys):
+    service.replies = [status(503, Retry_After="0")] * 9
+    assert scores(service.url, ["a", "b"], retries=1) == [None, None]
+    assert len(service.asked) == 2
+    said = capsys.readouterr().err
+    assert f"the reward {service.url} gave no score to 2 of 2 responses (Unavailable: " in said and "503" in said
+
+
+@pytest.mark.parametrize(
+    ("code", "part", "asked"),
+    [
+        (401, "set the environment variable DSCHAT_REWARD_TOKEN", 1),
+        (413, "lower --per_device_generation_batch_size", 3),
+        (400, "does not understand the request", 3),
+        (404, "nothing at this path", 3),
+        (500, "it failed", 3),
+    ],
+)
+def test_a_refusal_says_what_to_do(service, code, part, asked, capsys):
+    service.replies = [status(code)] * 9
+    assert scores(service.url, ["a", "b"]) == [None, None]
+    said = capsys.readouterr().err
+    assert part in said and "because" in said
+    assert len(service.asked) == asked  # a wrong token is wrong for every row; another mistake may be one row's
+
+
+def test_a_batch_that_is_too_large_is_asked_for_row_by_row(service):
+    service.replies = [status(413)]
+    assert scores(service.url, ["a", "bbb"]) == [1, 3]
+
+
+def test_a_redirect_is_not_followed_as_the_token_would_be(service, capsys):
+    service.replies = [status(302, Location="http://127.0.0.1:1/elsewhere")] * 2
+    assert scores(service.url, ["a"]) == [None]
+    assert "redirects to http://127.0.0.1:1/elsewhere: name that address itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("answer", "part"),
+    [
+        ({"scores": [1.0]}, "returned 1 numbers for 2 responses"),
+        ({"scores": [1.0, "2"]}, "is wanted"),
+        ({"scores": [1.0, True]}, "is wanted"),
+        ({"scores": 3}, "is wanted"),
+        ({"values": []}, "is wanted"),
+        ([1, 2], "is wanted"),
+        (b"<html>", "is wanted"),
+        (b'{"scores": [1, NaN]}', "the score nan: scores must be finite"),
+        (b'{"scores": [1, 1e999]}', "the score inf: scores must be finite"),
+        (b"[" * 100_000, "is wanted"),
+    ],
+)
+def test_an_answer_that_is_not_a_number_each_is_refused(service, answer, part):
+    service.replies = [saying(answer)]
+    with pytest.raises(ValueError, match=part):
+        service_scores(service.url, answers_of(["a", "b"]), seconds=5)
+
+
+def test_nobody_there_and_nobody_answering_end_in_time(monkeypatch, capsys):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections and is silent
+        port = listener.getsockname()[1]
+        started = time.monotonic()
+        assert scores(f"http://127.0.0.1:{port}", ["a", "b"], seconds=0.3) == [None, None]
+        assert time.monotonic() - started < 3
+    assert "TimeoutError" in capsys.readouterr().err
+    started = time.monotonic()
+    assert scores(f"http://127.0.0.1:{port}", ["a"], retries=1) == [None]
+    assert 0.5 <= time.monotonic() - started < 3  # one pause
+    assert "cannot be reached (" in capsys.readouterr().err

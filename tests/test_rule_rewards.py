@@ -1,0 +1,123 @@
+"""Rules that score texts, each against values worked out by hand."""
+
+import importlib.util
+import time
+
+import pytest
+
+from dschat.arguments import RewardArguments
+from dschat.rlhf.rule_rewards import RULES
+
+
+def scored(rule: str, responses: list[str], truths: list | None = None, **options) -> list[float | None]:
+    return RULES[rule](responses, [{"answer": truth} for truth in truths or [None] * len(responses)], **options)
+
+
+def test_exact_overlooks_white_space_and_case_unless_told_otherwise():
+    responses, truths = [" the  Answer\n", "the answer.", "12", "x"], ["The answer", "the answer", 12, None]
+    assert scored("exact", responses, truths) == [1.0, 0.0, 1.0, None]
+    assert scored("exact", responses, truths, case=True) == [0.0, 0.0, 1.0, None]
+    assert RULES["exact"](["a"], [{"truth": "a"}], column="truth") == [1.0]
+    assert RULES["exact"](["a"], [{"truth": "a"}]) == [None]  # no such column: no opinion
+
+
+def test_numbers_are_compared_by_value():
+    truth = [1000, "1,000", "so 7 - 3 = 4 #### 1000", 0.75, "-2", 1e-7, 10]
+    given = ["It is 1,000.00!", "1e3", "= 1000", "3/4", "2", "0.0000001", "nothing"]
+    assert scored("last_number", given, truth) == [1, 1, 1, 1, 0, 1, 0]
+    assert scored("last_number", ["3.14", "3.15"], [3.14159] * 2, tolerance=0.005) == [1, 0]
+    with pytest.raises(ValueError, match="column answer holds 'many'"):
+        scored("last_number", ["5"], ["many"])
+    with pytest.raises(ValueError, match="tolerance=-1"):
+        scored("last_number", [], tolerance=-1.0)
+
+
+def test_a_boxed_answer_counts_and_one_outside_a_box_does_not():
+    truth = r"Thus \boxed{\frac{1}{2}}"
+    given = [r"\boxed{3} \boxed{0.5}", r"\boxed{\dfrac{1}{2}}", "0.5", r"\boxed{2}", r"\boxed{1/2"]
+    assert scored("boxed", given, [truth] * 5) == [1, 1, 0, 0, 0]
+    assert scored("boxed", [r"\boxed{12}", r"\boxed{x}"], [12, None]) == [1, None]
+
+
+def test_formulas_that_mean_the_same_are_alike_where_math_verify_is_installed():
+    pytest.importorskip("math_verify")
+    given = [r"\boxed{(x+1)^2}", r"\boxed{\sqrt{8}}", r"\boxed{(x-1)^2}", r"\boxed{\{2, 1\}}"]
+    assert scored("boxed", given, ["x^2+2x+1", r"2\sqrt{2}", "x^2+2x+1", r"\{1,2\}"]) == [1, 1, 0, 1]
+
+
+def test_a_formula_that_would_take_for_ever_is_wrong_at_once():
+    started = time.monotonic()
+    assert scored("boxed", [r"\boxed{9^{9^{9^9}}}", r"\boxed{2^{99999999}}", r"\boxed{99999!}"], ["1"] * 3) == [0, 0, 0]
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("So <think>a</think>\n and <answer>b</answer> .", 1),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a<answer>b</answer></think>", 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0),
+        ("<think>a</think><answer>b", 0),
+        ("a</think><answer>b</answer>", 0),
+    ],
+)
+def test_tags_must_come_once_each_and_in_order(response, score):
+    assert RULES["format"]([response]) == [score]
+
+
+def test_tags_are_chosen_by_name():
+    assert RULES["format"](["<plan>a</plan>"], tags="plan") == [1]
+    for tags in ("", "a,,b", "<a>"):
+        with pytest.raises(ValueError, match="with commas between them"):
+            RULES["format"]([], tags=tags)
+
+
+def test_length_falls_linearly_on_both_sides_of_a_target_and_beyond_a_limit():
+    counts = [0, 5, 10, 12, 20, 30]
+    token_ids = [[7] * count for count in counts]
+    assert RULES["length"](token_ids, target=10) == pytest.approx([0, 0.5, 1, 0.8, 0, 0])
+    assert RULES["length"](token_ids, max=10) == pytest.approx([1, 1, 1, 0.8, 0, 0])
+    for options in ({}, {"target": 5, "max": 5}, {"max": -1}):
+        with pytest.raises(ValueError, match="one of target=TOKENS and max=TOKENS"):
+            RULES["length"](token_ids, **options)
+
+
+def test_repetition_is_the_share_of_n_grams_said_before():
+    # "a b a b a": ab, ba, ab, ba: 2 of 4 are new; as words 2 of 5; trigrams aba, bab, aba: 2 of 3.
+    assert RULES["repetition"](["A b a B a"], ngram=2) == pytest.approx([-1 / 2])
+    assert RULES["repetition"](["a b a b a"], ngram=1) == pytest.approx([-3 / 5])
+    assert RULES["repetition"](["a b a b a", "a b c d", "a b", ""]) == pytest.approx([-1 / 3, 0, 0, 0])
+    with pytest.raises(ValueError, match="ngram=0"):
+        RULES["repetition"]([], ngram=0)
+
+
+def test_overlong_is_dapos_equation_13():
+    def equation(length: int, longest: int, cache: int) -> float:
+        if length <= longest - cache:
+            return 0.0
+        return ((longest - cache) - length) / cache if length <= longest else -1.0
+
+    token_ids = [[1] * length for length in range(0, 25)]
+    for factor in (1.0, 0.5):
+        found = RULES["overlong"](token_ids, 20, buffer=8, factor=factor)
+        assert found == pytest.approx([factor * equation(length, 20, 8) for length in range(0, 25)])
+    assert found[12] == 0 and found[16] == pytest.approx(-0.25) and found[24] == pytest.approx(-0.5)
+    for buffer in (0, 21, -1):
+        with pytest.raises(ValueError, match="1 to 20"):
+            RULES["overlong"](token_ids, 20, buffer=buffer)
+    with pytest.raises(ValueError, match="factor=0"):
+        RULES["overlong"](token_ids, 20, buffer=8, factor=0)
+
+
+def test_a_missing_reasoning_gym_is_asked_for(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else found(name))
+    with pytest.raises(ImportError, match=r"pip install .dschat\[reasoning\]"):
+        RULES["reasoning_gym"](["p"], ["r"], [{}])
+
+
+def test_the_flag_names_every_rule():
+    text = RewardArguments.__dataclass_fields__["reward"].metadata["help"]
+    assert set(text.partition("a rule: ")[2].split(", ")) == set(RULES)

@@ -1,0 +1,399 @@
+"""The reward server: the scores of RewardModel, and a house that stays in order whoever calls."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from rlhf_models import group_of_one
+from test_rewards import ANSWERS, ENDED, MESSAGES, actor_tokenizer, classifier, reward_model, rollout_of
+from tiny_tokenizers import BOS_HEADERS, make_tokenizer
+
+from dschat.rlhf.dynamic_batches import DynamicBatches, QueueFull
+from dschat.rlhf.patience import Patience
+from dschat.rlhf.rewards import Answers, Rewards, parse_reward
+
+SERVER = Path(__file__).resolve().parents[1] / "scripts" / "serve_reward_model.py"
+TOKEN = "a secret"
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]
+
+
+class Server:
+    """The program in a process of its own."""
+
+    def __init__(self, folder: Path, *flags: Any) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        environment = os.environ | {"DSCHAT_REWARD_TOKEN": TOKEN, "no_proxy": "127.0.0.1"}
+        self.log = open(folder.parent / f"server-{port}.log", "w+")  # noqa: SIM115
+        self.process = subprocess.Popen(
+            [sys.executable, SERVER, folder, "--port", str(port), *map(str, flags)], stdout=self.log, stderr=self.log,
+            env=environment,
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while "Running on" not in self.said():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        return Path(self.log.name).read_text()
+
+    def open_files(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def memory(self) -> int:
+        """Bytes that are resident."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.process.send_signal(number)
+        try:
+            return self.process.wait(30)
+        finally:
+            self.process.kill()
+            self.log.close()
+
+
+@pytest.fixture(scope="module")
+def many_files() -> Iterator[None]:
+    """1,000 connections are 1,000 files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A saved reward model that begins with BOS and reads 64 tokens."""
+    path = tmp_path_factory.mktemp("served") / "reward"
+    tokenizer = own_tokenizer()
+    classifier(tokenizer, positions=64).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def own_tokenizer():
+    return make_tokenizer(bos="<s>", eos="</s>", pad="<pad>", template=BOS_HEADERS)
+
+
+LIMITS = {
+    "--max_queue": 300, "--max_rows": 8, "--max_batch_rows": 16, "--max_body": 200_000, "--max_held": 2_000_000,
+    "--max_read_seconds": 1, "--max_wait": 0.02,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(folder, many_files) -> Iterator[Server]:
+    found = Server(folder, *(word for pair in LIMITS.items() for word in pair))
+    yield found
+    assert found.stop() == 0
+    assert "Traceback" not in Path(found.log.name).read_text()
+
+
+def ask(server: Server, bodies: list[Any], *, headers: dict | None = None) -> list[tuple[int, dict, dict]]:
+    """Status, JSON and headers of each answer; all are asked for at the same time, each over its own connection."""
+
+    async def one(session: aiohttp.ClientSession, body: Any) -> tuple[int, dict, dict]:
+        data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
+        async with session.post(f"{server.url}/score", data=data, headers=headers or HEADERS) as reply:
+            return reply.status, await reply.json(), dict(reply.headers)
+
+    async def all_of_them() -> list[tuple[int, dict, dict]]:
+        connector, patient = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=90)
+        async with aiohttp.ClientSession(connector=connector, timeout=patient) as session:
+            return await asyncio.gather(*(one(session, body) for body in bodies))
+
+    return asyncio.run(all_of_them())
+
+
+def health(server: Server) -> dict:
+    async def get() -> dict:
+        async with aiohttp.ClientSession() as session, session.get(f"{server.url}/health") as reply:
+            assert reply.status == 200
+            return await reply.json()
+
+    return asyncio.run(get())
+
+
+def question(response: str = "It is 5.", **fields: Any) -> dict:
+    return {"messages": [CHAT], "responses": [response]} | fields
+
+
+@contextmanager
+def left_in_order(server: Server) -> Iterator[None]:
+    """Afterwards nothing waits, and no file is open that was not."""
+    files = server.open_files()
+    yield
+    eventually(lambda: health(server) == {"status": "ok", "requests": 0, "waiting": 0})
+    eventually(lambda: server.open_files() <= files + 1)
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_scores_are_those_of_the_reward_model_in_the_run(server, monkeypatch):
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", TOKEN)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    actor, own = actor_tokenizer(), own_tokenizer()
+    long = [[*MESSAGES[0][:-1], {"role": "user", "content": "word " * 200}]]  # cut from the left to 64 tokens
+    rollout = rollout_of(actor)
+    answers = Answers([*MESSAGES[:2], *long], ANSWERS, rollout.responses(), [{}] * 3, ENDED, max_tokens=64)
+    with group_of_one():
+        model = reward_model(classifier(own, positions=64), own, actor)
+        expected = model.score(rollout, answers.messages)
+        served = Rewards([parse_reward(f"{server.url}/score")], normalize=False,
+                         patience=Patience(seconds=30.0, retries=0)).score(rollout, answers)  # fmt: skip
+    assert served.known.all()
+    torch.testing.assert_close(served.total, expected, atol=1e-5, rtol=1e-4)
+    assert len({round(score, 3) for score in expected.tolist()}) == 3
+
+
+def test_a_thousand_at_once_are_answered_or_refused(server):
+    (alone,) = ask(server, [question()])
+    responses = [f"It is {number}." for number in range(1000)]
+    ask(server, [question(response) for response in responses[:400]])  # pools and caches have their size
+    before = server.memory()
+    with left_in_order(server):
+        replies = ask(server, [question(response) for response in responses])
+        statuses = [status for status, _, _ in replies]
+        assert set(statuses) <= {200, 503} and statuses.count(200) >= LIMITS["--max_queue"]
+        assert statuses.count(503) > 0, "the queue has a bound"
+        for status, reply, headers in replies:
+            assert headers["Retry-After"] == "1" if status == 503 else len(reply["scores"]) == 1
+    assert replies[5][:2] in [(200, pytest_close(alone)), (503, replies[5][1])]
+    assert server.memory() - before < 64 << 20
+
+
+def pytest_close(reply: tuple[int, dict, dict]) -> dict:
+    return {"scores": [pytest.approx(reply[1]["scores"][0], abs=1e-5)]}
+
+
+def test_no_token_or_a_wrong_one_is_refused_before_anything_is_read(server):
+    with left_in_order(server):
+        for headers in ({"X": "y"}, {"Authorization": "Bearer a secreT"}, {"Authorization": TOKEN},
+                        {"Authorization": "Bearer gr\u00fcn"}, {"Authorization": ""}):  # fmt: skip
+            ((status, reply, _),) = ask(server, [b"x" * 1000], headers=headers)
+            assert status == 401 and "Bearer TOKEN" in reply["error"]
+
+
+async def in_pieces(count: int, size: int = 50_000) -> Any:
+    for _ in range(count):
+        yield b"[" * size
+
+
+def test_a_body_too_large_is_refused_whatever_it_says_of_its_length(server):
+    with left_in_order(server):
+        packed = gzip.compress(b'["' + b"x" * 50_000_000 + b'"]')
+        assert len(packed) < 100_000
+        (whole,) = ask(server, [b"x" * 200_001])
+        (streamed,) = ask(server, [in_pieces(100)])
+        (unpacked,) = ask(server, [packed], headers=HEADERS | {"Content-Encoding": "gzip"})
+        for status, reply, _ in (whole, streamed, unpacked):
+            assert status == 413 and "ask in parts" in reply["error"]
+
+
+BAD = {
+    b"": "not JSON",
+    b"{": "not JSON",
+    b"[" * 100_000: "not JSON",
+    b"\xff\xfe\x00": "not JSON",
+    b"3": "must be an object",
+    b"{}": "responses must be a list of texts",
+    b'{"responses": []}': "responses must be a list of texts",
+    b'{"responses": [1], "messages": [[]]}': "responses must be a list of texts",
+    b'{"responses": ["a"]}': "messages must be a list of chats",
+    b'{"responses": ["a"], "messages": [[{"role": "user"}]]}': "messages must be a list of chats",
+    b'{"responses": ["a"], "messages": ["a"]}': "messages must be a list of chats",
+    b'{"responses": ["a", "b"], "messages": [[]]}': "equally many",
+    b'{"responses": ["a"], "messages": [[]], "ended": [1]}': "ended must be",
+    b'{"responses": ["\\ud800"], "messages": [[]]}': "half of a surrogate pair",
+    json.dumps({"responses": ["a"] * 9, "messages": [[]] * 9}).encode(): "9 responses, but a request may have 8",
+}
+
+
+def test_what_makes_no_sense_is_told_so(server):
+    with left_in_order(server):
+        for body, part in BAD.items():
+            ((status, reply, _),) = ask(server, [body])
+            assert status == 400 and part in reply["error"], (body[:60], reply)
+        (packed,) = ask(server, [b"no gzip"], headers=HEADERS | {"Content-Encoding": "gzip"})
+        assert packed[0] == 400
+
+
+def test_other_paths_and_methods_are_not_there(server):
+    async def statuses() -> list[int]:
+        async with aiohttp.ClientSession() as session:
+            found = []
+            for method, path in (("GET", "/score"), ("POST", "/health"), ("GET", "/../etc/passwd"), ("GET", "/")):
+                async with session.request(method, server.url + path) as reply:
+                    found.append(reply.status)
+            return found
+
+    assert asyncio.run(statuses()) == [405, 405, 404, 404]
+
+
+def test_clients_that_leave_take_their_rows_with_them(server):
+    body = json.dumps(question()).encode()
+    head = (
+        f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    ).encode()
+    with left_in_order(server):
+        for sent in (head + body, head + body[:10], head, head[:20], b"\x00\x01nonsense\r\n\r\n"):
+            gone = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) for _ in range(40)]
+            for connection in gone:
+                connection.sendall(sent)
+            for connection in gone:
+                connection.close()
+        (after,) = ask(server, [question()])
+        assert after[0] == 200
+
+
+def test_a_request_that_does_not_arrive_is_given_up(server):
+    with left_in_order(server):
+
+        async def slow() -> Any:
+            yield b'{"responses"'
+            await asyncio.sleep(1.5)
+            yield b": []}"
+
+        ((status, reply, _),) = ask(server, [slow()])
+        assert status == 408 and "within 1 s" in reply["error"]
+
+
+def test_sigterm_lets_the_requests_inside_be_answered(folder):
+    server = Server(folder, "--max_wait", 1.5)  # so long is a row inside for certain
+
+    async def interrupted() -> tuple[int, dict]:
+        async with aiohttp.ClientSession(headers=HEADERS) as session:
+            asked = asyncio.create_task(session.post(f"{server.url}/score", json=question()))
+            await asyncio.sleep(0.5)
+            server.process.terminate()
+            reply = await asked
+            return reply.status, await reply.json()
+
+    status, reply = asyncio.run(interrupted())
+    assert status == 200 and len(reply["scores"]) == 1
+    assert server.process.wait(30) == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--host", "0.0.0.0"], "DSCHAT_REWARD_TOKEN"),
+        (["--max_rows", "0"], "--max_rows 0: must be above 0"),
+        (["--max_rows", "10", "--max_queue", "9"], "--max_rows 10 is more than --max_queue 9"),
+        (["--max_body", "10", "--max_held", "9"], "--max_body 10 is more than --max_held 9"),
+        (["--max_tokens", "-1"], "--max_tokens -1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(flags, part, folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SERVER.parent))
+    monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
+    from serve_reward_model import main
+
+    assert main([str(folder), *flags]) == 2
+    assert part in capsys.readouterr().err
+
+
+def test_a_model_without_scalar_head_is_refused(tiny_llama_folder, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(SERVER.parent))
+    from serve_reward_model import main
+
+    assert main([str(tiny_llama_folder)]) == 2
+    assert "has no scalar head" in capsys.readouterr().err
+
+
+class Recorder:
+    """Work that keeps the batches it was given; the score of a row is its length."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.batches: list[list[int]] = []
+        self.seconds = seconds
+
+    def __call__(self, rows: list) -> list[float]:
+        self.batches.append([len(row) for row in rows])
+        time.sleep(self.seconds)
+        if any(len(row) == 13 for row in rows):
+            raise RuntimeError("thirteen")
+        return [float(len(row)) for row in rows]
+
+
+def joined(work: Recorder, requests: list[list[int]], **limits: Any) -> list[Any]:
+    """What requests for rows of these lengths are answered, all made at once."""
+
+    async def run() -> list[Any]:
+        given = {"max_rows": 4, "max_tokens": 100, "max_wait": 0.05, "max_queue": 100} | limits
+        batches = DynamicBatches(work, **given)
+        worker = asyncio.create_task(batches.run())
+        asked = (batches.scores([[0] * length for length in lengths]) for lengths in requests)
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        worker.cancel()
+        assert not batches.waiting
+        return found
+
+    return asyncio.run(run())
+
+
+def test_rows_of_several_requests_share_batches_and_each_gets_its_own_scores():
+    work = Recorder()
+    assert joined(work, [[1], [2, 3], [4], [5, 6]]) == [[1], [2, 3], [4], [5, 6]]
+    assert work.batches == [[1, 2, 3, 4], [5, 6]]
+
+
+def test_a_batch_has_at_most_so_many_padded_tokens_and_a_longer_row_goes_alone():
+    work = Recorder()
+    joined(work, [[10], [40], [30], [200], [1]])
+    # 40 · 2 = 80 fits, 40 · 3 = 120 does not; nothing fits beside 200.
+    assert work.batches == [[10, 40], [30], [200], [1]]
+
+
+def test_a_batch_that_fails_fails_its_requests_and_no_others():
+    found = joined(Recorder(), [[13, 1], [2, 3], [4]])
+    assert [type(one) for one in found[:2]] == [RuntimeError] * 2 and found[2] == [4]
+
+
+def test_what_does_not_fit_into_the_queue_is_refused_whole():
+    found = joined(Recorder(), [[1, 1], [1, 1], [1, 1, 1], [1]], max_queue=5)
+    assert isinstance(found[2], QueueFull) and [found[0], found[1], found[3]] == [[1, 1], [1, 1], [1]]
+
+
+def test_a_caller_that_is_cancelled_leaves_no_row_behind():
+    work = Recorder(seconds=0.2)
+
+    async def run() -> None:
+        batches = DynamicBatches(work, max_rows=1, max_tokens=100, max_wait=0.0, max_queue=100)
+        worker = asyncio.create_task(batches.run())
+        first, second = (asyncio.create_task(batches.scores([[0] * n, [0] * n])) for n in (1, 2))
+        await asyncio.sleep(0.1)  # the first row is being worked on
+        second.cancel()
+        await asyncio.sleep(0)
+        assert [len(row.ids) for row in batches.waiting] == [1]
+        assert await first == [1, 1]
+        worker.cancel()
+
+    asyncio.run(run())
+    assert work.batches == [[1], [1]]
