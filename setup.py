@@ -30,5 +30,6 @@ setup(
     extras_require={
         "test": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.12", "triton>=3.4; platform_system == 'Linux'"],
         "smollm2": ["gguf>=0.17"],
+        "reasoning": ["reasoning-gym>=0.1.25"],
     },
 )

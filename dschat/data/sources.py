@@ -1,4 +1,5 @@
-"""Where rows come from: files, folders of files, `save_to_disk` folders and hub names, with weights and splits.
+"""Where rows come from: files, folders of files, `save_to_disk` folders, hub names and generated tasks, with weights
+and splits.
 
 Hub names are read through the Hugging Face cache of the user, so that what was downloaded before works offline.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from .files import SUFFIXES, SourceRow, file_rows
+from .reasoning import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # the first that is there is used
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
@@ -20,10 +22,10 @@ _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of --data_path. `splits` maps "train" and perhaps "eval" to files or data sets."""
+    """One entry of --data_path. `splits` maps "train" and perhaps "eval" to files, data sets or a generated task."""
 
     name: str
-    splits: Mapping[str, Sequence[Path | Dataset]]
+    splits: Mapping[str, Sequence[Path | Dataset | ReasoningTask]]
 
     def rows(self, split: str) -> Iterator[SourceRow]:
         """All rows of the split, in a fixed order.
@@ -32,17 +34,24 @@ class Source:
             ValueError: a file is empty or cannot be read at all.
         """
         for part in self.splits[split]:
-            yield from file_rows(part) if isinstance(part, Path) else _table_rows(part, f"{self.name}[{split}]")
+            if isinstance(part, Path):
+                yield from file_rows(part)
+            elif isinstance(part, ReasoningTask):
+                yield from part.rows()
+            else:
+                yield from _table_rows(part, f"{self.name}[{split}]")
 
     def identity(self) -> list[list[str | int]]:
         """Changes when the rows may have changed: name, size and time of files, fingerprint of data sets."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
-        return [
-            [split, str(part), part.stat().st_size, part.stat().st_mtime_ns]
-            if isinstance(part, Path)
-            else [split, self.name, len(part), part._fingerprint]
-            for split, part in parts
-        ]
+        return [[split, *self._identity_of(part)] for split, part in parts]
+
+    def _identity_of(self, part: Path | Dataset | ReasoningTask) -> list[str | int]:
+        if isinstance(part, Path):
+            return [str(part), part.stat().st_size, part.stat().st_mtime_ns]
+        if isinstance(part, ReasoningTask):
+            return part.identity()
+        return [self.name, len(part), part._fingerprint]
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -80,6 +89,8 @@ def load_source(path: str, *, for_eval: bool = False) -> Source:
     Raises:
         ValueError: nothing there, an empty file, a suffix that is not known, a folder without data or train rows.
     """
+    if path.startswith(PREFIX):
+        return Source(path, {"train": [reasoning_task(path)]})
     place = Path(path).expanduser()
     if place.is_file():
         if place.suffix not in SUFFIXES:
