@@ -174,7 +174,7 @@ def rlhf_warnings(_models: RLHFModelArguments, rollouts: RolloutArguments, ppo: 
 
 
 def data_options(
-    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False
+    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False
 ) -> DataOptions:
     """The data flags of a step, and its longest sequence, as dschat.data takes them."""
     return DataOptions(
@@ -190,6 +190,7 @@ def data_options(
         columns=data.columns,
         drop_duplicates=data.drop_duplicates,
         train_on_prompt=train_on_prompt,
+        packing=packing,
     )
 
 

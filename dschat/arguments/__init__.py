@@ -62,6 +62,7 @@ IDENTITY = frozenset(
         "max_prompt_seq_len",
         "max_answer_seq_len",
         "train_on_prompt",
+        "packing",
         "unsupervised_dataset_name",
         "lr_scheduler_type",
         "num_warmup_steps",

@@ -53,6 +53,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class EncodedSource:
+    name: str  # of its folder: other rows, another name
     train: Dataset
     eval: Dataset
     report: SourceReport
@@ -75,7 +76,7 @@ def encoded_source(source: Source, encoder: Encoder, plan: RowPlan, *, folder: s
         last = len(train) - 1
         train, evaluation = train.select(range(last)), train.select([last])
         report = replace(report, train=last, eval=1)
-    return EncodedSource(train, evaluation, report)
+    return EncodedSource(place.name, train, evaluation, report)
 
 
 def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any] | None:

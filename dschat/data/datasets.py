@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
 from .mixing import mixed_rows, parse_data_split
+from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
 from .sources import Source, load_source, parse_data_path
 
@@ -38,6 +39,7 @@ class DataOptions:
         train_on_prompt: SFT on every token, not on responses only.
         columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
         drop_duplicates: keep the first of equal records of a source.
+        packing: SFT rows of several conversations, max_tokens together (see packing.py).
     """
 
     data_path: Sequence[str]
@@ -53,6 +55,7 @@ class DataOptions:
     train_on_prompt: bool = False
     columns: Mapping[str, str] = field(default_factory=dict)
     drop_duplicates: bool = False
+    packing: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,16 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
     rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
     train = [part.train if weights is None else part.train.select(r) for part, r in zip(parts, rows, strict=False)]
-    return DataSplits(
-        train=concatenate_datasets(train),
-        eval=concatenate_datasets([part.eval for part in parts]),
-        report=DataReport(reports, [len(r) for r in rows]),
-    )
+    splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
+    if options.packing:
+        names = [part.name for part in parts]
+        splits = {name: _packed(rows, options, [name, names, weights]) for name, rows in splits.items()}
+    report = DataReport(reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None)
+    return DataSplits(**splits, report=report)
+
+
+def _packed(rows: Dataset, options: DataOptions, identity: list) -> Dataset:
+    return packed(rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path)
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:

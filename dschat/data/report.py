@@ -63,10 +63,14 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All sources of a step, those of --eval_data_path last; `epoch_rows`: rows of each source in a mixed epoch."""
+    """All sources of a step, those of --eval_data_path last.
+
+    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: what they were packed into.
+    """
 
     sources: Sequence[SourceReport]
     epoch_rows: Sequence[int]
+    packed_rows: int | None = None
 
     @property
     def bad(self) -> list[str]:
@@ -80,6 +84,8 @@ class DataReport:
         if [source.train for source in trained] != list(self.epoch_rows):
             mixed = ", ".join(f"{rows} of {s.name}" for s, rows in zip(trained, self.epoch_rows, strict=True))
             lines.append(f"mixed epoch: {mixed}")
+        if self.packed_rows is not None:
+            lines.append(f"packed: {sum(self.epoch_rows)} conversations to train on into {self.packed_rows} rows")
         return "\n".join(lines)
 
 
