@@ -31,12 +31,14 @@ class Objective:
         count: what the loss is averaged over in a micro-batch: trained tokens, pairs.
         loss_of: (engine, micro-batch, count of the whole step) → loss and metrics, both divided by that count.
         evaluation: sums over the evaluation set (loss_of's with a count of 1, and "count") → metrics.
+        prepare: called once with the engine, on all ranks; raises ValueError for a model that cannot do what is asked.
     """
 
     collate: Callable[[list], Batch]
     count: Callable[[Batch], torch.Tensor]
     loss_of: Callable[[deepspeed.DeepSpeedEngine, Batch, float], tuple[torch.Tensor, Metrics]]
     evaluation: Callable[[Mapping[str, float]], dict[str, float]]
+    prepare: Callable[[deepspeed.DeepSpeedEngine], None] | None = None
 
 
 def fit(
@@ -76,6 +78,9 @@ def fit(
         lora=lora,
         devices=devices,
     )
+    if objective.prepare is not None:
+        with settings_of_user():
+            objective.prepare(engine)
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
     order = order_of_rows(batches, splits.train)
     first, changed, state = 0, [], {}

@@ -102,7 +102,7 @@ def contradictions(
 
 
 def data_options(
-    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False
+    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False
 ) -> DataOptions:
     """The data flags of a step, and its longest sequence, as dschat.data takes them."""
     return DataOptions(
@@ -115,7 +115,10 @@ def data_options(
         eval_fraction=data.eval_fraction,
         overlong=data.overlong,
         max_bad_rows=data.max_bad_rows,
+        columns=data.columns,
+        drop_duplicates=data.drop_duplicates,
         train_on_prompt=train_on_prompt,
+        packing=packing,
     )
 
 

@@ -1,3 +1,4 @@
+import json
 import math
 
 import pytest
@@ -125,3 +126,35 @@ def test_rows_are_not_changed():
     messages = [user("a"), assistant("b")]
     parse_record({"messages": messages}, "prompt")
     assert messages == [user("a"), assistant("b")]
+
+
+def test_a_system_column_comes_first_unless_the_messages_bring_their_own():
+    system = {"role": "system", "content": "s"}
+    row = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c", "system": "s"}
+    assert parse_record(row, "prompt") == {"prompt": [system, user("a")]}
+    assert parse_record(row, "sft") == {"messages": [system, user("a"), assistant("b")]}
+    assert parse_record(row, "preference") == PAIR | {"prompt": [system, user("a")]}
+    own = {"messages": [{"role": "system", "content": "own"}, *TURN], "system": "s"}
+    assert parse_record(own, "sft") == {"messages": own["messages"]}
+    with pytest.raises(ValueError, match="system must be text, not int"):
+        parse_record(row | {"system": 3}, "sft")
+
+
+def test_messages_keep_what_a_template_wants_of_tools_and_nothing_else():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    answer = {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"}
+    given = [user("a"), call | {"weight": 3}, answer | {"tool_calls": None}, assistant("b")]
+    expected = [user("a"), call | {"content": ""}, answer, assistant("b")]
+    assert parse_record({"messages": given}, "sft") == {"messages": expected}
+    with pytest.raises(ValueError, match="chosen calls tools"):
+        parse_record({"prompt": "a", "chosen": [call], "rejected": "c"}, "preference")
+
+
+def test_tools_are_a_list_or_its_json():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for given in (tools, json.dumps(tools)):
+        assert parse_record({"prompt": "a", "tools": given}, "prompt") == {"prompt": [user("a")], "tools": tools}
+    assert parse_record({"prompt": "a", "tools": ""}, "prompt") == {"prompt": [user("a")]}
+    for bad, reason in (("[", "not valid JSON"), ("3", "must be a list"), ([1], "must be a list")):
+        with pytest.raises(ValueError, match=f"tools .*{reason}|tools is {reason}"):
+            parse_record({"prompt": "a", "tools": bad}, "prompt")

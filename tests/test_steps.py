@@ -116,6 +116,21 @@ def test_log_probs_of_the_decoder_tell_the_gap_at_every_iteration_and_truncated_
         assert output.with_name(f"{processes}.log").read_text().count("--top_p 0.8 with --old_logprobs rollout") == 1
 
 
+def test_packed_rows_train_alike_however_the_batch_is_cut_and_evaluate_like_unpacked_ones(run):
+    (first, _), (cut, _), (plain, _) = (
+        (metrics_of(run("sft", name, max_steps=2, **settings)), name)
+        for name, settings in {
+            "packed": {"packing": True, "zero": 0},
+            "packed and cut": {"packing": True, "zero": 3, "processes": 2},
+            "plain": {"zero": 0},
+        }.items()
+    )
+    for ours, theirs in zip(cut, first, strict=True):
+        assert_same_line(ours, theirs, "two processes")
+    assert_same_line(first[0], plain[0], "evaluation before training")
+    assert first[1]["loss"] != plain[1]["loss"]  # more conversations a step
+
+
 OFFLOAD = {"offload": True, "gradient_checkpointing": True, "max_steps": 2}
 
 

@@ -5,13 +5,18 @@ from typing import ClassVar, Literal
 
 from dschat.command_line import flag
 
+COLUMN_HELP = "column that holds"
+
 
 @dataclass
 class DataArguments:
     """Where rows come from and what becomes of them."""
 
     _argument_group_name: ClassVar[str] = "data"
-    data_path: list[str] = flag([], "files, folders, save_to_disk folders or hub names, each with an optional :WEIGHT")
+    data_path: list[str] = flag(
+        [],
+        "files, folders, save_to_disk folders, hub names, NAME=PATH or reasoning_gym:TASK, each with a :WEIGHT or not",
+    )
     data_split: str | None = flag(None, "shares of the rows for steps 1, 2, 3, such as 2,4,4; default: all to each")
     data_output_path: str | None = flag(None, "folder of the prepared Arrow data; default: OUTPUT_DIR/data")
     eval_data_path: list[str] = flag(
@@ -20,7 +25,23 @@ class DataArguments:
     eval_fraction: float = flag(0.05, "share held out where a source has no split for it", at_least=0, below=1)
     max_bad_rows: int = flag(10, "bad rows to set aside before the run stops with the first ones named", at_least=0)
     overlong: Literal["truncate", "drop"] = flag("truncate", "too long: cut the prompt from the left, or drop the row")
+    drop_duplicates: bool = flag(False, "keep the first of rows of a source that are equal in what is learnt from them")
+    prompt_column: str | None = flag(None, f"{COLUMN_HELP} the prompt")
+    response_column: str | None = flag(None, f"{COLUMN_HELP} the response")
+    messages_column: str | None = flag(None, f"{COLUMN_HELP} the list of messages")
+    chosen_column: str | None = flag(None, f"{COLUMN_HELP} the better answer")
+    rejected_column: str | None = flag(None, f"{COLUMN_HELP} the worse answer")
+    margin_column: str | None = flag(None, f"{COLUMN_HELP} by how much the better answer is better")
+    text_column: str | None = flag(None, f"{COLUMN_HELP} plain text")
+    system_column: str | None = flag(None, f"{COLUMN_HELP} the system prompt")
+    tools_column: str | None = flag(None, f"{COLUMN_HELP} the tools of the chat template, a JSON list")
     add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Our field → the column that the user named for it."""
+        named = {name.removesuffix("_column"): value for name, value in vars(self).items() if name.endswith("_column")}
+        return {ours: theirs for ours, theirs in named.items() if theirs is not None}
 
     def problems(self) -> list[str]:
         return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]

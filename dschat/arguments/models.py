@@ -35,6 +35,7 @@ class SupervisedArguments:
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
     train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did")
+    packing: bool = flag(False, "several conversations a row of --max_seq_len; batch sizes then count such rows")
 
     def problems(self) -> list[str]:
         return []

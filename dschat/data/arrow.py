@@ -14,7 +14,7 @@ import os
 import shutil
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,22 +33,27 @@ from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
 from .sources import Source
 
-_FORMAT = 1  # raise it when the same rows would be encoded otherwise: old folders are then not found
+_FORMAT = 2  # raise it when the same rows would be encoded otherwise: old folders are then not found
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows of a source are used, and for what (see mixing.assign); eval_fraction 0 holds nothing out."""
+    """Which rows of a source are used, and for what (see mixing.assign).
+
+    eval_fraction 0 holds nothing out. drop_duplicates keeps the first of equal records, those to evaluate on included.
+    """
 
     phase: int
     shares: tuple[float, float, float] | None
     seed: int
     eval_fraction: float
+    drop_duplicates: bool
     max_bad_rows: int
 
 
 @dataclass(frozen=True)
 class EncodedSource:
+    name: str  # of its folder: other rows, another name
     train: Dataset
     eval: Dataset
     report: SourceReport
@@ -71,11 +76,14 @@ def encoded_source(source: Source, encoder: Encoder, plan: RowPlan, *, folder: s
         last = len(train) - 1
         train, evaluation = train.select(range(last)), train.select([last])
         report = replace(report, train=last, eval=1)
-    return EncodedSource(train, evaluation, report)
+    return EncodedSource(place.name, train, evaluation, report)
 
 
 def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any] | None:
-    """parse_record; a bad row is noted in the report and gives None."""
+    """parse_record; a row that is bad or left out is noted in the report and gives None."""
+    if row.dropped:
+        report.add_dropped(row.dropped)
+        return None
     if row.fields is None:
         report.add_bad(row.where, row.fault, missing_column=False)
         return None
@@ -117,12 +125,13 @@ def _encoded_rows(
     source: Source, encoder: Encoder, plan: RowPlan, report: SourceReport
 ) -> Iterator[tuple[str, Encoded]]:
     """(split, row) of every row that is kept; what happens to the others is counted in the report."""
+    seen: set[bytes] | None = set() if plan.drop_duplicates else None
     for own_split in sorted(source.splits, reverse=True):  # train, eval
         # Samples are named and drawn by this number: other sources and splits have others. Below 2^48, so that it
         # can be multiplied by a number of samples, and is exact as a JSON number.
         first_index = (zlib.crc32(f"{Path(source.name).name}/{own_split}".encode()) & 0xFFFF) << 32
         for index, row in enumerate(source.rows(own_split)):
-            report.rows += 1
+            report.add_read(row.fields or {})
             split: str | None = own_split
             if own_split == "train":
                 split = assign(
@@ -131,7 +140,11 @@ def _encoded_rows(
             if split is None:
                 report.other_phases += 1
                 continue
-            encoded = _encode(row, first_index + index, encoder, report)
+            record = parse_row(row, encoder.kind, report)
+            if record is not None and seen is not None and _is_duplicate(record, seen):
+                report.add_dropped("duplicate")
+                record = None
+            encoded = None if record is None else _encode(record, row, first_index + index, encoder, report)
             if encoded is not None and encoded.features is not None:
                 report.add_kept(split, encoded.features["length"], cut=encoded.cut)
                 yield split, encoded
@@ -140,10 +153,17 @@ def _encoded_rows(
                 refuse_many_bad(report.bad, plan.max_bad_rows)
 
 
-def _encode(row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport) -> Encoded | None:
-    record = parse_row(row, encoder.kind, report)
-    if record is None:
-        return None
+def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
+    """Whether an equal record was seen before; its digest is kept, not its text."""
+    digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=12).digest()
+    known = digest in seen
+    seen.add(digest)
+    return known
+
+
+def _encode(
+    record: Mapping[str, Any], row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport
+) -> Encoded | None:
     try:
         encoded = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
@@ -174,7 +194,7 @@ def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
     decisive = {
         "format": _FORMAT,
         "source": source.identity(),
-        "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction],
+        "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction, plan.drop_duplicates],
         "encoder": [encoder.kind, encoder.max_tokens, encoder.drop_overlong, encoder.train_on_prompt],
         "tokenizer": _tokenizer_content(encoder.tokenizer),
     }

@@ -8,11 +8,13 @@ the very token at which generation stops (`stop_token_ids`). No id is ever compa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, str]  # {"role": ..., "content": ...}
+Message = dict[str, Any]  # {"role": ..., "content": ...}, perhaps "name", "tool_call_id", "tool_calls"
+Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as transformers takes them
 
 # The generation prompt ends with ":" and the space belongs to the response: " Yes" is one token in most
 # vocabularies, so ids(prompt) stays a prefix of ids(prompt + response).
@@ -63,13 +65,15 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return True
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None
+) -> list[int]:
     """Ids of the messages followed by the template's opening of an assistant turn: what generation starts from.
 
     Raises:
         ValueError: the chat template refuses these messages.
     """
-    return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True))
+    return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
 
 
 def encode_conversation(
@@ -78,6 +82,7 @@ def encode_conversation(
     *,
     train_on_prompt: bool = False,
     end_id: int | None = None,
+    tools: Tools | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Ids of a conversation that ends with an assistant message, and which of them are trained.
 
@@ -89,22 +94,26 @@ def encode_conversation(
     Args:
         train_on_prompt: train every token but the first (which nothing predicts).
         end_id: `end_of_turn_id(tokenizer)` if the caller has it already, to save the probe.
+        tools: what the template shows of tools that may be called.
 
     Returns:
         input_ids, loss_mask: lists of equal length, True on trained tokens; both end with the end-of-turn token.
 
     Raises:
-        ValueError: no assistant message at the end, or the chat template refuses the messages.
+        ValueError: no assistant message at the end, or the chat template refuses the messages, or gives tool calls at
+            the end no place of their own.
     """
     if not messages or messages[-1]["role"] != "assistant":
         raise ValueError("a conversation must end with an assistant message")
     end_id = end_of_turn_id(tokenizer) if end_id is None else end_id
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [encode_prompt(tokenizer, messages[:i]) for i in turns]
-    whole = _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=False))
+    prompts = [encode_prompt(tokenizer, messages[:i], tools=tools) for i in turns]
+    whole = _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=False, tools=tools))
     spans = _response_spans(whole, prompts, end_id)
     if spans is None:
-        response = _ids(tokenizer, _last_response_text(tokenizer, messages))
+        if messages[-1].get("tool_calls"):
+            raise ValueError("the chat template writes tool calls in a way that cannot be told from their prompt")
+        response = _ids(tokenizer, _last_response_text(tokenizer, messages, tools=tools))
         whole = prompts[-1] + response + [tokenizer.eos_token_id]
         spans = [(len(prompts[-1]), len(whole))]
     whole = whole[: spans[-1][1]]  # text after the last end token ("\n" in ChatML) is never generated
@@ -172,21 +181,29 @@ def _response_spans(whole: list[int], prompts: list[list[int]], end_id: int | No
     return spans
 
 
-def _last_response_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def _last_response_text(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None
+) -> str:
     """The last message's text, with what the template puts between its opening and the text (often a space)."""
     content = messages[-1]["content"]
     if not content:  # an actor may answer with nothing
         return ""
-    opening = _render(tokenizer, messages[:-1], add_generation_prompt=True)
-    rendered = _render(tokenizer, messages, add_generation_prompt=False)
+    opening = _render(tokenizer, messages[:-1], add_generation_prompt=True, tools=tools)
+    rendered = _render(tokenizer, messages, add_generation_prompt=False, tools=tools)
     before, found, _ = rendered.removeprefix(opening).partition(content)
     return before + content if found and rendered.startswith(opening) else content
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool,
+    tools: Tools | None = None,
+) -> str:
     try:
         return tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {error}") from error

@@ -19,11 +19,13 @@ def collate_sft(features: Features, *, pad_token_id: int, pad_to_multiple_of: in
     """Right-padded conversations.
 
     Args:
-        features: rows with `input_ids` and `loss_mask` (lists of equal length).
+        features: rows with `input_ids` and `loss_mask` (lists of equal length); packed ones with
+            `conversation_lengths` too.
         pad_to_multiple_of: S is the longest row rounded up to this; 1 for no rounding.
 
     Returns:
-        input_ids: [B, S] long; attention_mask: [B, S] bool; loss_mask: [B, S] bool, True on trained tokens.
+        input_ids: [B, S] long; attention_mask: [B, S] bool; loss_mask: [B, S] bool, True on trained tokens. Of packed
+        rows also packed_positions: [B, S] long, from 0 in each conversation, 0 on padding.
     """
     rows = [feature["input_ids"] for feature in features] or [[pad_token_id]]
     masks = [feature["loss_mask"] for feature in features] or [[False]]
@@ -31,7 +33,13 @@ def collate_sft(features: Features, *, pad_token_id: int, pad_to_multiple_of: in
     loss_mask = torch.zeros_like(attention_mask)
     for i, mask in enumerate(masks):
         loss_mask[i, : len(mask)] = torch.tensor(mask, dtype=torch.bool)
-    return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
+    if features and "conversation_lengths" in features[0]:
+        batch["packed_positions"] = torch.zeros_like(input_ids)
+        for i, feature in enumerate(features):
+            positions = [torch.arange(length) for length in feature["conversation_lengths"]]
+            batch["packed_positions"][i, : len(feature["input_ids"])] = torch.cat(positions)
+    return batch
 
 
 def collate_preferences(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
 from .mixing import mixed_rows, parse_data_split
-from .report import DataReport, SourceReport, refuse_many_bad
+from .packing import packed
+from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
 from .sources import Source, load_source, parse_data_path
 
 PHASES = {"sft": 1, "preference": 2, "prompt": 3}
@@ -36,6 +37,9 @@ class DataOptions:
         max_bad_rows: more bad rows than this, over all sources, stop the run. The default forgives a few damaged
             lines, not a wrong file.
         train_on_prompt: SFT on every token, not on responses only.
+        columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
+        drop_duplicates: keep the first of equal records of a source.
+        packing: SFT rows of several conversations, max_tokens together (see packing.py).
     """
 
     data_path: Sequence[str]
@@ -49,6 +53,9 @@ class DataOptions:
     overlong: str = "truncate"
     max_bad_rows: int = 10
     train_on_prompt: bool = False
+    columns: Mapping[str, str] = field(default_factory=dict)
+    drop_duplicates: bool = False
+    packing: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,21 +95,28 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     problems: list[str] = []
     for path, for_eval in entries:
         try:
-            source = _with_role(load_source(path, for_eval=for_eval), options, for_eval)
+            source = load_source(path, for_eval=for_eval, columns=options.columns)
+            source = _with_role(source, options, for_eval)
             parts.append(encoded_source(source, encoder, _plan(kind, source, options), folder=options.output_path))
         except ValueError as problem:
             problems.append(str(problem))
     if problems:
         raise ValueError("\n".join(problems))
     reports = [part.report for part in parts]
+    refuse_unknown_columns(reports, options.columns)
     refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
     rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
     train = [part.train if weights is None else part.train.select(r) for part, r in zip(parts, rows, strict=False)]
-    return DataSplits(
-        train=concatenate_datasets(train),
-        eval=concatenate_datasets([part.eval for part in parts]),
-        report=DataReport(reports, [len(r) for r in rows]),
-    )
+    splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
+    if options.packing:
+        names = [part.name for part in parts]
+        splits = {name: _packed(rows, options, [name, names, weights]) for name, rows in splits.items()}
+    report = DataReport(reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None)
+    return DataSplits(**splits, report=report)
+
+
+def _packed(rows: Dataset, options: DataOptions, identity: list) -> Dataset:
+    return packed(rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path)
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
@@ -116,10 +130,10 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
         return [str(problem)]
     for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
         try:
-            source = load_source(path, for_eval=for_eval)
+            source = load_source(path, for_eval=for_eval, columns=options.columns)
             report = SourceReport(path)
             for row in islice(source.rows(next(iter(source.splits))), options.max_bad_rows + 1):
-                report.rows += 1
+                report.add_read(row.fields or {})
                 if parse_row(row, kind, report) is not None:
                     break  # one good row shows that it is the right file
             if report.rows == 0:
@@ -159,8 +173,8 @@ def _check(options: DataOptions) -> None:
 def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:
     """The source with the splits that this run uses: --eval_data_path takes the place of all other evaluation rows."""
     if for_eval:
-        return Source(source.name, {"eval": source.splits.get("eval") or source.splits["train"]})
-    return Source(source.name, {"train": source.splits["train"]}) if options.eval_data_path else source
+        return replace(source, splits={"eval": source.splits.get("eval") or source.splits["train"]})
+    return replace(source, splits={"train": source.splits["train"]}) if options.eval_data_path else source
 
 
 def _plan(kind: str, source: Source, options: DataOptions) -> RowPlan:
@@ -170,5 +184,6 @@ def _plan(kind: str, source: Source, options: DataOptions) -> RowPlan:
         shares=None if options.data_split is None else parse_data_split(options.data_split),
         seed=options.seed,
         eval_fraction=options.eval_fraction if holds_out else 0.0,
+        drop_duplicates=options.drop_duplicates,
         max_bad_rows=options.max_bad_rows,
     )

@@ -91,7 +91,7 @@ class Encoder:
         return self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)
 
     def _encode_prompt(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
-        ids = encode_prompt(self.tokenizer, record["prompt"])
+        ids = encode_prompt(self.tokenizer, record["prompt"], tools=record.get("tools"))
         if not ids:
             raise ValueError("the prompt has no tokens")
         cut = len(ids) > self.max_tokens
@@ -112,7 +112,9 @@ class Encoder:
         if "text" in record:
             ids, mask = encode_text(self.tokenizer, record["text"])
         else:
-            ids, mask = encode_conversation(self.tokenizer, record["messages"], end_id=self.end_id)
+            ids, mask = encode_conversation(
+                self.tokenizer, record["messages"], end_id=self.end_id, tools=record.get("tools")
+            )
         cut = len(ids) > self.max_tokens
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
@@ -159,13 +161,13 @@ class Encoder:
 
     def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
         """Ids of the prompt and of the two responses, each with its end-of-turn token."""
-        prompt = encode_prompt(self.tokenizer, record["prompt"])
+        prompt = encode_prompt(self.tokenizer, record["prompt"], tools=record.get("tools"))
         if not prompt:
             raise ValueError("the prompt has no tokens")
         answers = []
         for name in ("chosen", "rejected"):
             messages = [*record["prompt"], {"role": "assistant", "content": record[name]}]
-            ids, _ = encode_conversation(self.tokenizer, messages, end_id=self.end_id)
+            ids, _ = encode_conversation(self.tokenizer, messages, end_id=self.end_id, tools=record.get("tools"))
             answers.append(ids[len(prompt) :])  # encode_conversation keeps the prompt's ids as they are
         return prompt, answers[0], answers[1]
 

@@ -23,6 +23,7 @@ class SourceRow(NamedTuple):
     fields: dict[str, Any] | None  # None: the row could not be read
     where: str  # "file:line" of a text file, "file:row N" (from 0) of a table
     fault: str  # "" or why it could not be read
+    dropped: str = ""  # "" or why a good row is left out
 
 
 def file_rows(file: Path) -> Iterator[SourceRow]:

@@ -7,12 +7,15 @@ a prompt, so that one file can feed all three steps.
     sft         messages | prompt + response | prompt + chosen | text
     preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin]
 
-A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user message, unless
-it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which becomes its turns (the rows of DeepSpeed-Chat's data sets).
+Beside them may stand `system` (put before the messages, unless they begin with a system prompt) and `tools` (for the
+chat template). A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user
+message, unless it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which becomes its turns (the rows of
+DeepSpeed-Chat's data sets).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -38,22 +41,24 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     Returns:
         "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
-        "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
+        "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}. And "tools": a list
+        of dicts, where the row has some.
 
     Raises:
         MissingColumn: the columns of this kind are not there.
         ValueError: a bad row, with a short reason.
     """
-    if kind == "prompt":
-        return {"prompt": _prompt_record(row)}
-    if kind == "sft":
-        return _sft_record(row)
-    if kind == "preference":
-        return _preference_record(row)
-    raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
+    if kind not in KINDS:
+        raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
+    reader = {"prompt": _prompt_record, "sft": _sft_record, "preference": _preference_record}[kind]
+    record = reader(row)
+    for name in ("prompt", "messages"):
+        if name in record:
+            record[name] = _with_system(row.get("system"), record[name])
+    return record | ({"tools": _tools(row["tools"])} if row.get("tools") and "text" not in record else {})
 
 
-def _prompt_record(row: Mapping[str, Any]) -> list[Message]:
+def _prompt_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if _has(row, "prompt"):
         prompt = _messages(row["prompt"], "prompt", speaker="user")
     elif _has(row, "messages"):
@@ -63,7 +68,7 @@ def _prompt_record(row: Mapping[str, Any]) -> list[Message]:
         prompt = _preference_record(row)["prompt"]
     else:
         raise _missing(row, "prompt")
-    return _checked_prompt(prompt)
+    return {"prompt": _checked_prompt(prompt)}
 
 
 def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,6 +124,8 @@ def _answer(value: Any, name: str, prompt: list[Message]) -> str:
         raise ValueError(f"{name} is a conversation that does not begin with the prompt")
     if len(messages) != 1 or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} must add exactly one assistant message to the prompt, not {len(messages)} messages")
+    if "tool_calls" in messages[0]:
+        raise ValueError(f"{name} calls tools: a preferred answer must be text")
     return messages[0]["content"]
 
 
@@ -144,16 +151,39 @@ def _messages(value: Any, name: str, *, speaker: str) -> list[Message]:
 
 
 def _message(message: Any, name: str) -> Message:
-    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+    """Role, content and what a template may want of tools; an assistant that calls tools may say nothing."""
+    if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
         raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
-    role, content = message["role"], message["content"]
+    extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
+    role, content = message["role"], message.get("content")
+    if role == "assistant" and "tool_calls" in extra and content is None:
+        content = ""
     if role not in ROLES:
         raise ValueError(f"{name} has role {role!r}; known are {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
-    if not content.strip() and role != "system":
+    if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
         raise ValueError(f"{name} ({role}) is empty")
-    return {"role": role, "content": content}
+    return {"role": role, "content": content, **extra}
+
+
+def _with_system(system: Any, messages: list[Message]) -> list[Message]:
+    if not system or messages[0]["role"] == "system":
+        return messages
+    if not isinstance(system, str):
+        raise ValueError(f"system must be text, not {_kind_of(system)}")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Tools as the chat template takes them; many data sets hold them as JSON text."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"tools is not valid JSON ({error})") from error
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise ValueError("tools must be a list of JSON objects")
+    return tools
 
 
 def _transcript(text: str) -> list[Message] | None:

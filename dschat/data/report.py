@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -22,6 +23,11 @@ class SourceReport:
     eval: int = 0
     tokens: int = 0  # of those kept
     longest: int = 0
+    columns: list[str] = field(default_factory=list)  # of any row, in the order of their appearance
+
+    def add_read(self, row: Mapping[str, Any]) -> None:
+        self.rows += 1
+        self.columns += [name for name in row if name not in self.columns]
 
     def add_bad(self, where: str, reason: str, *, missing_column: bool) -> None:
         self.bad.append(f"{where}: {reason}")
@@ -57,10 +63,14 @@ class SourceReport:
 
 @dataclass(frozen=True)
 class DataReport:
-    """All sources of a step, those of --eval_data_path last; `epoch_rows`: rows of each source in a mixed epoch."""
+    """All sources of a step, those of --eval_data_path last.
+
+    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: what they were packed into.
+    """
 
     sources: Sequence[SourceReport]
     epoch_rows: Sequence[int]
+    packed_rows: int | None = None
 
     @property
     def bad(self) -> list[str]:
@@ -74,6 +84,8 @@ class DataReport:
         if [source.train for source in trained] != list(self.epoch_rows):
             mixed = ", ".join(f"{rows} of {s.name}" for s, rows in zip(trained, self.epoch_rows, strict=True))
             lines.append(f"mixed epoch: {mixed}")
+        if self.packed_rows is not None:
+            lines.append(f"packed: {sum(self.epoch_rows)} conversations to train on into {self.packed_rows} rows")
         return "\n".join(lines)
 
 
@@ -85,3 +97,11 @@ def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
             f"More than --max_bad_rows {max_bad_rows} rows cannot be used. The first of them:{named}\n"
             "Mend the file, or raise --max_bad_rows to set such rows aside."
         )
+
+
+def refuse_unknown_columns(sources: Sequence[SourceReport], columns: Mapping[str, str]) -> None:
+    """Raises ValueError if a column that the user named (our field → column) is in no row of any source."""
+    there = list(dict.fromkeys(name for source in sources for name in source.columns))
+    unknown = [f"--{ours}_column {theirs}" for ours, theirs in columns.items() if theirs not in there]
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: in no row of the data. Columns there: {', '.join(there) or 'none'}.")

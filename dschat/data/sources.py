@@ -1,4 +1,5 @@
-"""Where rows come from: files, folders of files, `save_to_disk` folders and hub names, with weights and splits.
+"""Where rows come from: files, folders of files, `save_to_disk` folders, hub names and generated tasks, with weights
+and splits.
 
 Hub names are read through the Hugging Face cache of the user, so that what was downloaded before works offline.
 """
@@ -7,12 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from .files import SUFFIXES, SourceRow, file_rows
+from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
+from .reasoning import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # the first that is there is used
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
@@ -20,29 +24,55 @@ _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "st
 
 @dataclass(frozen=True)
 class Source:
-    """One entry of --data_path. `splits` maps "train" and perhaps "eval" to files or data sets."""
+    """One entry of --data_path.
+
+    Args:
+        splits: "train" and perhaps "eval" → files, data sets or a generated task.
+        dataset: the data set of the hub that the rows are of, if we know it.
+        columns: our field → the column that the user named for it.
+    """
 
     name: str
-    splits: Mapping[str, Sequence[Path | Dataset]]
+    splits: Mapping[str, Sequence[Path | Dataset | ReasoningTask]]
+    dataset: HubDataset | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, split: str) -> Iterator[SourceRow]:
-        """All rows of the split, in a fixed order.
+        """All rows of the split with our fields, in a fixed order.
 
         Raises:
             ValueError: a file is empty or cannot be read at all.
         """
         for part in self.splits[split]:
-            yield from file_rows(part) if isinstance(part, Path) else _table_rows(part, f"{self.name}[{split}]")
+            for row in self._rows_of(part, split):
+                yield row if row.fields is None else self._mapped(row)
 
-    def identity(self) -> list[list[str | int]]:
-        """Changes when the rows may have changed: name, size and time of files, fingerprint of data sets."""
+    def identity(self) -> list[list[Any]]:
+        """Changes when the rows may have changed: name, size and time of files, fingerprint of data sets, mapping."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
-        return [
-            [split, str(part), part.stat().st_size, part.stat().st_mtime_ns]
-            if isinstance(part, Path)
-            else [split, self.name, len(part), part._fingerprint]
-            for split, part in parts
-        ]
+        known = [] if self.dataset is None else [str(self.dataset.columns), self.dataset.config]
+        mapping = [["mapping", known, sorted(self.columns.items())]]
+        return [[split, *self._identity_of(part)] for split, part in parts] + mapping
+
+    def _rows_of(self, part: Path | Dataset | ReasoningTask, split: str) -> Iterator[SourceRow]:
+        if isinstance(part, Path):
+            return file_rows(part)
+        return part.rows() if isinstance(part, ReasoningTask) else _table_rows(part, f"{self.name}[{split}]")
+
+    def _mapped(self, row: SourceRow) -> SourceRow:
+        try:
+            return row._replace(fields=our_fields(row.fields, self.dataset, self.columns))
+        except NothingToLearn as reason:
+            return SourceRow(None, row.where, "", dropped=str(reason))
+        except ValueError as fault:
+            return SourceRow(None, row.where, str(fault))
+
+    def _identity_of(self, part: Path | Dataset | ReasoningTask) -> list[str | int]:
+        if isinstance(part, Path):
+            return [str(part), part.stat().st_size, part.stat().st_mtime_ns]
+        if isinstance(part, ReasoningTask):
+            return part.identity()
+        return [self.name, len(part), part._fingerprint]
 
 
 def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
@@ -68,60 +98,83 @@ def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | No
     return paths, None if weights[0] is None else [weight for weight in weights if weight is not None]
 
 
-def load_source(path: str, *, for_eval: bool = False) -> Source:
+def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str] | None = None) -> Source:
     """Find out what the path is and which splits it has: always "train", and "eval" if it brings its own.
 
     A single file is "train", whatever its name. In folders and data sets the names of files, sub-folders and splits
-    are read ("test/part-0.jsonl"); what names no split is "train".
+    are read ("test/part-0.jsonl"); what names no split is "train". Data sets that hub_datasets.py knows have their own
+    splits.
 
     Args:
         for_eval: this is an entry of --eval_data_path: evaluation rows alone are enough.
+        columns: our field → the column that the user named for it.
 
     Raises:
         ValueError: nothing there, an empty file, a suffix that is not known, a folder without data or train rows.
     """
-    place = Path(path).expanduser()
-    if place.is_file():
-        if place.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: the suffix {place.suffix!r} is not known; use one of {', '.join(SUFFIXES)}.")
-        if place.stat().st_size == 0:
-            raise ValueError(f"{path} is empty (0 bytes): it must hold at least one row.")
-        return Source(path, {"train": [place]})
-    if not place.is_dir():
-        return _hub_source(path, for_eval)
-    if (place / "dataset_dict.json").exists() or (place / "state.json").exists():
-        return _table_source(path, load_from_disk(str(place)), for_eval)
+    if path.startswith(PREFIX):
+        return Source(path, {"train": [reasoning_task(path)]}, columns=columns or {})
+    dataset, place = hub_dataset(path)
+    folder = Path(place).expanduser()
+    if folder.is_file():
+        source = _file_source(place, folder)
+    elif folder.is_dir():
+        source = _folder_source(place, folder, dataset, for_eval)
+    else:
+        source = _hub_source(place, dataset, for_eval)
+    return replace(source, name=path, dataset=dataset, columns=columns or {})
+
+
+def _file_source(path: str, file: Path) -> Source:
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: the suffix {file.suffix!r} is not known; use one of {', '.join(SUFFIXES)}.")
+    if file.stat().st_size == 0:
+        raise ValueError(f"{path} is empty (0 bytes): it must hold at least one row.")
+    return Source(path, {"train": [file]})
+
+
+def _folder_source(path: str, folder: Path, dataset: HubDataset | None, for_eval: bool) -> Source:
+    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
+        return _table_source(path, load_from_disk(str(folder)), dataset, for_eval)
+    if dataset is not None and dataset.config and (folder / dataset.config).is_dir():
+        folder = folder / dataset.config  # the hub keeps a folder a configuration
+    files = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
+    names = _split_names([str(file.relative_to(folder).with_suffix("")) for file in files], dataset)
     named: dict[str, list[Path]] = {}
-    for file in sorted(place.rglob("*")):
-        inside = file.relative_to(place)
-        hidden = any(part.startswith((".", "_")) for part in inside.parts)
-        if file.is_file() and file.suffix in SUFFIXES and file.name not in _NOT_ROWS and not hidden:
-            named.setdefault(_split_name(str(inside.with_suffix(""))), []).append(file)
+    for name, file in zip(names, files, strict=True):
+        named.setdefault(name, []).append(file)
     if not named:
         raise ValueError(f"{path}: no data file in this folder; it needs files that end with {', '.join(SUFFIXES)}.")
     return _with_splits(path, named, for_eval)
 
 
-def _hub_source(path: str, for_eval: bool) -> Source:
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
+    return file.is_file() and file.suffix in SUFFIXES and file.name not in _NOT_ROWS and not hidden
+
+
+def _hub_source(path: str, dataset: HubDataset | None, for_eval: bool) -> Source:
     looks_like_path = path.startswith((".", "/", "~")) or path.endswith(SUFFIXES) or path.count("/") > 1
     if looks_like_path:
         raise ValueError(f"--data_path {path}: there is no such file or folder; check the spelling.")
+    name, config = (path, None) if dataset is None else (dataset.hub or path, dataset.config)
     try:
-        return _table_source(path, load_dataset(path), for_eval)
+        table = load_dataset(name, config)
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"--data_path {path}: there is no such file or folder, and as a name on the hub it could not be loaded "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). Check the "
             "spelling; without network, bring the data as a local file or `save_to_disk` folder."
         ) from error
+    return _table_source(path, table, dataset, for_eval)
 
 
-def _table_source(path: str, table: Dataset | DatasetDict, for_eval: bool) -> Source:
+def _table_source(path: str, table: Dataset | DatasetDict, dataset: HubDataset | None, for_eval: bool) -> Source:
     if isinstance(table, Dataset):
         return Source(path, {"train": [table]})
     named: dict[str, list[Dataset]] = {}
-    for split in table:
-        named.setdefault(_split_name(split), []).append(table[split])
+    for name, split in zip(_split_names(list(table), dataset), table, strict=True):
+        named.setdefault(name, []).append(table[split])
     if "train" in table:  # "train" next to "train_sft" means itself
         named["train"] = [table["train"]]
     if len(named.get("train", [])) > 1:
@@ -132,12 +185,16 @@ def _table_source(path: str, table: Dataset | DatasetDict, for_eval: bool) -> So
     return _with_splits(path, named, for_eval)
 
 
-def _split_name(name: str) -> str:
-    """The split that a file or split name speaks of, word by word: "test/part-0" → "test"; "train" where none."""
-    words = re.split(r"[^a-z]+", name.lower())
-    if "train" in words:
-        return "train"
-    return next((word for word in EVAL_NAMES if word in words), "train")
+def _split_names(names: Sequence[str], dataset: HubDataset | None) -> list[str]:
+    """The split that each file or split name speaks of, word by word: "test/part-0" → "test"; "train" where none.
+
+    Of a known data set with splits of its own, names that speak of none of them are "unused".
+    """
+    own = {} if dataset is None else dataset.splits
+    if any(theirs in name for theirs in own.values() for name in names):
+        return [next((ours for ours, theirs in own.items() if theirs in name), "unused") for name in names]
+    words = [re.split(r"[^a-z]+", name.lower()) for name in names]
+    return ["train" if "train" in w else next((x for x in EVAL_NAMES if x in w), "train") for w in words]
 
 
 def _with_splits(path: str, named: Mapping[str, Sequence[Path | Dataset]], for_eval: bool) -> Source:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat.models.loading import load_pretrained, load_tokenizer
+from dschat.models.packing import packed_attention
 from dschat.models.weights import is_partitioned
 from dschat.tensors import linear_logprobs, logprobs_of, position_ids
 
@@ -129,6 +130,7 @@ class TokenLogprobs(nn.Module):
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
         self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self.packs_by_mask = False  # see dschat.models.packing
 
     def forward(
         self,
@@ -137,6 +139,7 @@ class TokenLogprobs(nn.Module):
         loss_mask: Tensor,
         temperature: float = 1.0,
         with_entropy: bool = False,
+        packed_positions: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log p(token i | tokens < i) for the tokens that loss_mask names.
 
@@ -147,11 +150,13 @@ class TokenLogprobs(nn.Module):
                 prediction and counts as False. It may be empty: the result still has a graph, with zero gradients.
             temperature: logits are divided by it.
             with_entropy: return the entropy of the predicting distribution as well.
+            packed_positions: [B, S] long, for rows of several conversations: restarts at 0 with each, 0 on padding
+                (which is on the right). loss_mask must be False on the first token of each.
 
         Returns:
             logprobs [B, S] float32 in nats, zero where nothing was wanted; or (logprobs, entropy [B, S]).
         """
-        hidden = self.hidden_states(input_ids, attention_mask).flatten(0, 1)  # [B·S, H]
+        hidden = self.hidden_states(input_ids, attention_mask, packed_positions).flatten(0, 1)  # [B·S, H]
         # The first real token of a row is predicted by nothing, or by padding: it never counts.
         wanted = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
         tokens = wanted.flatten().nonzero().squeeze(1)  # [N]
@@ -164,13 +169,18 @@ class TokenLogprobs(nn.Module):
 
         return (spread(found[0]), spread(found[1])) if with_entropy else spread(found)
 
-    def hidden_states(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def hidden_states(
+        self, input_ids: Tensor, attention_mask: Tensor, packed_positions: Tensor | None = None
+    ) -> Tensor:
         """Last hidden states [B, S, H], what the output embedding sees; positions count real tokens only."""
-        positions = {"position_ids": position_ids(attention_mask)} if self.takes_positions else {}
-        answer = self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
-        )
-        return answer.last_hidden_state
+        positions = position_ids(attention_mask) if packed_positions is None else packed_positions
+        mask: Tensor | None = attention_mask.long()
+        if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
+            mask = packed_attention(packed_positions, self.model.dtype) if self.packs_by_mask else None
+        taken = {"position_ids": positions} if self.takes_positions else {}
+        return self.model.base_model(
+            input_ids=input_ids, attention_mask=mask, use_cache=False, **taken
+        ).last_hidden_state
 
 
 def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:

@@ -43,7 +43,9 @@ def rlhf_problems(
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:
-        texts = replace(options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=())
+        texts = replace(
+            options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=(), columns={}
+        )
         problems += data_problems("sft", texts)
     if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
         problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")

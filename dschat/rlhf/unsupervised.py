@@ -20,6 +20,7 @@ def text_options(prompts: DataOptions, source: str, max_answer_tokens: int) -> D
         max_tokens=prompts.max_tokens + max_answer_tokens,
         data_split=None,
         eval_data_path=(),
+        columns={},  # those are the prompts'
         eval_fraction=0.0,
         train_on_prompt=True,
     )

@@ -15,6 +15,7 @@ from dschat.deepspeed_config import DTYPES
 from dschat.engines import Metrics
 from dschat.fit import Batch, Objective, fit
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
+from dschat.models.packing import choose_packing
 from dschat.models.weights import export_model
 from dschat.rlhf.losses import sft_loss
 from dschat.set_up import data_options, load_splits, one_model_problems, start
@@ -32,7 +33,9 @@ GROUPS = (
 
 def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:
     """Negative log-likelihood of the trained tokens, over the trained tokens of the whole step."""
-    logprobs = engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])  # [B, S]
+    logprobs = engine(
+        batch["input_ids"], batch["attention_mask"], batch["loss_mask"], packed_positions=batch.get("packed_positions")
+    )  # [B, S]
     loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
     return loss, {}
 
@@ -48,13 +51,16 @@ def main() -> None:
     model, supervised, data, optimizer, lora, devices, run = groups
     start(run, devices)
     tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
-    options = data_options(data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt)
+    options = data_options(
+        data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt, packing=supervised.packing
+    )
     splits = load_splits("sft", tokenizer, options)
     objective = Objective(
         collate=partial(collate_sft, pad_token_id=tokenizer.pad_token_id),
         count=lambda batch: batch["loss_mask"].sum(),
         loss_of=loss_of,
         evaluation=evaluation,
+        prepare=choose_packing if supervised.packing else None,
     )
 
     def load(config: dict[str, Any]) -> TokenLogprobs:

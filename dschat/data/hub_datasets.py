@@ -1,0 +1,232 @@
+"""Data sets of the hub whose rows are not ours yet: which configuration and splits are meant, and how a row maps.
+
+A row maps to the fields of records.py; its other columns stay, for rewards to read. Where a label decides which of two
+answers is the better one, it decides here; a row whose label prefers neither is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+class NothingToLearn(ValueError):
+    """A row that is as its data set means it to be, but of no use to us; the message says why."""
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """How the rows of one data set become ours.
+
+    Args:
+        columns: what a row must have to be mapped; one that lacks them is taken as it is (mapped and saved before).
+        fields: row → our fields. Raises NothingToLearn.
+        config: configuration of the data set on the hub.
+        splits: "train" and "eval" → the data set's own splits, where their names alone do not tell.
+        hub: its name there, where we know it by another.
+    """
+
+    columns: Sequence[str]
+    fields: Callable[[Row], dict[str, Any]]
+    config: str | None = None
+    splits: Mapping[str, str] = field(default_factory=dict)
+    hub: str | None = None
+
+
+def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
+    """The data set that an entry of --data_path is known as, and where it lies.
+
+    "openai/gsm8k" is on the hub; a folder ".../openai/gsm8k" and the files in it are local copies;
+    "openai/gsm8k=PATH" reads any other file or folder as rows of that data set.
+    """
+    name, equals, place = path.partition("=")
+    if equals and name in HUB_DATASETS:
+        return HUB_DATASETS[name], place
+    for folder in (Path(path), Path(path).parent):
+        for name, dataset in HUB_DATASETS.items():
+            if f"/{folder.as_posix()}".endswith(f"/{name}"):
+                return dataset, path
+    return None, path
+
+
+def our_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with our fields beside its own columns.
+
+    Args:
+        columns: our field → the column that the user named for it; where the row has it, it wins.
+
+    Raises: NothingToLearn; ValueError for a row of the data set that is damaged.
+    """
+    fields = dict(row)
+    if dataset is not None and all(row.get(name) is not None for name in dataset.columns):
+        try:
+            fields |= dataset.fields(row)
+        except (TypeError, LookupError, AttributeError) as error:
+            raise ValueError(f"not a row of this data set ({type(error).__name__}: {error})") from error
+    return fields | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+
+
+def _columns(**theirs: str) -> HubDataset:
+    """Our field = its column; text without the blanks around it (a template puts its own there)."""
+
+    def fields(row: Row) -> dict[str, Any]:
+        values = {ours: row[name] for ours, name in theirs.items()}
+        return {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
+
+    return HubDataset(tuple(theirs.values()), fields)
+
+
+def _preferred(prompt: Any, first: Any, second: Any, *, first_wins: float) -> dict[str, Any]:
+    """first_wins: above 0, the first answer is the better one; below 0, the second; 0: neither."""
+    if first_wins == 0:
+        raise NothingToLearn("no answer is preferred")
+    chosen, rejected = (first, second) if first_wins > 0 else (second, first)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _webgpt(row: Row) -> dict[str, Any]:
+    first_wins = float(row["score_0"]) - float(row["score_1"])
+    return _preferred(row["question"]["full_text"], row["answer_0"], row["answer_1"], first_wins=first_wins)
+
+
+def _shp(row: Row) -> dict[str, Any]:
+    """labels: 1 if A is preferred. score_ratio: votes of the better answer over those of the other, 1 for a tie."""
+    first_wins = (1 if int(row["labels"]) == 1 else -1) if float(row["score_ratio"]) > 1 else 0
+    return _preferred(row["history"], row["human_ref_A"], row["human_ref_B"], first_wins=first_wins)
+
+
+def _helpsteer3(row: Row) -> dict[str, Any]:
+    """overall_preference: from -3 (response 1 is much better) to 3."""
+    first_wins = -row["overall_preference"]
+    return _preferred(row["context"], row["response1"], row["response2"], first_wins=first_wins)
+
+
+def _yitingxie(row: Row) -> dict[str, Any]:
+    """Answers repeat the speaker's name; the prompt leaves the last one out."""
+    prompt = row["prompt"].rstrip().removesuffix("Assistant:").rstrip() + "\n\nAssistant:"
+    chosen, rejected = (row[name].rpartition("Assistant:")[2].strip() for name in ("chosen", "rejected"))
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def _sharegpt(row: Row) -> dict[str, Any]:
+    """ "USER: a ASSISTANT: b</s>USER: c ASSISTANT:" as messages; `label` is the answer."""
+    system, *parts = re.split(r"(?:^|\s|</s>)(USER|ASSISTANT):", row["prompt"])
+    roles = ["user" if speaker == "USER" else "assistant" for speaker in parts[::2]]
+    contents = [text.removesuffix("</s>").strip() for text in parts[1::2]]
+    prompt = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True) if text]
+    if not prompt:
+        raise NothingToLearn("no question")
+    prompt = [{"role": "system", "content": system.strip()}, *prompt] if system.strip() else prompt
+    return {"prompt": prompt, "response": row["label"].removesuffix("</s>").strip()}
+
+
+def _miracl(row: Row) -> dict[str, Any]:
+    if not row["positive_passages"]:
+        raise NothingToLearn("no passage answers it")
+    answer = row["positive_passages"][0]["text"]
+    other = {"rejected": row["negative_passages"][0]["text"]} if row["negative_passages"] else {}
+    return {"prompt": row["query"], "response": answer, "chosen": answer, **other}
+
+
+def _mkqa(language: str) -> Callable[[Row], dict[str, Any]]:
+    def fields(row: Row) -> dict[str, Any]:
+        question, answers = row["queries"].get(language), row["answers"].get(language)
+        if not question or not answers or not answers[0]["text"]:
+            raise NothingToLearn("no answer in this language")
+        return {"prompt": question, "response": answers[0]["text"]}
+
+    return fields
+
+
+def _hc3(row: Row) -> dict[str, Any]:
+    if not row["human_answers"]:
+        raise NothingToLearn("no human answer")
+    return {"prompt": row["question"], "response": row["human_answers"][0]}
+
+
+def _gsm8k(row: Row) -> dict[str, Any]:
+    """The solution without its calculator notes (<<3*4=12>>); the answer is what follows ####, without commas."""
+    response = re.sub(r"<<[^>]*>>", "", row["answer"])
+    answer = response.rpartition("####")[2].strip().replace(",", "")
+    return {"prompt": row["question"], "response": response, "answer": answer}
+
+
+def _math(row: Row) -> dict[str, Any]:
+    answer = boxed(row["solution"])
+    if answer is None:
+        raise NothingToLearn("no boxed answer")
+    return {"prompt": row["problem"], "response": row["solution"], "answer": answer}
+
+
+def boxed(solution: str) -> str | None:
+    r"""The content of the last \boxed{...} (or \fbox{...}), braces inside it balanced; None if there is none."""
+    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", solution)]
+    if not starts:
+        return None
+    depth = 1
+    for place in range(starts[-1], len(solution)):
+        depth += {"{": 1, "}": -1}.get(solution[place], 0)
+        if depth == 0:
+            return solution[starts[-1] : place].strip()
+    return None
+
+
+def _dapo(row: Row) -> dict[str, Any]:
+    return {"prompt": row["prompt"], "answer": str(row["reward_model"]["ground_truth"])}
+
+
+_PAIR = _columns(prompt="prompt", response="chosen", chosen="chosen", rejected="rejected")
+_CHAT = _columns(messages="messages")
+_MIRACL = HubDataset(("query", "positive_passages", "negative_passages"), _miracl)
+_MATH = HubDataset(("problem", "solution"), _math)
+
+HUB_DATASETS = {
+    "Dahoas/rm-static": _PAIR,
+    "Dahoas/full-hh-rlhf": _PAIR,
+    "Dahoas/synthetic-instruct-gptj-pairwise": _PAIR,
+    "yitingxie/rlhf-reward-datasets": HubDataset(("prompt", "chosen", "rejected"), _yitingxie),
+    "openai/webgpt_comparisons": HubDataset(("question", "answer_0", "answer_1", "score_0", "score_1"), _webgpt),
+    "stanfordnlp/SHP": HubDataset(("history", "human_ref_A", "human_ref_B", "labels", "score_ratio"), _shp),
+    "pvduy/sharegpt_alpaca_oa_vicuna_format": HubDataset(("prompt", "label"), _sharegpt),
+    "wangrui6/Zhihu-KOL": _columns(prompt="INSTRUCTION", response="RESPONSE"),
+    "Cohere/miracl-zh-queries-22-12": _MIRACL,
+    "Cohere/miracl-ja-queries-22-12": _MIRACL,
+    "Hello-SimpleAI/HC3-Chinese": HubDataset(("question", "human_answers"), _hc3, config="all"),
+    "mkqa-Chinese": HubDataset(("queries", "answers"), _mkqa("zh_cn"), hub="apple/mkqa"),
+    "mkqa-Japanese": HubDataset(("queries", "answers"), _mkqa("ja"), hub="apple/mkqa"),
+    "lmqg/qg_jaquad": _columns(prompt="question", response="sentence"),
+    "lmqg/qag_jaquad": HubDataset(
+        ("questions", "paragraph"), lambda row: {"prompt": row["questions"][0], "response": row["paragraph"]}
+    ),
+    "Anthropic/hh-rlhf": _columns(chosen="chosen", rejected="rejected"),
+    "HuggingFaceH4/ultrachat_200k": HubDataset(
+        ("messages",), _CHAT.fields, splits={"train": "train_sft", "eval": "test_sft"}
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": HubDataset(
+        ("prompt", "chosen", "rejected"), _PAIR.fields, splits={"train": "train_prefs", "eval": "test_prefs"}
+    ),
+    "nvidia/HelpSteer3": HubDataset(
+        ("context", "response1", "response2", "overall_preference"), _helpsteer3, config="preference"
+    ),
+    "allenai/tulu-3-sft-mixture": _CHAT,
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": HubDataset(
+        ("chosen", "rejected"),
+        lambda row: {"prompt": None},  # its prompt is one turn of the conversation they share
+    ),
+    "openai/gsm8k": HubDataset(("question", "answer"), _gsm8k, config="main"),
+    "hendrycks/competition_math": _MATH,
+    "nlile/hendrycks-MATH-benchmark": _MATH,
+    "HuggingFaceH4/MATH-500": _MATH,
+    "BytedTsinghua-SIA/DAPO-Math-17k": HubDataset(("prompt", "reward_model"), _dapo),
+    "open-r1/DAPO-Math-17k-Processed": HubDataset(
+        ("prompt", "solution"), lambda row: {"prompt": row["prompt"], "answer": row["solution"]}, config="all"
+    ),
+    "open-r1/OpenR1-Math-220k": HubDataset(
+        ("problem", "answer"), lambda row: {"prompt": row["problem"], "answer": row["answer"]}, config="default"
+    ),
+}

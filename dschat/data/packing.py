@@ -1,0 +1,79 @@
+"""Several conversations in one row, so that no forward pass is spent on padding.
+
+Which conversations share a row is decided once, before training; rows are then shuffled like any others. A packed row
+knows the lengths of its conversations, and positions start again with each (collate_sft): models keep them apart by
+that (dschat.models.packing). Losses are sums over trained tokens of the whole step, so they do not see the packing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from datasets.arrow_writer import ArrowWriter
+
+from .encoding import FEATURES
+
+WINDOW = 4096  # conversations that are packed together: rows are nearly full, and one window is held in memory
+PACKED_FEATURES = Features({**FEATURES["sft"], "conversation_lengths": ListOf(Value("int32"))})
+
+
+def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
+    """Put items into as few rows of `capacity` tokens as best-fit decreasing finds.
+
+    Returns: the items of each row, longest first; every item is in one row.
+
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest rows possible, and a few.
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
+        place = bisect.bisect_left(free, (lengths[item], -1))  # the fullest row that still has room
+        left, row = free.pop(place) if place < len(free) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(item)
+        bisect.insort(free, (left - lengths[item], row))
+    return rows
+
+
+def packed(conversations: Dataset, *, capacity: int, seed: int, identity: Any, folder: str) -> Dataset:
+    """The conversations ("sft" rows) as rows of up to `capacity` tokens, from a file in `folder` or else through it.
+
+    Args:
+        seed: of the order in which windows of conversations are drawn.
+        identity: what names the conversations: another one makes another file.
+    """
+    decisive = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])
+    place = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}.arrow"
+    if not place.exists():
+        unfinished = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.unfinished")
+        try:
+            _write(unfinished, conversations, capacity, seed)
+            os.rename(unfinished, place)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return Dataset.from_file(str(place))
+
+
+def _write(file: Path, conversations: Dataset, capacity: int, seed: int) -> None:
+    order = np.random.default_rng([seed, len(conversations)]).permutation(len(conversations))
+    with ArrowWriter(features=PACKED_FEATURES, path=str(file)) as writer:
+        for start in range(0, len(order), WINDOW):
+            window = conversations[order[start : start + WINDOW].tolist()]  # column → values
+            for items in pack(window["length"], capacity=capacity):
+                lengths = [window["length"][item] for item in items]
+                joined = {
+                    name: [x for item in items for x in window[name][item]] for name in ("input_ids", "loss_mask")
+                }
+                writer.write({**joined, "length": sum(lengths), "conversation_lengths": lengths})
+        writer.finalize()

@@ -1,0 +1,184 @@
+"""Generated tasks whose answers a program can check: reasoning-gym as a source of rows.
+
+    reasoning_gym:TASK?FIELD=VALUE&FIELD=VALUE      such as reasoning_gym:chain_sum?size=2000&seed=1&max_terms=3
+
+Every field of the task's configuration can be given; seed is 0 where it is not. Row i is drawn from seed + i, so two
+sources share rows unless their seeds are further apart than their sizes.
+
+Source: Stojanovski et al. 2025, Reasoning Gym (arXiv:2505.24760).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import difflib
+import enum
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+from urllib.parse import parse_qsl
+
+from .files import SourceRow
+
+PREFIX = "reasoning_gym:"
+
+
+@dataclasses.dataclass(frozen=True)
+class ReasoningTask:
+    """A task with its configuration; `name` is the entry of --data_path, and enough to make the task again."""
+
+    name: str
+
+    def rows(self) -> Iterator[SourceRow]:
+        """Rows: prompt, response (the expected answer; not every task has one), answer, reasoning_task (this name),
+        reasoning_entry (all that the task's scorer reads, see `entry_of`).
+
+        They are drawn in a process of its own with a fixed hash seed: some tasks walk through sets of strings, whose
+        order would else differ from process to process, and so from node to node.
+        """
+        command = [sys.executable, "-m", "dschat.data.reasoning", self.name]
+        environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment) as child:
+            try:
+                for number, line in enumerate(child.stdout):
+                    row = json.loads(line)
+                    yield SourceRow(row.get("fields"), f"{self.name}:row {number}", row.get("fault", ""))
+            except GeneratorExit:  # the reader has enough
+                child.kill()
+                raise
+        if child.returncode != 0:
+            raise ValueError(f"{self.name}: the generator ended with exit status {child.returncode}; see its output")
+
+    def identity(self) -> list[str]:
+        """Changes when the rows may have changed."""
+        return [importlib.metadata.version("reasoning-gym"), self.name, repr(task_of(self.name).config)]
+
+
+def reasoning_task(path: str) -> ReasoningTask:
+    """Raises ValueError: the package is missing, no such task or field, or a value that does not fit its field."""
+    task_of(path)
+    return ReasoningTask(path)
+
+
+@lru_cache(maxsize=64)
+def task_of(path: str) -> Any:
+    """The reasoning_gym data set behind an entry of --data_path; raises as `reasoning_task` does."""
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError as error:
+        raise ValueError(f'--data_path {path}: needs the package; pip install "dschat[reasoning]".') from error
+    task, _, query = path.removeprefix(PREFIX).partition("?")
+    if task not in DATASETS:
+        raise ValueError(f"--data_path {path}: reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}.")
+    config = {"seed": 0, **_parsed(path, query, typing.get_type_hints(DATASETS[task][1]))}
+    try:
+        return create_dataset(task, **config)
+    except (AssertionError, ValueError) as error:
+        raise ValueError(f"--data_path {path}: the task refuses this configuration ({error}).") from error
+
+
+def row_of(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """An entry of the task as a row that survives JSON."""
+    answer = entry["answer"]
+    expected = {} if answer is None else {"response": str(answer)}
+    kept = {"answer": None if answer is None else str(answer), "reasoning_task": name, "reasoning_entry": _plain(entry)}
+    return {"prompt": entry["question"], **expected, **kept}
+
+
+def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The task's own entry back from a row, tuples and number keys included: scorers compare them by type."""
+    return _original(row["reasoning_entry"])
+
+
+def _parsed(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
+    except ValueError as error:
+        raise ValueError(f"--data_path {path}: write FIELD=VALUE&FIELD=VALUE after the question mark.") from error
+    values = {}
+    for name, text in pairs:
+        if name not in hints:
+            raise ValueError(f"--data_path {path}: the task has no field {name!r}{_nearest(name, hints)}.")
+        try:
+            values[name] = _value(text, hints[name])
+        except (ValueError, TypeError) as error:
+            kind = getattr(hints[name], "__name__", hints[name])
+            raise ValueError(f"--data_path {path}: {name}={text} is no {kind} ({error}).") from error
+    return values
+
+
+def _value(text: Any, hint: Any) -> Any:
+    """Text (or an item of a JSON list) as what the type hint says."""
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        plain = [kind for kind in inside if kind is not type(None)]
+        return None if len(plain) < len(inside) and text in ("none", "None", None) else _value(text, plain[0])
+    if origin is typing.Literal:
+        if text not in inside:
+            raise ValueError(f"choose one of {', '.join(inside)}")
+        return text
+    if (origin or hint) in (list, tuple, Sequence):
+        items = json.loads(text) if isinstance(text, str) else text
+        if not isinstance(items, list):
+            raise ValueError("write a JSON list, such as [1, 2]")
+        of = [kind for kind in inside if kind is not Ellipsis]
+        values = [_value(x, of[min(i, len(of) - 1)]) if of else x for i, x in enumerate(items)]
+        return tuple(values) if (origin or hint) is tuple else values
+    if hint is bool:
+        if str(text).lower() not in ("true", "false"):
+            raise ValueError("write true or false")
+        return str(text).lower() == "true"
+    if hint in (datetime.date, datetime.time):
+        return hint.fromisoformat(text)
+    if hint in (int, float, str) or (isinstance(hint, type) and issubclass(hint, enum.Enum)):
+        return hint(text)
+    raise ValueError("it cannot be given as text")
+
+
+def _nearest(word: str, known: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, known, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON for what entries hold; a dict {"tuple": [...]} or {"items": [[key, value], ...]} stands for other types."""
+    if isinstance(value, Mapping):
+        return {"items": [[_plain(key), _plain(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_plain(item) for item in value]}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.item() if type(value).__module__ == "numpy" else value
+
+
+def _original(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_original(item) for item in value]
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        originals = [_original(item) for item in items]
+        return tuple(originals) if kind == "tuple" else dict(originals)
+    return value
+
+
+def _print_rows(name: str) -> None:
+    """The child's work: a JSON line a row; a task that fails at an entry gives a line with the fault."""
+    task = task_of(name)
+    for index in range(len(task)):
+        try:
+            line = json.dumps({"fields": row_of(name, task[index])})
+        except Exception as error:  # the generators are not ours: they may raise anything
+            line = json.dumps({"fault": f"the task raises {type(error).__name__}: {error}"})
+        print(line)
+
+
+if __name__ == "__main__":
+    _print_rows(sys.argv[1])
