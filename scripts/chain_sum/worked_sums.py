@@ -1,0 +1,52 @@
+"""Sums with their working, for SFT: what reasoning-gym asks, answered one step a line.
+
+    python scripts/chain_sum/worked_sums.py --output DIR --seed 1 --rows 1200 --min_terms 2 --max_terms 3
+
+writes `sft.jsonl`: prompt (reasoning-gym's question) and response, "4 + 3 = 7\\n7 - 9 = -2". The last number is the
+answer. reasoning-gym gives answers without working, so the working is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+import reasoning_gym
+
+
+def worked(expression: str) -> str:
+    """The running totals of a chain of additions and subtractions, a line each."""
+    total, *rest = re.findall(r"[+-]|\d+", expression)
+    value, lines = int(total), []
+    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+        result = value + int(number) if sign == "+" else value - int(number)
+        lines.append(f"{value} {sign} {number} = {result}")
+        value = result
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder for sft.jsonl")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=1200)
+    parser.add_argument("--min_terms", type=int, default=2)
+    parser.add_argument("--max_terms", type=int, default=3)
+    parser.add_argument("--max_digits", type=int, default=1)
+    options = parser.parse_args()
+    sums = reasoning_gym.create_dataset(
+        "chain_sum", size=options.rows, seed=options.seed, min_terms=options.min_terms, max_terms=options.max_terms,
+        min_digits=1, max_digits=options.max_digits,
+    )  # fmt: skip
+    options.output.mkdir(parents=True, exist_ok=True)
+    with (options.output / "sft.jsonl").open("w", encoding="utf-8") as file:
+        for entry in sums:
+            row = {"prompt": entry["question"], "response": worked(entry["metadata"]["expression"])}
+            assert row["response"].rpartition(" ")[2] == entry["answer"], entry
+            file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
