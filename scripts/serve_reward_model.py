@@ -93,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
     web.run_app(
-        server.app(), host=options.host, port=options.port, access_log=None, handler_cancellation=True, backlog=2048,
+        server.app(), host=options.host, port=options.port, access_log=None, backlog=2048,
+        handler_cancellation=True,  # a client that leaves takes its rows along
+        auto_decompress=False,  # a small body cannot become a large one
         shutdown_timeout=options.shutdown_seconds, print=lambda text: print(text, flush=True),
     )  # fmt: skip
     return 0

@@ -104,8 +104,7 @@ LIMITS = {
 def server(folder, many_files) -> Iterator[Server]:
     found = Server(folder, *(word for pair in LIMITS.items() for word in pair))
     yield found
-    assert found.stop() == 0
-    assert "Traceback" not in Path(found.log.name).read_text()
+    assert found.stop() == 0 and "Traceback" not in found.said()
 
 
 def ask(server: Server, bodies: list[Any], *, headers: dict | None = None) -> list[tuple[int, dict, dict]]:
@@ -209,9 +208,10 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_its_length(server):
         assert len(packed) < 100_000
         (whole,) = ask(server, [b"x" * 200_001])
         (streamed,) = ask(server, [in_pieces(100)])
-        (unpacked,) = ask(server, [packed], headers=HEADERS | {"Content-Encoding": "gzip"})
-        for status, reply, _ in (whole, streamed, unpacked):
+        for status, reply, _ in (whole, streamed):
             assert status == 413 and "ask in parts" in reply["error"]
+        ((status, reply, _),) = ask(server, [packed], headers=HEADERS | {"Content-Encoding": "gzip"})
+        assert status == 400 and "not JSON" in reply["error"]  # it stays packed
 
 
 BAD = {
@@ -238,8 +238,6 @@ def test_what_makes_no_sense_is_told_so(server):
         for body, part in BAD.items():
             ((status, reply, _),) = ask(server, [body])
             assert status == 400 and part in reply["error"], (body[:60], reply)
-        (packed,) = ask(server, [b"no gzip"], headers=HEADERS | {"Content-Encoding": "gzip"})
-        assert packed[0] == 400
 
 
 def test_other_paths_and_methods_are_not_there(server):
@@ -390,7 +388,7 @@ def test_a_caller_that_is_cancelled_leaves_no_row_behind():
         first, second = (asyncio.create_task(batches.scores([[0] * n, [0] * n])) for n in (1, 2))
         await asyncio.sleep(0.1)  # the first row is being worked on
         second.cancel()
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         assert [len(row.ids) for row in batches.waiting] == [1]
         assert await first == [1, 1]
         worker.cancel()
