@@ -271,17 +271,24 @@ def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(servi
 def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code, capsys):
     service.replies = [status(code, Retry_After="1"), status(code, Retry_After="0")]
     started = time.monotonic()
-    assert scores(service.url, ["a"], retries=2) == [1]
-    assert 1.0 <= time.monotonic() - started < 3 and len(service.asked) == 3
+    assert scores(service.url, ["a"], retries=0) == [1]  # to ask for time is no failure
+    assert 1.5 <= time.monotonic() - started < 4 and len(service.asked) == 3
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_stays_busy_costs_its_scores_and_is_not_asked_row_by_row(service, capsys):
+def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_asked_row_by_row(service, capsys):
     service.replies = [status(503, Retry_After="0")] * 9
-    assert scores(service.url, ["a", "b"], retries=1) == [None, None]
-    assert len(service.asked) == 2
+    assert scores(service.url, ["a", "b"], seconds=1.2, retries=9) == [None, None]
+    assert len(service.asked) == 3  # at 0, 0.5 and 1.0 s
     said = capsys.readouterr().err
     assert f"the reward {service.url} gave no score to 2 of 2 responses (Unavailable: " in said and "503" in said
+
+
+def test_one_that_fails_to_say_when_is_asked_so_often_with_growing_pauses(service):
+    service.replies = [status(503), status(502), status(504)]
+    started = time.monotonic()
+    assert scores(service.url, ["a"], retries=2) == [None] and len(service.asked) == 3
+    assert 1.5 <= time.monotonic() - started < 4  # 0.5 and 1 s
 
 
 @pytest.mark.parametrize(
