@@ -162,6 +162,12 @@ def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
     assert "is given twice" in line
 
 
+def test_rules_about_length_must_fit_the_longest_response():
+    assert reward_problems(["overlong?buffer=8"], max_tokens=8) == []
+    (line,) = reward_problems(["overlong?buffer=9"], max_tokens=8)
+    assert "buffer=9: wants the tokens at the end that are punished, 1 to 8" in line
+
+
 def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module")
     (line,) = reward_problems([f"{tmp_path}/broken.py:f"])

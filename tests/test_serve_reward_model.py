@@ -238,6 +238,13 @@ def test_what_makes_no_sense_is_told_so(server):
             assert status == 400 and part in reply["error"], (body[:60], reply)
 
 
+def test_other_fields_change_nothing(server):
+    (plain,) = ask(server, [question()])
+    more = [{"role": "user", "content": CHAT[0]["content"], "tool_calls": [{"name": "f"}], "name": "me"}]
+    (told,) = ask(server, [question(messages=[more], rows=[{"a": 1}], prompts=["p"], add_generation_prompt=True)])
+    assert told[1] == {"scores": [pytest.approx(plain[1]["scores"][0], abs=1e-6)]}
+
+
 def test_other_paths_and_methods_are_not_there(server):
     async def statuses() -> list[int]:
         async with aiohttp.ClientSession() as session:

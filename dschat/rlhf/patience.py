@@ -56,7 +56,6 @@ class Patience:
             ask: the scores of some of the responses.
             who: is asked, for the warning.
         """
-        problem: Exception
         try:
             return self._insisted(lambda: ask(slice(0, count)))
         except (TimeoutError, Unavailable, PermissionError) as error:

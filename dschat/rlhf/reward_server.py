@@ -112,11 +112,13 @@ def read_question(body: bytes, *, max_rows: int) -> Question:
         raise ValueError(
             f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: they must be equally many"
         )
+    # Nothing but these two reaches the chat template, which a request's other fields might change.
+    chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
     try:
-        json.dumps([messages, responses], ensure_ascii=False).encode()
+        json.dumps([chats, responses], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("a text holds half of a surrogate pair, which is no character") from error
-    return Question(messages, responses, ended)
+    return Question(chats, responses, ended)
 
 
 def _is_chat(value: Any) -> bool:

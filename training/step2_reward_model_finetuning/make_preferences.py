@@ -60,7 +60,7 @@ def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, 
         problems.append("--judge and --reward: one of them says which answer is better; give one")
     if reward.normalize_rewards:
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
-    mistakes = reward_problems(reward.reward)
+    mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
     paths = [] if mistakes else model_paths(reward.reward)
     return problems + mistakes + [
         line for path in paths for line in model_problems("--reward", path, tokens=0, lengths="")
