@@ -133,7 +133,8 @@ BAD = {
     "lenght": "no rule of that name: did you mean length",
     "nothing": "wants a folder or hub name of a reward model, FILE.py:FUNCTION, http",
     "/no/such/folder": "there is no folder /no/such/folder",
-    "http://": "names no host",
+    "http://": "write http://HOST:PORT/score",
+    "http://host/a b": "without spaces",
     "http://host:99999999/score": "is no address",
     "https://me:secret@host/score": "DSCHAT_REWARD_TOKEN",
     "missing.py:f": "no Python file missing.py",
@@ -271,6 +272,17 @@ def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(servi
     chats = [[{"role": "user", "content": f"ask {n}"}] for n in range(2)]
     assert body == {"messages": chats, "prompts": ["ask 0", "ask 1"], "responses": ["a", "bbb"],
                     "rows": [{"x": 0}, {"x": 1}], "ended": [True, False]}  # fmt: skip
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "gr\u00fcn", "\x07bell"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_told(service, monkeypatch, token, capsys):
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", token)
+    assert scores(service.url, ["a"]) == [None] and service.asked == []
+    said = capsys.readouterr().err
+    assert "DSCHAT_REWARD_TOKEN: a token is made of printable ASCII" in said
+    assert not any(part in said for part in (token, repr(token), "lines", "bell"))
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", " plain\n")  # what a file's end leaves is taken off
+    assert scores(service.url, ["a"]) == [1] and service.asked[0][0]["Authorization"] == "Bearer plain"
 
 
 @pytest.mark.parametrize("code", [429, 503])

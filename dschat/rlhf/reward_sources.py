@@ -126,8 +126,8 @@ def _service(entry: str, url: str, weight: float) -> WeightedSource:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"{url} is no address ({error})") from error
-    if not host:
-        raise ValueError(f"{url} names no host: write http://HOST:PORT/score")
+    if not host or not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} is no address: write http://HOST:PORT/score, without spaces")
     if parts.username or parts.password:
         raise ValueError(
             "an address is written into logs, so it may hold no password: put the token into the environment variable "
