@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 
 import torch
@@ -24,7 +23,7 @@ from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
-from dschat.rlhf.reward_service import TOKEN_VARIABLE
+from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
 
 
 def load_scorer(path: str, *, dtype: torch.dtype, device: str, max_tokens: int) -> TextScorer:
@@ -78,10 +77,10 @@ def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
-    token = os.environ.get(TOKEN_VARIABLE) or None
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
+        token = token_of_environment()
         if mistakes := problems(limits, host=options.host, token=token):
             raise ValueError("\n".join(mistakes))
         scorer = load_scorer(
@@ -93,7 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
     web.run_app(
-        server.app(), host=options.host, port=options.port, access_log=None, handler_cancellation=True, backlog=2048,
+        server.app(), host=options.host, port=options.port, access_log=None, backlog=2048,
+        handler_cancellation=True,  # a client that leaves takes its rows along
+        auto_decompress=False,  # a small body cannot become a large one
         shutdown_timeout=options.shutdown_seconds, print=lambda text: print(text, flush=True),
     )  # fmt: skip
     return 0

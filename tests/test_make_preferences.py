@@ -13,6 +13,9 @@ JUDGE = """
 def judge(prompts, responses, rows):
     return [row["sign"] * len(response) for row, response in zip(rows, responses)]
 
+def reluctant(responses, rows):
+    return [len(response) if row["sign"] > 0 else None for row, response in zip(rows, responses)]
+
 def indifferent(prompts, responses, rows):
     return [0] * len(responses)
 """
@@ -104,3 +107,27 @@ def test_a_judge_who_finds_all_answers_alike_stops_the_tool_with_the_way_out(fol
     assert "Traceback" not in text
     assert "no pair came of 7 prompts" in text and "--num_samples_per_prompt" in text
     assert not (tmp_path / "out" / "preferences.jsonl").exists()
+
+
+def test_rewards_score_answers_as_a_judge_does(folder, programs, tmp_path):
+    argv = arguments(folder, tmp_path / "out")
+    at = argv.index("--judge")
+    # One reward of weight 2, one of -1 that has no opinion of half the rows, and a reward model of next to no weight.
+    sources = [f"{folder / 'judge.py'}:judge@2", f"{folder / 'judge.py'}:reluctant@-1", f"{folder / 'reward'}@1e-9"]
+    programs.run(TOOL, [*argv[:at], *argv[at + 2 :], "--reward", *sources], log=tmp_path / "log")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]
+    assert len(rows) > 7
+    for row in rows:
+        sign = (-1) ** QUESTIONS.index(row["prompt"][0]["content"])
+        for name in ("chosen", "rejected"):
+            expected = sign * 2 * len(row[name]) - (len(row[name]) if sign > 0 else 0)
+            assert row[f"{name}_score"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_one_of_judge_and_reward_is_asked_for_and_every_mistake_named(folder, programs, tmp_path):
+    argv = arguments(folder, tmp_path / "out")
+    text = programs.run(TOOL, [*argv, "--reward", "lenght"], log=tmp_path / "log", code=2)
+    assert "--judge and --reward: one of them" in text and "did you mean length?" in text
+    at = argv.index("--judge")
+    text = programs.run(TOOL, [*argv[:at], *argv[at + 2 :]], log=tmp_path / "log-2", code=2)
+    assert "--judge and --reward: one of them" in text

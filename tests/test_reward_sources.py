@@ -133,7 +133,8 @@ BAD = {
     "lenght": "no rule of that name: did you mean length",
     "nothing": "wants a folder or hub name of a reward model, FILE.py:FUNCTION, http",
     "/no/such/folder": "there is no folder /no/such/folder",
-    "http://": "names no host",
+    "http://": "write http://HOST:PORT/score",
+    "http://host/a b": "without spaces",
     "http://host:99999999/score": "is no address",
     "https://me:secret@host/score": "DSCHAT_REWARD_TOKEN",
     "missing.py:f": "no Python file missing.py",
@@ -160,6 +161,12 @@ def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
     assert len(reward_problems([*good, "lenght", "exact@0"])) == 2
     (line,) = reward_problems(["exact", "exact"])
     assert "is given twice" in line
+
+
+def test_rules_about_length_must_fit_the_longest_response():
+    assert reward_problems(["overlong?buffer=8"], max_tokens=8) == []
+    (line,) = reward_problems(["overlong?buffer=9"], max_tokens=8)
+    assert "buffer=9: wants the tokens at the end that are punished, 1 to 8" in line
 
 
 def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
@@ -267,21 +274,39 @@ def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(servi
                     "rows": [{"x": 0}, {"x": 1}], "ended": [True, False]}  # fmt: skip
 
 
+@pytest.mark.parametrize("token", ["two\nlines", "gr\u00fcn", "\x07bell"])
+def test_a_token_that_no_header_can_carry_is_refused_and_not_told(service, monkeypatch, token, capsys):
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", token)
+    assert scores(service.url, ["a"]) == [None] and service.asked == []
+    said = capsys.readouterr().err
+    assert "DSCHAT_REWARD_TOKEN: a token is made of printable ASCII" in said
+    assert not any(part in said for part in (token, repr(token), "lines", "bell"))
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", " plain\n")  # what a file's end leaves is taken off
+    assert scores(service.url, ["a"]) == [1] and service.asked[0][0]["Authorization"] == "Bearer plain"
+
+
 @pytest.mark.parametrize("code", [429, 503])
 def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code, capsys):
     service.replies = [status(code, Retry_After="1"), status(code, Retry_After="0")]
     started = time.monotonic()
-    assert scores(service.url, ["a"], retries=2) == [1]
-    assert 1.0 <= time.monotonic() - started < 3 and len(service.asked) == 3
+    assert scores(service.url, ["a"], retries=0) == [1]  # to ask for time is no failure
+    assert 1.5 <= time.monotonic() - started < 4 and len(service.asked) == 3
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_stays_busy_costs_its_scores_and_is_not_asked_row_by_row(service, capsys):
+def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_asked_row_by_row(service, capsys):
     service.replies = [status(503, Retry_After="0")] * 9
-    assert scores(service.url, ["a", "b"], retries=1) == [None, None]
-    assert len(service.asked) == 2
+    assert scores(service.url, ["a", "b"], seconds=1.2, retries=9) == [None, None]
+    assert len(service.asked) == 3  # at 0, 0.5 and 1.0 s
     said = capsys.readouterr().err
     assert f"the reward {service.url} gave no score to 2 of 2 responses (Unavailable: " in said and "503" in said
+
+
+def test_one_that_fails_to_say_when_is_asked_so_often_with_growing_pauses(service):
+    service.replies = [status(503), status(502), status(504)]
+    started = time.monotonic()
+    assert scores(service.url, ["a"], retries=2) == [None] and len(service.asked) == 3
+    assert 1.5 <= time.monotonic() - started < 4  # 0.5 and 1 s
 
 
 @pytest.mark.parametrize(

@@ -268,6 +268,13 @@ def test_one_that_hangs_costs_its_time_and_no_more(capsys):
     assert "no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err
 
 
+def test_one_that_hangs_over_a_response_is_asked_about_no_other(capsys):
+    judge = Moody(refuse, refuse, None, lambda responses: threading.Event().wait(30))
+    assert asked(judge, ["a", "b", "c"], seconds=0.2) == [1, None, None]
+    assert judge.asked == [["a", "b", "c"]] * 2 + [["a"], ["b"]]
+    assert "no score to 2 of 3 responses (TimeoutError" in capsys.readouterr().err
+
+
 REWARDS = """
 def lengths(responses):
     return [len(response) for response in responses]
@@ -329,6 +336,12 @@ def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row
     assert "fussy gave no score to 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
     found = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
     assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.known.all()
+    found = rewards_of(f"{functions}:lengths", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
+    assert found.total.tolist() == [8 + 2, 0, 3 + 2] and found.known.tolist() == [
+        True,
+        False,
+        True,
+    ]  # half a sum is none
     alone = rewards_of(f"{functions}:short").score(rollout_of(actor_tokenizer()), answers_of())
     assert alone.known.tolist() == [True, False, True]  # nobody has an opinion of the second
 

@@ -114,7 +114,7 @@ def test_overlong_is_dapos_equation_13():
 def test_a_missing_reasoning_gym_is_asked_for(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else found(name))
-    with pytest.raises(ImportError, match=r"pip install .dschat\[reasoning\]"):
+    with pytest.raises(ImportError, match=r"pip install -e '.\[reasoning\]'"):
         RULES["reasoning_gym"](["p"], ["r"], [{}])
 
 

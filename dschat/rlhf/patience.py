@@ -12,7 +12,7 @@ from typing import Any
 
 from dschat.rlhf.reward_functions import Judge, judged
 
-LONGEST_PAUSE = 30.0  # seconds
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds
 
 
 class Unavailable(ConnectionError):
@@ -27,9 +27,10 @@ class Patience:
     """How long an answer is waited for, and how often it is asked for again.
 
     Args:
-        seconds: for one call; a call that takes longer is left alone (its thread goes on until it ends by itself).
-        retries: further calls after the first. A service that was unavailable is given a pause before each, of 0.5 s at
-            first, then twice as long each time, or as long as it asks for.
+        seconds: for one call; a call that takes longer is left alone (its thread goes on until it ends by itself). Also
+            how long a service is asked again and again that says when it wants to be.
+        retries: further calls after the first. One that cannot be reached is given a pause before each, of 0.5 s at
+            first, then twice as long each time.
     """
 
     def __init__(self, *, seconds: float, retries: int) -> None:
@@ -55,34 +56,57 @@ class Patience:
             ask: the scores of some of the responses.
             who: is asked, for the warning.
         """
-        problem: Exception | None = None
-        for attempt in range(1 + self.retries):
+        try:
+            return self._insisted(lambda: ask(slice(0, count)))
+        except (TimeoutError, Unavailable, PermissionError) as error:
+            found, problem = [None] * count, error
+        except Exception as error:  # whatever a user's function raises
+            found, problem = self._alone(ask, count, error)
+        print(
+            f"warning: {who} gave no score to {found.count(None)} of {count} responses ({type(problem).__name__}: "
+            f"{problem})", file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return found
+
+    def _insisted(self, call: Callable[[], Any]) -> list[float]:
+        """The result of a call that is made again where it fails. Raises what its last failure was."""
+        deadline, failures = time.monotonic() + self.seconds, 0
+        while True:
             try:
-                return list(bounded(lambda: ask(slice(0, count)), seconds=self.seconds))
-            except PermissionError as error:
-                problem = error
-                break
-            except Exception as error:  # whatever a user's function raises
-                problem = error
-            if attempt < self.retries and isinstance(problem, Unavailable):
-                wanted = 0.5 * 2**attempt if problem.seconds is None else problem.seconds
-                time.sleep(min(wanted, LONGEST_PAUSE))
+                return list(bounded(call, seconds=self.seconds))
+            except PermissionError:
+                raise
+            except Unavailable as error:
+                failures += error.seconds is None
+                pause = SHORTEST_PAUSE * 2 ** (failures - 1)
+                if error.seconds is not None:
+                    pause = min(max(error.seconds, SHORTEST_PAUSE), LONGEST_PAUSE)
+                if failures > self.retries or time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
+            except Exception:  # whatever a user's function raises
+                failures += 1
+                if failures > self.retries:
+                    raise
+
+    def _alone(
+        self, ask: Callable[[slice], Any], count: int, problem: Exception
+    ) -> tuple[list[float | None], Exception]:
+        """The score of each response asked about alone, None where that fails, and the last problem.
+
+        Args:
+            problem: of asking about all of them.
+        """
         found: list[float | None] = []
         for number in range(count):
             try:
-                if isinstance(problem, (TimeoutError, Unavailable, PermissionError)):
-                    raise problem
-                alone = bounded(lambda number=number: ask(slice(number, number + 1)), seconds=self.seconds)
-                found.append(alone[0])
+                found += bounded(lambda number=number: ask(slice(number, number + 1)), seconds=self.seconds)
             except Exception as error:
                 problem = error
                 found.append(None)
-        missing = sum(score is None for score in found)
-        print(
-            f"warning: {who} gave no score to {missing} of {count} responses ({type(problem).__name__}: {problem})",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-        return found
+                if isinstance(error, (TimeoutError, Unavailable, PermissionError)):
+                    break
+        return found + [None] * (count - len(found)), problem
 
 
 def bounded(call: Callable[[], Any], *, seconds: float) -> Any:

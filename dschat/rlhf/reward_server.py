@@ -112,11 +112,13 @@ def read_question(body: bytes, *, max_rows: int) -> Question:
         raise ValueError(
             f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: they must be equally many"
         )
+    # Nothing but these two reaches the chat template, which a request's other fields might change.
+    chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
     try:
-        json.dumps([messages, responses], ensure_ascii=False).encode()
+        json.dumps([chats, responses], ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError("a text holds half of a surrogate pair, which is no character") from error
-    return Question(messages, responses, ended)
+    return Question(chats, responses, ended)
 
 
 def _is_chat(value: Any) -> bool:
@@ -168,8 +170,7 @@ class RewardServer:
         size = request.content_length
         if size is not None and size > self.limits.max_body:
             return _error(413, f"{size} bytes, but a request may have {self.limits.max_body}: ask in parts")
-        # A body that is packed, or does not say its length, may be as long as is allowed.
-        size = self.limits.max_body if size is None or "Content-Encoding" in request.headers else size
+        size = self.limits.max_body if size is None else size  # one that does not say it may be as long as is allowed
         crowded = max(self.requests, len(self.batches.waiting)) >= self.limits.max_queue
         if crowded or self.held + size > self.limits.max_held:
             return _busy("too much is waiting")
@@ -196,6 +197,8 @@ class RewardServer:
             return _error(413, f"a request may have {self.limits.max_body} bytes: ask in parts")
         except (ValueError, web.RequestPayloadError) as mistake:
             return _error(400, str(mistake))
+        except ConnectionError:
+            return _error(400, "the connection was lost")  # nobody reads it
         try:
             scores = await self.batches.scores(rows)
         except QueueFull as full:

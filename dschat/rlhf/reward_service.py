@@ -46,13 +46,14 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
         Unavailable: no connection, or 429, 502, 503, 504.
         TimeoutError: it took too long.
         PermissionError: 401 or 403.
-        ValueError: any other status, or an answer that is not one finite number (or null) for each response.
+        ValueError: any other status, an answer that is not one finite number (or null) for each response, a token that
+            no header can carry.
     """
     fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
     body = json.dumps(fields | {"prompts": answers.prompts}).encode()
     headers = {"Content-Type": "application/json"}
-    token = os.environ.get(TOKEN_VARIABLE)
-    if token:
+    token = token_of_environment()
+    if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     try:
@@ -69,6 +70,17 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     except (OSError, HTTPException) as error:  # the connection broke in the middle
         raise Unavailable(f"{url} broke off ({type(error).__name__}: {error})") from error
     return _scores(text, answers, url)
+
+
+def token_of_environment() -> str | None:
+    """The token that clients send and the server wants; None where there is none.
+
+    Raises: ValueError, without the token in it, if no header can carry it.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"{TOKEN_VARIABLE}: a token is made of printable ASCII characters; make another one")
+    return token or None
 
 
 def _scores(text: bytes, answers: Answers, url: str) -> list[float]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dschat.rlhf.answers import Answers
@@ -44,20 +45,24 @@ class WeightedSource:
     def scores(self, answers: Answers, patience: Patience) -> list[float | None]:
         """A function's or service's score of each answer; NaN: it has no opinion; None: it failed."""
         who = f"the reward {self.entry}"
-        if self.url is not None:
-            url = self.url
-            return patience.scores(
-                lambda part: service_scores(url, answers.part(part), seconds=patience.seconds), len(answers), who=who
-            )
-        function = self.function
-        return patience.scores(lambda part: opinions(function, answers.part(part), who=who), len(answers), who=who)
+
+        def ask(part: slice) -> Any:
+            some = answers.part(part)
+            if self.url is not None:
+                return service_scores(self.url, some, seconds=patience.seconds)
+            return opinions(self.function, some, who=who)
+
+        return patience.scores(ask, len(answers), who=who)
 
 
-def parse_reward(entry: str) -> WeightedSource:
+def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
     """The source and weight behind "SOURCE[?key=value&...][@WEIGHT]".
 
     SOURCE is a folder or hub name of a reward model, FILE.py:FUNCTION, the address of a service (whose query string is
     its own), or the name of a rule. A folder that has a rule's name is written ./NAME.
+
+    Args:
+        max_tokens: longest response allowed, which rules about length must fit.
 
     Raises: ValueError that names what is wrong with it and the way out.
     """
@@ -70,7 +75,7 @@ def parse_reward(entry: str) -> WeightedSource:
         function = with_options(function, _options(query))
         named_arguments(function)  # raises for one that cannot be called
         if source in RULES:
-            _try_rule(function)
+            _try_rule(function, max_tokens)
         return WeightedSource(entry, source.rpartition(":")[2], weight, function=function)
     if query:
         raise ValueError(f"?{query}: a reward model has no options; take them out")
@@ -81,12 +86,15 @@ def parse_reward(entry: str) -> WeightedSource:
     return WeightedSource(entry, Path(source).resolve().name, weight, model=source)
 
 
-def reward_problems(entries: Sequence[str]) -> list[str]:
-    """A line for each entry that cannot work, found before any model is loaded; twice the same is a mistake too."""
+def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[str]:
+    """A line for each entry that cannot work, found before any model is loaded; twice the same is a mistake too.
+
+    What is wrong inside the folder of a reward model is for others to find (set_up.model_problems).
+    """
     problems = []
     for entry in dict.fromkeys(entries):
         try:
-            parse_reward(entry)
+            parse_reward(entry, max_tokens=max_tokens)
         except ValueError as error:
             problems.append(f"--reward {entry}: {error}")
         if list(entries).count(entry) > 1:
@@ -118,8 +126,8 @@ def _service(entry: str, url: str, weight: float) -> WeightedSource:
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise ValueError(f"{url} is no address ({error})") from error
-    if not host:
-        raise ValueError(f"{url} names no host: write http://HOST:PORT/score")
+    if not host or not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} is no address: write http://HOST:PORT/score, without spaces")
     if parts.username or parts.password:
         raise ValueError(
             "an address is written into logs, so it may hold no password: put the token into the environment variable "
@@ -138,10 +146,10 @@ def _options(query: str) -> dict[str, str]:
     return dict(pairs)
 
 
-def _try_rule(rule: RewardFunction) -> None:
+def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
     """Ask a rule about no answers: options that cannot work, or a missing package, are found now."""
     try:
-        opinions(rule, Answers([], [], [], [], [], 2**31), who="the rule")
+        opinions(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
     except ImportError as error:
         raise ValueError(str(error)) from error
 

@@ -126,7 +126,7 @@ def reasoning_gym(prompts: Sequence[str], responses: Sequence[str], rows: Sequen
     Raises: ImportError without the package reasoning_gym.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ImportError('the package reasoning_gym is not installed: pip install "dschat[reasoning]"')
+        raise ImportError("the package reasoning_gym is not installed: pip install -e '.[reasoning]' installs it")
     from dschat.rlhf.reasoning_reward import reasoning_score
 
     return reasoning_score(prompts, responses, rows)

@@ -1,16 +1,17 @@
-"""Make preference pairs from a model's own answers: sample several a prompt, let a Python judge score them, pair them.
+"""Make preference pairs from a model's own answers: sample several a prompt, have them scored, pair them.
 
     python training/step2_reward_model_finetuning/make_preferences.py --model_name_or_path output/sft \\
         --data_path prompts.jsonl --judge my_judge.py:judge --output_dir output/pairs
 
 The judge is a function judge(prompts, responses, rows) -> list of numbers, higher is better; `rows` holds the other
-columns of each prompt's row. Answers that score alike make no pair. OUTPUT_DIR/preferences.jsonl is data for step 2:
-prompt, chosen, rejected and both scores. Several processes share the prompts, and the file is the same for any number
-of them. Held-out rows (--eval_fraction) are not asked.
+columns of each prompt's row. Instead of it --reward takes what it takes in step 3: reward models, functions, rules,
+services. Answers that score alike make no pair. OUTPUT_DIR/preferences.jsonl is data for step 2: prompt, chosen,
+rejected and both scores. Several processes share the prompts, and the file is the same for any number of them.
+Held-out rows (--eval_fraction) are not asked.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import combinations
 from operator import itemgetter
 from pathlib import Path
@@ -22,34 +23,60 @@ from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments, launch
-from dschat.command_line import SettingsError, parse
+from dschat.command_line import SettingsError, parse, settings_of_user
 from dschat.data.batches import rank_share
-from dschat.data.chat_template import decode_responses, stop_token_ids
+from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
-from dschat.deepspeed_config import DTYPES
-from dschat.generation import HybridEngine, SamplingParams
+from dschat.deepspeed_config import DTYPES, frozen_config
+from dschat.engines import frozen_engine
+from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.rlhf.rewards import Judge, judged, load_judge
+from dschat.models.scalar_head import TokenScores, load_scalar_head
+from dschat.rlhf.patience import Patience
+from dschat.rlhf.rewards import (
+    Answers,
+    RewardModel,
+    Rewards,
+    judged,
+    load_judge,
+    model_paths,
+    parse_reward,
+    reward_problems,
+)
 from dschat.set_up import data_options, load_splits, model_problems, start
 
-GROUPS = (arguments.PairArguments, arguments.DataArguments, arguments.DeviceArguments, arguments.RunArguments)
+Score = Callable[[Rollout, Answers], list[float | None]]
+GROUPS = (
+    arguments.PairArguments, arguments.RewardArguments, arguments.DataArguments, arguments.DeviceArguments,
+    arguments.RunArguments,
+)  # fmt: skip
 
 
-def check(sampling: arguments.PairArguments, *_: Any) -> list[str]:
+def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, *_: Any) -> list[str]:
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
-    return model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
-                          lengths="--max_prompt_seq_len + --max_answer_seq_len")  # fmt: skip
+    problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
+                              lengths="--max_prompt_seq_len + --max_answer_seq_len")  # fmt: skip
+    if bool(sampling.judge) == bool(reward.reward):
+        problems.append("--judge and --reward: one of them says which answer is better; give one")
+    if reward.normalize_rewards:
+        problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
+    mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
+    paths = [] if mistakes else model_paths(reward.reward)
+    return problems + mistakes + [
+        line for path in paths for line in model_problems("--reward", path, tokens=0, lengths="")
+    ]  # fmt: skip
 
 
 def main() -> None:
-    sampling, data, devices, run = parse(GROUPS, description=__doc__, check=check)
+    sampling, reward, data, devices, run = parse(GROUPS, description=__doc__, check=check)
     device = start(run, devices)
-    judge = load_judge(sampling.judge)
     tokenizer = load_tokenizer(sampling.model_name_or_path)
     prompts = load_splits("prompt", tokenizer, data_options(data, run, max_tokens=sampling.max_prompt_seq_len)).train
     model = load_causal_lm(sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer).to(device)
     stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     actor = HybridEngine(model)
+    with settings_of_user():
+        score = judge_of(sampling.judge) if sampling.judge else reward_of(reward, sampling, devices, tokenizer)
 
     pairs: list[tuple[int, dict[str, Any]]] = []
     share = rank_share(
@@ -59,8 +86,11 @@ def main() -> None:
     for number, indices in enumerate(share, start=1):
         if indices:  # a rank may be left without prompts at the end
             batch = collate_prompts([prompts[index] for index in indices])
-            answers = sampled_answers(actor, tokenizer, batch["prompts"], indices, sampling, stop_ids, run.seed)
-            pairs += judged_pairs(judge, batch, answers, indices, at_most=sampling.pairs_per_prompt, seed=run.seed)
+            rollout, answers = sampled_answers(actor, tokenizer, batch, indices, sampling, stop_ids, run.seed)
+            pairs += scored_pairs(
+                batch["messages"], answers.responses, score(rollout, answers), indices,
+                at_most=sampling.pairs_per_prompt, seed=run.seed,
+            )  # fmt: skip
         if launch.is_main():
             print(f"[make_preferences] {number}/{len(share)} batches, {len(pairs)} pairs on this rank", flush=True)
 
@@ -69,8 +99,9 @@ def main() -> None:
     rows = [row for _, row in sorted((pair for part in everyone for pair in part), key=itemgetter(0))]
     if not rows:
         raise SettingsError(
-            f"no pair came of {len(prompts)} prompts: the judge scored the {sampling.num_samples_per_prompt} answers "
-            "to each alike: raise --num_samples_per_prompt or --temperature, or let the judge tell more answers apart."
+            f"no pair came of {len(prompts)} prompts: the {sampling.num_samples_per_prompt} answers to each were "
+            "scored alike, or not at all: raise --num_samples_per_prompt or --temperature, or let the judge (or the "
+            "rewards) tell more answers apart."
         )
     if launch.is_main():
         path = Path(run.output_dir, "preferences.jsonl")
@@ -78,43 +109,79 @@ def main() -> None:
         print(f"[make_preferences] {len(rows)} pairs of {len(prompts)} prompts in {path}")
 
 
+def judge_of(source: str) -> Score:
+    """What a judge says; one that fails ends the run."""
+    judge = load_judge(source)
+    return lambda _, answers: list(judged(judge, answers.messages, answers.responses, answers.rows))
+
+
+def reward_of(
+    reward: arguments.RewardArguments, sampling: arguments.PairArguments, devices: arguments.DeviceArguments,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Score:  # fmt: skip
+    """The weighted sum of the sources; None where one fails."""
+    config = frozen_config(
+        dtype=devices.dtype, zero_stage=0, micro_batch_size=sampling.per_device_generation_batch_size,
+        world_size=launch.world_size(),
+    )  # fmt: skip
+    models = {}
+    for path in model_paths(reward.reward):
+        own = load_tokenizer(path)
+        network = TokenScores(load_scalar_head(path, dtype=DTYPES[devices.dtype], tokenizer=own))
+        models[path] = RewardModel(frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer)
+    rewards = Rewards(
+        [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,
+        patience=Patience(seconds=reward.reward_timeout, retries=reward.reward_retries),
+    )  # fmt: skip
+
+    def score(rollout: Rollout, answers: Answers) -> list[float | None]:
+        scores = rewards.score(rollout, answers)
+        return [value if known else None for value, known in zip(scores.total.tolist(), scores.known, strict=True)]
+
+    return score
+
+
 def sampled_answers(
-    actor: HybridEngine, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], indices: Sequence[int],
+    actor: HybridEngine, tokenizer: PreTrainedTokenizerBase, batch: dict[str, list], indices: Sequence[int],
     sampling: arguments.PairArguments, stop_ids: Sequence[int], seed: int,
-) -> list[list[str]]:  # fmt: skip
-    """For each prompt, num_samples_per_prompt answers; the prompt's index in the data seeds them, not its batch."""
-    samples = sampling.num_samples_per_prompt
-    ids = torch.tensor(indices)[:, None] * samples + torch.arange(samples)  # [prompts, samples]
-    with actor.generation():
-        rollout = actor.generate(
-            [prompt for prompt in prompts for _ in range(samples)], max_new_tokens=sampling.max_answer_seq_len,
-            eos_token_ids=stop_ids, pad_token_id=tokenizer.pad_token_id, seed=seed, sample_ids=ids.flatten(),
-            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
-        )  # fmt: skip
-    texts = decode_responses(tokenizer, rollout.responses())
-    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
-
-
-def judged_pairs(
-    judge: Judge, batch: dict[str, list], answers: Sequence[Sequence[str]], indices: Sequence[int], *, at_most: int,
-    seed: int,
-) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """(index of the prompt, row of the preference file) for every pair found among the answers of a batch of prompts.
+) -> tuple[Rollout, Answers]:  # fmt: skip
+    """For each prompt, num_samples_per_prompt answers; the prompt's index in the data seeds them, not its batch.
 
     Args:
         batch: of collate_prompts.
     """
-    times = [len(texts) for texts in answers]
-    scores = iter(judged(
-        judge, repeated(batch["messages"], times), [text for texts in answers for text in texts],
-        repeated(batch["rows"], times),
-    ))  # fmt: skip
-    pairs = []
-    for index, chat, texts in zip(indices, batch["messages"], answers, strict=True):
+    samples = sampling.num_samples_per_prompt
+    ids = torch.tensor(indices)[:, None] * samples + torch.arange(samples)  # [prompts, samples]
+    with actor.generation():
+        rollout = actor.generate(
+            repeated(batch["prompts"], samples), max_new_tokens=sampling.max_answer_seq_len,
+            eos_token_ids=stop_ids, pad_token_id=tokenizer.pad_token_id, seed=seed, sample_ids=ids.flatten(),
+            sampling=SamplingParams(sampling.temperature, sampling.top_k, sampling.top_p),
+        )  # fmt: skip
+    answers = Answers(
+        repeated(batch["messages"], samples), decode_responses(tokenizer, rollout.responses()), rollout.responses(),
+        repeated(batch["rows"], samples), rollout.ended.tolist(), sampling.max_answer_seq_len,
+    )  # fmt: skip
+    return rollout, answers
+
+
+def scored_pairs(
+    prompts: Sequence[list[Message]], responses: Sequence[str], scores: Sequence[float | None], indices: Sequence[int],
+    *, at_most: int, seed: int,
+) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
+    """(index of the prompt, row of the preference file) for every pair found among the answers to a batch of prompts.
+
+    Args:
+        responses, scores: equally many for each prompt, prompt after prompt; answers without a score make no pair.
+    """
+    samples, pairs = len(responses) // len(prompts), []
+    for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
+        mine = [row for row in range(number * samples, (number + 1) * samples) if scores[row] is not None]
         found = preference_pairs(
-            texts, [next(scores) for _ in texts], at_most=at_most, chooser=Random(f"{seed}/{index}")
-        )
-        pairs += [(index, {"prompt": chat, **pair}) for pair in found]
+            [responses[row] for row in mine], [scores[row] for row in mine], at_most=at_most,
+            chooser=Random(f"{seed}/{index}"),
+        )  # fmt: skip
+        pairs += [(index, {"prompt": prompt, **pair}) for pair in found]
     return pairs
 
 
@@ -135,9 +202,9 @@ def preference_pairs(
     ]  # fmt: skip
 
 
-def repeated(values: Sequence[Any], times: Sequence[int]) -> list[Any]:
-    """Each value as often as its number says."""
-    return [value for value, count in zip(values, times, strict=True) for _ in range(count)]
+def repeated(values: Sequence[Any], times: int) -> list[Any]:
+    """Each value so many times."""
+    return [value for value in values for _ in range(times)]
 
 
 if __name__ == "__main__":
