@@ -222,6 +222,8 @@ def test_a_path_that_ends_like_the_name_or_is_given_to_it_is_read_in_its_schema(
     assert hub_dataset("openai/gsm8k") == (HUB_DATASETS["openai/gsm8k"], "openai/gsm8k")
     for plain in (inside, elsewhere, str(tmp_path / "my-openai" / "gsm8k"), "reasoning_gym:chain_sum?size=3"):
         assert hub_dataset(plain) == (None, plain)
+    with pytest.raises(ValueError, match="there is no file or folder nowhere; write NAME=PATH"):
+        load_source("openai/gsm8k=nowhere")
     assert load_source(f"openai/gsm8k={elsewhere}").identity() != load_source(elsewhere).identity()
 
 

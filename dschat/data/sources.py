@@ -120,8 +120,10 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
         source = _file_source(place, folder)
     elif folder.is_dir():
         source = _folder_source(place, folder, dataset, for_eval)
+    elif place != path:
+        raise ValueError(f"--data_path {path}: there is no file or folder {place}; write NAME=PATH, or the name alone.")
     else:
-        source = _hub_source(place, dataset, for_eval)
+        source = _hub_source(path, dataset, for_eval)
     return replace(source, name=path, dataset=dataset, columns=columns or {})
 
 
