@@ -115,11 +115,27 @@ def data_options(
         eval_fraction=data.eval_fraction,
         overlong=data.overlong,
         max_bad_rows=data.max_bad_rows,
-        columns=data.columns,
+        columns=named_columns(data),
         drop_duplicates=data.drop_duplicates,
         train_on_prompt=train_on_prompt,
         packing=packing,
     )
+
+
+def named_columns(data: DataArguments) -> dict[str, str]:
+    """Our field → the column that the user named for it."""
+    named = {
+        "prompt": data.prompt_column,
+        "response": data.response_column,
+        "messages": data.messages_column,
+        "chosen": data.chosen_column,
+        "rejected": data.rejected_column,
+        "margin": data.margin_column,
+        "text": data.text_column,
+        "system": data.system_column,
+        "tools": data.tools_column,
+    }
+    return {field: column for field, column in named.items() if column}
 
 
 def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:

@@ -222,7 +222,18 @@ def test_a_path_that_ends_like_the_name_or_is_given_to_it_is_read_in_its_schema(
     assert hub_dataset("openai/gsm8k") == (HUB_DATASETS["openai/gsm8k"], "openai/gsm8k")
     for plain in (inside, elsewhere, str(tmp_path / "my-openai" / "gsm8k"), "reasoning_gym:chain_sum?size=3"):
         assert hub_dataset(plain) == (None, plain)
+    with pytest.raises(ValueError, match="there is no file or folder nowhere; write NAME=PATH"):
+        load_source("openai/gsm8k=nowhere")
     assert load_source(f"openai/gsm8k={elsewhere}").identity() != load_source(elsewhere).identity()
+
+
+def test_one_file_read_in_two_schemas_is_prepared_twice(tokenizer, tmp_path):
+    path = write_lines(tmp_path / "rows.jsonl", [CONVERSATIONS["mkqa-Chinese"][0]])
+    texts = [
+        tokenizer.decode(build("sft", tokenizer, tmp_path, f"{name}={path}").train[0]["input_ids"])
+        for name in ("mkqa-Chinese", "mkqa-Japanese")
+    ]
+    assert texts == ["\n\nHuman: a\n\nAssistant: b</s>", "\n\nHuman: j\n\nAssistant: k</s>"]
 
 
 def test_a_data_set_uses_the_splits_that_are_meant(tmp_path):

@@ -140,10 +140,11 @@ def test_a_model_that_mixes_conversations_is_refused_before_training(name):
         choose_packing(engine_of(network_of(name)))
 
 
-def test_the_trial_finds_the_way_of_each_architecture():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_trial_finds_the_way_of_each_architecture_in_any_precision(dtype):
     ways = {}
     for name in ("llama", "gpt2", "opt", "mpt"):
-        network = network_of(name)
+        network = network_of(name).to(dtype)
         choose_packing(engine_of(network))
         ways[name] = network.packs_by_mask
     assert ways == {"llama": False, "gpt2": False, "opt": True, "mpt": True}

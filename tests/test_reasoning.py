@@ -1,9 +1,6 @@
 """Generated tasks: from an entry of --data_path through the prepared rows to their scorer."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from tiny_tokenizers import make_tokenizer
@@ -11,10 +8,12 @@ from tiny_tokenizers import make_tokenizer
 pytest.importorskip("reasoning_gym")
 
 from dschat.data.chat_template import ensure_chat_template  # noqa: E402
+from dschat.data.collators import collate_prompts  # noqa: E402
 from dschat.data.datasets import DataOptions, build_dataset, data_problems  # noqa: E402
 from dschat.data.reasoning import entry_of, row_of, task_of  # noqa: E402
 from dschat.data.sources import load_source, parse_data_path  # noqa: E402
 from dschat.rlhf.reasoning_reward import answer_of, reasoning_score  # noqa: E402
+from dschat.rlhf.rewards import prompt_text  # noqa: E402
 
 SUMS = "reasoning_gym:chain_sum?size=12&seed=5&min_terms=2&max_terms=2&max_digits=1"
 # Their entries hold tuples (most), numbers as keys (graph_color) or numpy text (knights_knaves); prime_factorization
@@ -31,8 +30,14 @@ def tokenizer():
     return tokenizer
 
 
-def build(kind, tokenizer, tmp_path, *paths, **options):
-    return build_dataset(kind, tokenizer, DataOptions(list(paths), str(tmp_path), 256, eval_fraction=0.0, **options))
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of the prepared rows, for all tests: drawing them takes a process."""
+    return str(tmp_path_factory.mktemp("arrow"))
+
+
+def build(kind, tokenizer, folder, *paths):
+    return build_dataset(kind, tokenizer, DataOptions(list(paths), folder, 256, eval_fraction=0.0))
 
 
 def sums_of(splits):
@@ -43,8 +48,8 @@ def sums_of(splits):
     return list(zip(sums, (row["answer"] for row in rows), strict=True))
 
 
-def test_rows_hold_the_question_its_answer_and_the_fields_of_the_query(tokenizer, tmp_path):
-    found = sums_of(build("prompt", tokenizer, tmp_path, SUMS))
+def test_rows_hold_the_question_its_answer_and_the_fields_of_the_query(tokenizer, folder):
+    found = sums_of(build("prompt", tokenizer, folder, SUMS))
     assert len(found) == 12
     for question, answer in found:
         left, operator, right = question.split()  # min_terms = max_terms = 2
@@ -52,36 +57,38 @@ def test_rows_hold_the_question_its_answer_and_the_fields_of_the_query(tokenizer
         assert int(answer) == (int(left) + int(right) if operator == "+" else int(left) - int(right))
 
 
-def test_the_same_source_feeds_sft(tokenizer, tmp_path):
-    first = build("sft", tokenizer, tmp_path, SUMS).train[0]
-    question, answer = sums_of(build("prompt", tokenizer, tmp_path, SUMS))[0]
+def test_the_same_source_feeds_sft(tokenizer, folder):
+    first = build("sft", tokenizer, folder, SUMS).train[0]
+    question, answer = sums_of(build("prompt", tokenizer, folder, SUMS))[0]
     text = tokenizer.decode(first["input_ids"])
     asked = f"State the final answer to the following arithmetic problem: {question} ="
     assert text == f"\n\nHuman: {asked}\n\nAssistant: {answer}</s>"
 
 
-def test_rows_depend_on_the_seed_alone_not_on_the_hash_seed_of_the_process():
+def test_prepared_prompts_carry_what_their_scorer_needs(tokenizer, folder):
+    batch = collate_prompts(list(build("prompt", tokenizer, folder, SUMS).train))
+    prompts = [prompt_text(chat) for chat in batch["messages"]]
+    answers = [str(eval(prompt.split(": ")[1].removesuffix(" ="))) for prompt in prompts]
+    assert reasoning_score(prompts, answers, batch["rows"]) == [1.0] * 12
+    assert reasoning_score(prompts, [str(int(answer) + 1) for answer in answers], batch["rows"]) == [0.0] * 12
+
+
+def test_rows_depend_on_the_seed_alone_not_on_the_hash_seed_of_the_process(monkeypatch):
     """word_ladder walks through sets of strings, whose order Python draws anew for every process."""
-    program = (
-        "from dschat.data.sources import load_source;"
-        "print([row.fields for row in load_source('reasoning_gym:word_ladder?size=3&seed=1').rows('train')])"
-    )
-    printed = {
-        subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed},
-                       capture_output=True, text=True, check=True).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(printed) == 1 and "word_ladder" in printed.pop()
-    one, other = (load_source(f"reasoning_gym:chain_sum?size=3&seed={seed}") for seed in (1, 9))
-    assert [row.fields["prompt"] for row in one.rows("train")] != [row.fields["prompt"] for row in other.rows("train")]
-    assert one.identity() != other.identity()
+    drawn = []
+    for hash_seed in ("1", "2"):  # what a process that generates would inherit
+        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
+        drawn.append([row.fields for row in load_source("reasoning_gym:word_ladder?size=3&seed=1").rows("train")])
+    assert drawn[0] == drawn[1] and len(drawn[0]) == 3
+    one, other = (f"reasoning_gym:chain_sum?size=3&seed={seed}" for seed in (1, 9))
+    assert task_of(one)[0] != task_of(other)[0] and load_source(one).identity() != load_source(other).identity()
 
 
-def test_two_levels_of_one_task_mix_with_weights(tokenizer, tmp_path):
+def test_two_levels_of_one_task_mix_with_weights(tokenizer, folder):
     hard = "reasoning_gym:chain_sum?size=8&seed=100&min_terms=5&max_terms=5&max_digits=1"
     assert parse_data_path([f"{SUMS}:0.75", f"{hard}:0.25"]) == ([SUMS, hard], [0.75, 0.25])
     assert parse_data_path(["reasoning_gym:chain_sum"]) == (["reasoning_gym:chain_sum"], None)
-    splits = build("prompt", tokenizer, tmp_path, f"{SUMS}:0.75", f"{hard}:0.25")
+    splits = build("prompt", tokenizer, folder, f"{SUMS}:0.75", f"{hard}:0.25")
     terms = [len(question.split()) for question, _ in sums_of(splits)]
     assert sorted(terms) == [3] * 15 + [9] * 5  # 20 rows: 0.75 of them a + b, 0.25 of them a + b + c + d + e
     assert len(set(splits.train["row_index"])) == 17  # 12 of the one (three of them twice), 5 of the other

@@ -37,11 +37,5 @@ class DataArguments:
     tools_column: str | None = flag(None, f"{COLUMN_HELP} the tools of the chat template, a JSON list")
     add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
 
-    @property
-    def columns(self) -> dict[str, str]:
-        """Our field → the column that the user named for it."""
-        named = {name.removesuffix("_column"): value for name, value in vars(self).items() if name.endswith("_column")}
-        return {ours: theirs for ours, theirs in named.items() if theirs is not None}
-
     def problems(self) -> list[str]:
         return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]

@@ -23,7 +23,7 @@ from datasets.arrow_writer import ArrowWriter
 
 from .encoding import FEATURES
 
-WINDOW = 4096  # conversations that are packed together: rows are nearly full, and one window is held in memory
+WINDOW = 1024  # conversations that are packed together: rows are nearly full, and one window is held in memory
 PACKED_FEATURES = Features({**FEATURES["sft"], "conversation_lengths": ListOf(Value("int32"))})
 
 
@@ -67,7 +67,7 @@ def packed(conversations: Dataset, *, capacity: int, seed: int, identity: Any, f
 
 def _write(file: Path, conversations: Dataset, capacity: int, seed: int) -> None:
     order = np.random.default_rng([seed, len(conversations)]).permutation(len(conversations))
-    with ArrowWriter(features=PACKED_FEATURES, path=str(file)) as writer:
+    with ArrowWriter(features=PACKED_FEATURES, path=str(file), writer_batch_size=100) as writer:
         for start in range(0, len(order), WINDOW):
             window = conversations[order[start : start + WINDOW].tolist()]  # column → values
             for items in pack(window["length"], capacity=capacity):

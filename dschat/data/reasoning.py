@@ -77,7 +77,7 @@ def task_of(path: str) -> Any:
         raise ValueError(f'--data_path {path}: needs the package; pip install "dschat[reasoning]".') from error
     task, _, query = path.removeprefix(PREFIX).partition("?")
     if task not in DATASETS:
-        raise ValueError(f"--data_path {path}: reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}.")
+        raise ValueError(f"--data_path {path}: reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}")
     config = {"seed": 0, **_parsed(path, query, typing.get_type_hints(DATASETS[task][1]))}
     try:
         return create_dataset(task, **config)
@@ -106,7 +106,7 @@ def _parsed(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
     values = {}
     for name, text in pairs:
         if name not in hints:
-            raise ValueError(f"--data_path {path}: the task has no field {name!r}{_nearest(name, hints)}.")
+            raise ValueError(f"--data_path {path}: the task has no field {name!r}{_nearest(name, hints)}")
         try:
             values[name] = _value(text, hints[name])
         except (ValueError, TypeError) as error:
@@ -145,7 +145,7 @@ def _value(text: Any, hint: Any) -> Any:
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(word, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}"
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}."
 
 
 def _plain(value: Any) -> Any:

@@ -50,9 +50,8 @@ class Source:
     def identity(self) -> list[list[Any]]:
         """Changes when the rows may have changed: name, size and time of files, fingerprint of data sets, mapping."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
-        known = [] if self.dataset is None else [str(self.dataset.columns), self.dataset.config]
-        mapping = [["mapping", known, sorted(self.columns.items())]]
-        return [[split, *self._identity_of(part)] for split, part in parts] + mapping
+        mapping = ["mapping", "" if self.dataset is None else self.name, sorted(self.columns.items())]
+        return [*([split, *self._identity_of(part)] for split, part in parts), mapping]
 
     def _rows_of(self, part: Path | Dataset | ReasoningTask, split: str) -> Iterator[SourceRow]:
         if isinstance(part, Path):
@@ -120,8 +119,10 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
         source = _file_source(place, folder)
     elif folder.is_dir():
         source = _folder_source(place, folder, dataset, for_eval)
+    elif place != path:
+        raise ValueError(f"--data_path {path}: there is no file or folder {place}; write NAME=PATH, or the name alone.")
     else:
-        source = _hub_source(place, dataset, for_eval)
+        source = _hub_source(path, dataset, for_eval)
     return replace(source, name=path, dataset=dataset, columns=columns or {})
 
 

@@ -15,7 +15,7 @@ _NO_ANSWERS = ("", "I do not know.")
 
 
 def reasoning_score(
-    _prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float | None]:
     """How right each response is, in [0, 1]; None where the row is of no task of reasoning-gym.
 
@@ -24,6 +24,7 @@ def reasoning_score(
     (a warning says so, once for each task and kind of error), or if the score is not finite.
 
     Args:
+        prompts: not read; judges are given them.
         rows: as `ReasoningTask.rows` made them, the way through the prepared data included.
     """
     raised: Counter[tuple[str, str]] = Counter()
