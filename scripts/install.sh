@@ -10,6 +10,8 @@ usage: bash scripts/install.sh [EXTRA ...]
 Installs dschat (editable) with requirements.txt at the versions of constraints.txt, and the extras named:
   test      pytest, pytest-xdist, ruff
   smollm2   gguf
+  reasoning reasoning-gym: generated tasks
+  math      math-verify: answers in \boxed{}
 
 The environment is $VENV if set, else the active virtualenv, else .venv in the repository (made if it is absent).
 PYTHON chooses the interpreter that makes it (3.10 to 3.13). pip's own variables are honoured: on a machine without a
@@ -30,8 +32,8 @@ extras=()
 for word in "$@"; do
     case $word in
         -h | --help) usage; exit 0 ;;
-        test | smollm2) extras+=("$word") ;;
-        *) fail "unknown extra '$word': choose from test, smollm2 (or --help)" ;;
+        test | smollm2 | reasoning | math) extras+=("$word") ;;
+        *) fail "unknown extra '$word': choose from test, smollm2, reasoning, math (or --help)" ;;
     esac
 done
 

@@ -74,7 +74,9 @@ def task_of(path: str) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise ValueError(f'--data_path {path}: needs the package; pip install "dschat[reasoning]".') from error
+        raise ValueError(
+            f"--data_path {path}: needs the package reasoning-gym; in the suite's folder: pip install -e '.[reasoning]'"
+        ) from error
     task, _, query = path.removeprefix(PREFIX).partition("?")
     if task not in DATASETS:
         raise ValueError(f"--data_path {path}: reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}")

@@ -65,8 +65,8 @@ def prepare(folder: Path, seed: int, iterations: int) -> None:
     run("scripts/quickstart/arithmetic_chats.py",
         {"output": data, "seed": seed, "sft_examples": SFT_STEPS * SFT_BATCH, "rl_prompts": iterations * RESPONSES},
         folder / "logs" / "data.log")  # fmt: skip
-    run("scripts/quickstart/make_model.py",
-        {"data": data / "sft_train.jsonl", "output": folder / "model", "seed": seed}, folder / "logs" / "model.log")  # fmt: skip
+    model = {"data": data / "sft_train.jsonl", "output": folder / "model", "seed": seed}
+    run("scripts/quickstart/make_model.py", model, folder / "logs" / "model.log")
     run("training/step1_supervised_finetuning/main.py", {
         "model_name_or_path": folder / "model", "output_dir": folder / "sft", "seed": seed, "dtype": "fp32",
         "data_path": data / "sft_train.jsonl", "eval_data_path": data / "sft_eval.jsonl", "max_seq_len": 80,
@@ -98,8 +98,7 @@ def show(rows: list[dict]) -> None:
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         mine = [row for row in rows if row["algorithm"] == algorithm]
         before, after, right, seconds = (
-            [row[name] for row in mine]
-            for name in ("gold_reward_start", "gold_reward_end", "accuracy_end", "seconds")
+            [row[name] for row in mine] for name in ("gold_reward_start", "gold_reward_end", "accuracy_end", "seconds")
         )
         mean = statistics.mean
         print(f"{algorithm:22}{mean(before):12.3f}{mean(after):10.3f} ({min(after):.3f}){mean(right):10.3f}"

@@ -5,6 +5,7 @@ reached from this folder are not numbers of the original model.
 """
 
 import argparse
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -27,20 +28,30 @@ QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("output/smollm2/model"), help="the folder to write")
+    parser.add_argument(
+        "--no_system_prompt", action="store_true", help="take the default system prompt out of the chat template"
+    )
     parser.add_argument("--downloads", type=Path, help="where the GGUF file is kept; default: OUTPUT/../downloads")
     arguments = parser.parse_args()
     if (arguments.output / "model.safetensors").exists():
         print(f"{arguments.output} is there already; delete it to convert again")
         return
     try:
-        prepare(arguments.output, arguments.downloads or arguments.output.parent / "downloads")
+        downloads = arguments.downloads or arguments.output.parent / "downloads"
+        prepare(arguments.output, downloads, system_prompt=not arguments.no_system_prompt)
     except ValueError as error:
         sys.exit(f"prepare_model: {error}")
 
 
-def prepare(output: Path, downloads: Path) -> None:
-    """Convert and check the model; `output` appears complete or not at all."""
+def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> None:
+    """Convert and check the model; `output` appears complete or not at all.
+
+    Args:
+        system_prompt: whether the chat template keeps the system prompt that it adds to chats without one.
+    """
     model, tokenizer = load_gguf(GGUF.fetch(downloads))
+    if not system_prompt:
+        tokenizer.chat_template = without_system_prompt(tokenizer.chat_template)
     partial = output.with_name(output.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -65,6 +76,20 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             "this transformers reads the file differently; use the versions of constraints.txt"
         )
     return model.to(torch.bfloat16), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def without_system_prompt(template: str) -> str:
+    """The chat template without the block that adds a system prompt to chats that have none.
+
+    Raises:
+        ValueError: there is no such block.
+    """
+    shorter, found = re.subn(
+        r"\{% if loop\.first and [^%]*!= 'system' %\}.*?\{% endif %\}", "", template, flags=re.DOTALL
+    )
+    if not found:
+        raise ValueError("the chat template adds no system prompt where one was expected: convert without the flag")
+    return shorter
 
 
 def check(folder: Path) -> str:

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# A real model learns to add from rewards alone: SmolLM2-135M-Instruct is shown a few worked sums (SFT), then practises
+# longer and longer ones with GRPO, level by level. The only reward: is the last number right?
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash scripts/chain_sum.sh [OPTION ...]
+
+  --output DIR       where everything goes (default output/chain_sum); a finished stage is not run again
+  --fresh            start over (downloads are kept)
+  --seed N           seed of data order and sampling (default 1)
+  --processes N      processes of each step (default: the GPUs of this machine, else 1)
+  --sft_steps N      steps of 16 worked sums of 2 and 3 numbers (default 40)
+  --iterations N     rollouts of each level: 8 answers to each of 16 sums (default 40)
+  --rl_flags "..."   further flags for step 3
+
+Sums are of one-digit numbers, those of a level: 2 to 4, 3 to 5, 4 to 6 of them (reasoning-gym's chain_sum).
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+declare -A option=([output]=$root/output/chain_sum [seed]=1 [processes]="" [sft_steps]=40 [iterations]=40 [rl_flags]="")
+fresh=0
+while (($#)); do
+    name=${1#--}
+    case $1 in
+        --fresh) fresh=1 ;;
+        -h | --help) usage; exit 0 ;;
+        *)
+            [[ $1 == --* && -n ${option[$name]+known} ]] || { echo "chain_sum: unknown option '$1' (--help lists them)" >&2; exit 2; }
+            (($# > 1)) || { echo "chain_sum: $1 wants a value" >&2; exit 2; }
+            option[$name]=$2
+            shift
+            ;;
+    esac
+    shift
+done
+for name in seed sft_steps iterations; do
+    [[ ${option[$name]} =~ ^[0-9]+$ ]] || { echo "chain_sum: --$name ${option[$name]}: wants a whole number" >&2; exit 2; }
+done
+mkdir -p "${option[output]}"
+output=$(cd "${option[output]}" && pwd)
+seed=${option[seed]}
+
+bin=$(bash "$root/scripts/install.sh" smollm2 reasoning)
+export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+cd "$root"
+source scripts/stages.sh
+
+processes=${option[processes]:-$((devices > 0 ? devices : 1))}
+((16 % processes == 0)) || { echo "chain_sum: --processes $processes: 16 sums are shared by 1, 2, 4, 8 or 16" >&2; exit 2; }
+read -ra rl_flags <<<"${option[rl_flags]}"
+((!fresh)) || rm -rf "$output"/{model,data,sft,level1,level2,level3,stages,logs,summary.json,report.html}
+
+stage model python scripts/smollm2/prepare_model.py --output "$output/model" --no_system_prompt
+
+stage data python scripts/chain_sum/worked_sums.py --output "$output/data" --seed "$seed" --rows 1000
+
+stage sft step step1_supervised_finetuning --seed "$seed" \
+    --model_name_or_path "$output/model" --output_dir "$output/sft" --data_path "$output/data/sft.jsonl" \
+    --max_seq_len 128 --per_device_train_batch_size $((16 / processes)) --max_steps "${option[sft_steps]}" \
+    --learning_rate 2e-5 --num_warmup_steps 4 --eval_iters 4 --zero_stage 2
+
+# reasoning-gym draws row i from seed + i: seeds further apart than sizes share no row.
+sums() { echo "reasoning_gym:chain_sum?size=$1&seed=$2&min_terms=$3&max_terms=$4&min_digits=1&max_digits=1"; }
+start=$output/sft
+for level in 1 2 3; do
+    stage "level$level" step step3_rlhf_finetuning --seed "$seed" --algorithm grpo \
+        --actor_model_name_or_path "$start" --output_dir "$output/level$level" --reward 'last_number?column=answer' \
+        --data_path "$(sums 4000 $((level * 1000000 + seed * 10000)) $((level + 1)) $((level + 3)))" \
+        --eval_data_path "$(sums 128 9000000 3 6)" --eval_interval 20 \
+        --num_samples_per_prompt 8 --per_device_generation_batch_size $((16 / processes)) \
+        --per_device_training_batch_size 16 --gradient_accumulation_steps $((8 / processes)) \
+        --max_prompt_seq_len 64 --max_answer_seq_len 64 --max_steps "${option[iterations]}" \
+        --actor_learning_rate 1e-5 --lr_scheduler_type constant_with_warmup --num_warmup_steps 4 --kl_coef 0 \
+        --old_logprobs rollout --actor_zero_stage 2 "${rl_flags[@]}"
+    start=$output/level$level
+done
+
+echo "== summary"
+python scripts/chain_sum/exam.py --output "$output" --models "$output"/{sft,level1,level2,level3}
+python scripts/report.py "$output"/{sft,level1,level2,level3} -o "$output/report.html"
+cat <<TEXT
+
+The curves, and answers before and after:   $output/report.html
+Ask it:                                     $bin/python scripts/chat.py $output/level3
+TEXT

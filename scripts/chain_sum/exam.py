@@ -1,0 +1,95 @@
+"""The end of scripts/chain_sum.sh: how many sums that no stage has seen each model gets right, by their length.
+
+    python scripts/chain_sum/exam.py --output output/chain_sum --models output/chain_sum/{sft,level1,level2,level3}
+
+writes `summary.json` into the output folder: for every model the share of right answers to sums of 3, 4, 5 and 6
+numbers, sampled at temperature 1 (4 answers a sum) and greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import reasoning_gym
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from dschat.data.chat_template import decode_responses, encode_prompt, stop_token_ids
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.rlhf.answer_metrics import last_number
+
+TERMS = (3, 4, 5, 6)
+SAMPLES = 4
+
+
+def seen_prompts(output: Path) -> set[str]:
+    """Every prompt that SFT or a rollout has shown a model."""
+    seen = {json.loads(line)["prompt"] for line in (output / "data" / "sft.jsonl").open(encoding="utf-8")}
+    for samples in output.glob("level*/samples.jsonl"):
+        rows = [json.loads(line) for line in samples.open(encoding="utf-8")]
+        seen |= {row["prompt"] for row in rows if row["phase"] == "train"}
+    return seen
+
+
+def unseen_sums(terms: int, count: int, seen: set[str]) -> list[dict]:
+    drawn = reasoning_gym.create_dataset(
+        "chain_sum", size=4 * count, seed=5_000_000 + 10_000 * terms, min_terms=terms, max_terms=terms, min_digits=1,
+        max_digits=1,
+    )  # fmt: skip
+    fresh = {entry["question"]: entry for entry in drawn if entry["question"] not in seen}
+    return list(fresh.values())[:count]
+
+
+def answers(folder: Path, questions: list[str], *, temperature: float) -> list[str]:
+    tokenizer = load_tokenizer(folder)
+    model = load_causal_lm(folder, dtype=torch.bfloat16, tokenizer=tokenizer)
+    engine = HybridEngine(model.to(get_accelerator().current_device_name()).eval())
+    with engine.generation():
+        rollout = engine.generate(
+            [encode_prompt(tokenizer, [{"role": "user", "content": question}]) for question in questions],
+            max_new_tokens=80,
+            eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
+            pad_token_id=tokenizer.pad_token_id,
+            sampling=SamplingParams(temperature),
+            seed=1,
+        )
+    return decode_responses(tokenizer, rollout.responses())
+
+
+def exam(folder: Path, sums: list[dict], *, samples: int, temperature: float) -> tuple[float, str]:
+    """The share of right answers, and one answer."""
+    asked = [entry for entry in sums for _ in range(samples)]
+    given = answers(folder, [entry["question"] for entry in asked], temperature=temperature)
+    right = [last_number(text) == int(entry["answer"]) for text, entry in zip(given, asked, strict=True)]
+    return sum(right) / len(right), given[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of the stages, and for summary.json")
+    parser.add_argument("--models", type=Path, nargs="+", required=True, help="exported models, the first one's SFT")
+    parser.add_argument("--sums", type=int, default=100, help="of each length")
+    options = parser.parse_args()
+    seen = seen_prompts(options.output)
+    papers = {terms: unseen_sums(terms, options.sums, seen) for terms in TERMS}
+    summary = {}
+    print(f"{'':8}" + "".join(f"{terms:>8}" for terms in TERMS) + f"{'all':>8}   (sums of so many numbers)")
+    for model in options.models:
+        for way, samples, temperature in (("sampled", SAMPLES, 1.0), ("greedy", 1, 0.0)):
+            found = {t: exam(model, papers[t], samples=samples, temperature=temperature) for t in TERMS}
+            shares = {str(terms): round(share, 4) for terms, (share, _) in found.items()}
+            shares["all"] = round(sum(shares.values()) / len(shares), 4)
+            summary.setdefault(model.name, {})[way] = shares
+            print(f"{model.name:8}" + "".join(f"{share:8.3f}" for share in shares.values()) + f"   {way}")
+        print(f"    {papers[6][0]['question']}\n    {found[6][1]!r}")
+    first, last = (summary[options.models[place].name] for place in (0, -1))
+    for way in ("sampled", "greedy"):
+        print(f"{way}: {100 * (last[way]['all'] - first[way]['all']):+.1f} points by reinforcement learning")
+    (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
