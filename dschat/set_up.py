@@ -172,7 +172,7 @@ def rlhf_warnings(_models: RLHFModelArguments, rollouts: RolloutArguments, ppo: 
 
 
 def data_options(
-    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False
+    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, phase: int | None = None
 ) -> DataOptions:
     """The data flags of a step, and its longest sequence, as dschat.data takes them."""
     return DataOptions(
@@ -186,6 +186,7 @@ def data_options(
         overlong=data.overlong,
         max_bad_rows=data.max_bad_rows,
         train_on_prompt=train_on_prompt,
+        phase=phase,
     )
 
 
@@ -223,7 +224,9 @@ def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[s
     """
     order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
     if rows is not None:
-        content = content_digest(rows) if launch.is_main() else ""
+        # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
+        data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
+        content = content_digest(data) if launch.is_main() else ""
         order["content"] = launch.from_all_ranks(content)[0]
     return order
 

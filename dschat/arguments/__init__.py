@@ -7,6 +7,7 @@ from dschat.arguments.data import DataArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
 from dschat.arguments.ppo import PPOArguments
+from dschat.arguments.preference import PolicyArguments, PreferenceArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
 
@@ -19,6 +20,8 @@ __all__ = [
     "OptimizerArguments",
     "PPOArguments",
     "PairArguments",
+    "PolicyArguments",
+    "PreferenceArguments",
     "RLHFModelArguments",
     "RewardModelArguments",
     "RolloutArguments",
@@ -44,6 +47,7 @@ IDENTITY = frozenset(
         "actor_model_name_or_path",
         "critic_model_name_or_path",
         "reward_model_name_or_path",
+        "ref_model_name_or_path",
         "actor_lora_dim",
         "critic_lora_dim",
         "only_optimize_lora",
@@ -52,6 +56,8 @@ IDENTITY = frozenset(
         "max_prompt_seq_len",
         "max_answer_seq_len",
         "train_on_prompt",
+        "preference_loss",
+        "length_normalized",
         "unsupervised_dataset_name",
         "lr_scheduler_type",
         "num_warmup_steps",

@@ -131,8 +131,7 @@ def _encoded_rows(
             if split is None:
                 report.other_phases += 1
                 continue
-            encoded = _encode(row, first_index + index, encoder, report)
-            if encoded is not None and encoded.features is not None:
+            for encoded in _encode(row, first_index + index, encoder, report):
                 report.add_kept(split, encoded.features["length"], cut=encoded.cut)
                 yield split, encoded
             if len(report.bad) > plan.max_bad_rows:
@@ -140,18 +139,20 @@ def _encoded_rows(
                 refuse_many_bad(report.bad, plan.max_bad_rows)
 
 
-def _encode(row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport) -> Encoded | None:
+def _encode(row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport) -> list[Encoded]:
+    """The usable rows that come of one; why others do not is noted in the report."""
     record = parse_row(row, encoder.kind, report)
     if record is None:
-        return None
+        return []
     try:
-        encoded = encoder.encode(record, row.fields, row_index)
+        found = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
         report.add_bad(row.where, str(reason), missing_column=False)
-        return None
-    if encoded.features is None:
-        report.add_dropped(encoded.dropped)
-    return encoded
+        return []
+    for encoded in found:
+        if encoded.features is None:
+            report.add_dropped(encoded.dropped)
+    return [encoded for encoded in found if encoded.features is not None]
 
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:

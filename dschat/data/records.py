@@ -1,11 +1,12 @@
 """A row of a file → plain messages, or a short reason why it cannot be used.
 
-Three kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response) and
-a prompt, so that one file can feed all three steps.
+Four kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response), a
+prompt, and two unpaired responses, so that one file can feed all three steps.
 
     prompt      prompt | messages (without its last answer) | chosen + rejected (what they share)
     sft         messages | prompt + response | prompt + chosen | text
     preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin]
+    unpaired    prompt + response (or completion) + label (true: desirable) | a preference row, as two
 
 A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user message, unless
 it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which becomes its turns (the rows of DeepSpeed-Chat's data sets).
@@ -20,12 +21,13 @@ from typing import Any
 
 from .chat_template import Message
 
-KINDS = ("prompt", "sft", "preference")
+KINDS = ("prompt", "sft", "preference", "unpaired")
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = {
     "prompt": "prompt, or messages",
     "sft": "messages, or prompt + response, or text",
     "preference": "prompt + chosen + rejected",
+    "unpaired": "prompt + response + label, or prompt + chosen + rejected",
 }
 
 
@@ -39,6 +41,7 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
     Returns:
         "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
         "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
+        "unpaired": {"prompt": messages, "answers": [(str, whether it is desirable), ...]}: one, or two of a pair.
 
     Raises:
         MissingColumn: the columns of this kind are not there.
@@ -50,6 +53,8 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
         return _sft_record(row)
     if kind == "preference":
         return _preference_record(row)
+    if kind == "unpaired":
+        return _unpaired_record(row)
     raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
 
 
@@ -108,6 +113,19 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
         "rejected": _answer(row["rejected"], "rejected", prompt),
         "margin": _margin(row.get("margin")),
     }
+
+
+def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    answer = next((name for name in ("response", "completion") if _has(row, name)), None)
+    if answer and _has(row, "prompt", "label"):
+        if row["label"] not in (0, 1):
+            raise ValueError(f"label {row['label']!r} is neither true (desirable) nor false")
+        prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
+        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
+    if _has(row, "chosen", "rejected"):
+        pair = _preference_record(row)
+        return {"prompt": pair["prompt"], "answers": [(pair["chosen"], True), (pair["rejected"], False)]}
+    raise _missing(row, "unpaired")
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:
