@@ -156,7 +156,7 @@ def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch])
         ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[real]
         sums += torch.stack([ratio.double().sum(), real.sum().double(), batch["desirable"][real].sum().double()])
     log_ratios, rows, desirable = launch.sum_over_ranks(sums)
-    found = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": (desirable / rows.clamp(min=1)).float()}
+    found = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
     return [batch | found for batch in batches]
 
 

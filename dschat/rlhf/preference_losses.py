@@ -93,7 +93,7 @@ def ipo_loss(
     Source: Azar et al. 2023, eq. 17 (arXiv:2310.12036).
     """
     rewards = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
-    h = (at_least_float32(chosen) - ref_chosen) - (at_least_float32(rejected) - ref_rejected)
+    h = (rewards[0] - rewards[1]) / beta
     return _over_pairs((h - 1 / (2 * beta)).square(), rewards, (chosen, rejected), normalizer)
 
 
@@ -159,7 +159,8 @@ def chosen_nll(chosen: Tensor, *, normalizer: Normalizer = None) -> Tensor:
 
 def kto_loss(
     logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, *, kl: Tensor, beta: float,
-    desirable_weight: float = 1.0, undesirable_weight: float = 1.0, desirable_share: float | Tensor | None = None, normalizer: Normalizer = None,
+    desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    desirable_share: float | Tensor | None = None, normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """λ_d·(1 − σ(β·(r − kl))) for desirable responses, λ_u·(1 − σ(β·(kl − r))) for others; r = logprob − ref_logprob.
 
@@ -188,7 +189,7 @@ def kto_loss(
     weights = torch.where(desirable, desirable_weight, undesirable_weight)
     loss = (weights * (1 - torch.sigmoid(beta * ahead))).sum() / count
     with torch.no_grad():
-        share = desirable.float().mean() if desirable_share is None else torch.as_tensor(desirable_share)
+        share = desirable.double().mean() if desirable_share is None else torch.as_tensor(desirable_share)
         reward = [torch.where(d, beta * ratio, 0.0).sum() / count for d in (desirable, ~desirable)]
         logprob = [torch.where(d, logprobs, 0.0).sum() / count for d in (desirable, ~desirable)]
         good, bad = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
