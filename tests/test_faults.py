@@ -20,7 +20,7 @@ from step_materials import flags, metrics_of, weights_of, write_materials
 from dschat import checkpoint
 from dschat.signals import SAVED
 
-FOLDERS = {"sft": [""], "reward": [""], "ppo": ["", "critic"]}
+FOLDERS = {"sft": [""], "reward": [""], "dpo": [""], "ppo": ["", "critic"]}
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run,
     [
         *(
             (step, f"update:TERM@{processes - 1}#2", {"zero": zero, "processes": processes})
-            for step in ("sft", "reward", "ppo")
+            for step in ("sft", "reward", "dpo", "ppo")
             for processes in (1, 2)
             for zero in (0, 2, 3)
         ),

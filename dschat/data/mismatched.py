@@ -38,7 +38,8 @@ def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
     offsets = np.cumsum([0, *map(len, joined)], dtype=np.int32)
     rows = rows.add_column("mismatched_ids", pyarrow.ListArray.from_arrays(offsets, np.concatenate(joined)))
     train = len(splits.train)
-    return replace(splits, train=rows.select(range(train)), eval=rows.select(range(train, len(rows))))
+    held_out = rows.select(range(train, len(rows))) if len(splits.eval) else splits.eval
+    return replace(splits, train=rows.select(range(train)), eval=held_out)
 
 
 def next_other(values: list[bytes]) -> list[int]:

@@ -141,7 +141,8 @@ def reference_without_adapters(
     for batch in batches:
         watchdog.phase("reference")
         with torch.no_grad(), without_adapters(engine.module):
-            yield batch | {"ref_logprobs": score(engine, batch)}
+            found = score(engine, batch)
+        yield batch | {"ref_logprobs": found}  # not inside: the caller would run without adapters, too
 
 
 @torch.no_grad()
