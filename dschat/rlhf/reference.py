@@ -16,6 +16,7 @@ import gc
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,6 @@ def _read(file: Path) -> dict[str, torch.Tensor] | None:
 
 def _write(file: Path, tables: dict[str, torch.Tensor]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
+    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.unfinished")
     save_file(tables, unfinished)
     os.replace(unfinished, file)
