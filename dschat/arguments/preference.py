@@ -62,11 +62,6 @@ class PreferenceArguments:
     def reference_free(self) -> bool:
         return self.preference_loss in ("simpo", "orpo")
 
-    @property
-    def of_means(self) -> bool:
-        """Whether log-probs of responses are means over their tokens."""
-        return self.reference_free or self.length_normalized
-
     def problems(self) -> list[str]:
         problems = []
         if self.reference == "adapters_off" and self.ref_model_name_or_path:
