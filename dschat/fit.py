@@ -158,6 +158,12 @@ def evaluation(
     return objective.evaluation(sum_metrics(totals)) if totals else {}
 
 
+def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, float]:
+    """The metrics of an evaluation as means, and under the name `counted` over how many; for Objective.evaluation."""
+    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+    return {"eval_loss": means.pop("loss"), **means, counted: sums["count"]}
+
+
 def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
     """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)

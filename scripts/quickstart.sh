@@ -40,7 +40,7 @@ output=$(cd "$output" && pwd)
 sft_steps=400 sft_batch=64 sft_lr=4e-3
 pair_prompts=2000 samples_per_prompt=8 pairs_per_prompt=6
 reward_epochs=1 reward_batch=64 reward_lr=1e-3
-dpo_lr=5e-4 dpo_beta=0.3
+dpo_lr=5e-4 dpo_beta=0.3 dpo_sft_coef=1
 ppo_iterations=30 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.5
 eval_prompts=160 eval_every=10
 if ((short)); then
@@ -107,7 +107,7 @@ if ((dpo)); then
         --data_path "$output/pairs/preferences.jsonl" --data_split 0,1,0 --eval_fraction 0.1 \
         --max_seq_len $((max_prompt + max_answer)) --per_device_train_batch_size "$(per_device $reward_batch)" \
         --per_device_eval_batch_size "$(per_device $reward_batch)" \
-        --learning_rate $dpo_lr --beta $dpo_beta --num_warmup_steps 10 --zero_stage 0
+        --learning_rate $dpo_lr --beta $dpo_beta --sft_coef $dpo_sft_coef --num_warmup_steps 10 --zero_stage 0
     runs+=("$output/dpo") compared=(--dpo "$output/dpo")
 fi
 

@@ -11,13 +11,12 @@ from dschat.rlhf.preference_losses import (
     dpo_loss,
     hinge_loss,
     ipo_loss,
-    kto_kl,
-    kto_loss,
     orpo_loss,
     robust_loss,
     sequence_logprobs,
     simpo_loss,
 )
+from dschat.rlhf.unpaired_losses import kto_kl, kto_loss
 
 WITH_REFERENCE = {
     "dpo": (dpo_loss, {"beta": 0.3}),

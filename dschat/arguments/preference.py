@@ -27,7 +27,7 @@ class PreferenceArguments:
 
     _argument_group_name: ClassVar[str] = "preferences"
     preference_loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = flag(
-        "dpo", "loss of dschat/rlhf/preference_losses.py; simpo and orpo need no reference, kto takes single responses"
+        "dpo", "loss of dschat/rlhf/*_losses.py; simpo and orpo need no reference, kto takes single responses"
     )
     beta: float = flag(0.1, "pull to the reference (ipo: tau; orpo: weight of the odds; simpo: 2 is usual)", above=0)
     label_smoothing: float = flag(

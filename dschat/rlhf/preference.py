@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import deepspeed
@@ -12,20 +12,19 @@ from torch import Tensor
 from dschat import arguments, launch, watchdog
 from dschat.data.collators import collate_preferences, collate_unpaired
 from dschat.engines import Metrics
-from dschat.fit import Batch, Objective
+from dschat.fit import Batch, Objective, evaluation_means
 from dschat.models.lora import without_adapters
 from dschat.rlhf.preference_losses import (
     chosen_nll,
     dpo_loss,
     hinge_loss,
     ipo_loss,
-    kto_kl,
-    kto_loss,
     orpo_loss,
     robust_loss,
     sequence_logprobs,
     simpo_loss,
 )
+from dschat.rlhf.unpaired_losses import kto_kl, kto_loss
 
 
 def preference_objective(preference: arguments.PreferenceArguments, *, pad_token_id: int) -> Objective:
@@ -41,7 +40,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
         collate=partial(collate_unpaired if unpaired else collate_preferences, pad_token_id=pad_token_id),
         count=lambda batch: batch["row_mask" if unpaired else "pair_mask"].sum(),
         loss_of=loss,
-        evaluation=partial(evaluation, counted="rows" if unpaired else "pairs"),
+        evaluation=partial(evaluation_means, counted="rows" if unpaired else "pairs"),
         prepare=partial(prepared, preparations=preparations),
     )
 
@@ -104,11 +103,6 @@ def single(
         desirable_share=batch["desirable_share"], normalizer=rows,
     )  # fmt: skip
     return loss, metrics | {"kl": batch["kl"] * real.sum() / rows}  # each micro-batch tells its part
-
-
-def evaluation(sums: Mapping[str, float], *, counted: str) -> dict[str, float]:
-    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
-    return {"eval_loss": means.pop("loss"), **means, counted: sums["count"]}
 
 
 def pair_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:

@@ -4,10 +4,10 @@
 sums over response tokens, or means where a function says so (see sequence_logprobs); `ref_chosen` and `ref_rejected`
 are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
 
-Normaliser, metrics and precision are those of dschat.rlhf.losses; what is counted is pairs (rows in KTO). Every pair
-loss has the metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin
-(mean of their difference), accuracy (share of pairs whose chosen reward is higher, a tie counts half: before the first
-update every pair is one), chosen_logprob and rejected_logprob.
+Normaliser, metrics and precision are those of dschat.rlhf.losses; what is counted is pairs. Every loss has the
+metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin (mean of their
+difference), accuracy (share of pairs whose chosen reward is higher, a tie counts half: before the first update every
+pair is one), chosen_logprob and rejected_logprob.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def simpo_loss(
 
     Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
     """
-    _check_beta(beta)
+    check_beta(beta)
     rewards = beta * at_least_float32(chosen), beta * at_least_float32(rejected)
     return _over_pairs(-F.logsigmoid(rewards[0] - rewards[1] - gamma), rewards, (chosen, rejected), normalizer)
 
@@ -140,7 +140,7 @@ def orpo_loss(
 
     Source: Hong et al. 2024, eq. 6 and 7 (arXiv:2403.07691).
     """
-    _check_beta(beta)
+    check_beta(beta)
     rewards = beta * at_least_float32(chosen), beta * at_least_float32(rejected)
     odds = -F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
     return _over_pairs(beta * odds - at_least_float32(chosen), rewards, (chosen, rejected), normalizer)
@@ -154,73 +154,14 @@ def chosen_nll(chosen: Tensor, *, normalizer: Normalizer = None) -> Tensor:
 
     Source: Pang et al. 2024, eq. 1 (arXiv:2404.19733).
     """
-    return -at_least_float32(chosen).sum() / _count(chosen, normalizer)
-
-
-def kto_loss(
-    logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, *, kl: Tensor, beta: float,
-    desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
-    desirable_share: float | Tensor | None = None, normalizer: Normalizer = None,
-) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """λ_d·(1 − σ(β·(r − kl))) for desirable responses, λ_u·(1 − σ(β·(kl − r))) for others; r = logprob − ref_logprob.
-
-    Args:
-        logprobs, ref_logprobs: [B] float, of single responses; the first receives a gradient.
-        desirable: [B] bool.
-        kl: scalar ≥ 0 in nats, of kto_kl over the whole step; no gradient goes through it.
-        desirable_weight, undesirable_weight: λ_d, λ_u ≥ 0; the paper wants λ_d·n_d / (λ_u·n_u) in [1, 1.5].
-        desirable_share: desirable rows over rows, in the whole step; None: in this batch.
-
-    Returns:
-        loss: scalar.
-        metrics: desirable_reward, undesirable_reward (means of β·r over the rows of their kind), margin (their
-            difference), accuracy (share of rows on their side of kl, a tie counts half), desirable_logprob,
-            undesirable_logprob. kl is a number of the step, so the caller tells it.
-
-    Source: Ethayarajh et al. 2024, eq. 8 (arXiv:2402.01306).
-    """
-    require_mask(desirable, logprobs=logprobs, ref_logprobs=ref_logprobs)
-    _check_beta(beta)
-    count = _count(logprobs, normalizer)
-    logprobs = at_least_float32(logprobs)
-    ratio = logprobs - ref_logprobs.detach()
-    side = torch.where(desirable, 1.0, -1.0)
-    ahead = side * (ratio - kl.detach())  # > 0: on the right side of the reference point
-    weights = torch.where(desirable, desirable_weight, undesirable_weight)
-    loss = (weights * (1 - torch.sigmoid(beta * ahead))).sum() / count
-    with torch.no_grad():
-        share = desirable.double().mean() if desirable_share is None else torch.as_tensor(desirable_share)
-        reward = [torch.where(d, beta * ratio, 0.0).sum() / count for d in (desirable, ~desirable)]
-        logprob = [torch.where(d, logprobs, 0.0).sum() / count for d in (desirable, ~desirable)]
-        good, bad = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
-        metrics = {
-            "desirable_reward": reward[0] / good,
-            "undesirable_reward": reward[1] / bad,
-            "margin": reward[0] / good - reward[1] / bad,
-            "accuracy": torch.heaviside(ahead, ahead.new_tensor(0.5)).sum() / count,
-            "desirable_logprob": logprob[0] / good,
-            "undesirable_logprob": logprob[1] / bad,
-        }
-    return loss, metrics
-
-
-def kto_kl(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
-    """KTO's reference point: max(0, mean of log π − log π_ref over responses to other prompts), in nats.
-
-    Args:
-        log_ratio_sum, count: scalars, sums over the mismatched rows of the whole step: all ranks, all micro-batches.
-            (A mean over a micro-batch, as other systems have it, would depend on how the step is cut.)
-
-    Source: Ethayarajh et al. 2024, section 4.1 (arXiv:2402.01306).
-    """
-    return (log_ratio_sum / count.clamp(min=1)).clamp(min=0)
+    return -at_least_float32(chosen).sum() / row_count(chosen, normalizer)
 
 
 def _implicit_rewards(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
     """β·(logprob − ref_logprob) of both: r in Rafailov et al. 2023, eq. 5, up to a term of the prompt alone."""
-    _check_beta(beta)
+    check_beta(beta)
     _check_pairs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     return tuple(
         beta * (at_least_float32(x) - at_least_float32(ref).detach())
@@ -239,7 +180,7 @@ def _over_pairs(
 ) -> tuple[Tensor, Metrics]:
     """The loss over the pairs of the step, and what every pair loss tells."""
     _check_pairs(chosen=logprobs[0], rejected=logprobs[1])
-    count = _count(losses, normalizer)
+    count = row_count(losses, normalizer)
     with torch.no_grad():
         lead = rewards[0] - rewards[1]
         metrics = {
@@ -253,7 +194,7 @@ def _over_pairs(
     return losses.sum() / count, metrics
 
 
-def _count(rows: Tensor, normalizer: Normalizer) -> float | Tensor:
+def row_count(rows: Tensor, normalizer: Normalizer) -> float | Tensor:
     """normalizer, or the rows there are; 1 where either is 0, so 0/0 is 0."""
     count = rows.numel() if normalizer is None else normalizer
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
@@ -265,7 +206,7 @@ def _check_pairs(**tensors: Tensor) -> None:
         raise ValueError(f"{shapes}: all must be [B], one number per response: sum over tokens first.")
 
 
-def _check_beta(beta: float) -> None:
+def check_beta(beta: float) -> None:
     if not beta > 0:
         raise ValueError(f"beta is {beta}, but at 0 or below nothing is preferred: 0.1 is usual (2 in SimPO).")
 

@@ -67,7 +67,11 @@ def with_reference_logprobs(
     file = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}.safetensors")
     tables = _read(file)
     if not all(launch.from_all_ranks(tables is not None)):
-        tables = _compute(splits, objective, cuts, score=score, load=load, zero_stage=model.zero_stage, devices=devices)
+        config = frozen_config(
+            dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
+            world_size=launch.world_size(), offload=devices.offload and model.zero_stage == 3,
+        )  # fmt: skip
+        tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
         if launch.is_main_of_node():
             _write(file, tables)
         launch.barrier()
@@ -83,13 +87,9 @@ def with_reference_logprobs(
 @torch.no_grad()
 def _compute(
     splits: DataSplits, objective: Objective, cuts: Cuts, *, score: Score, load: Callable[[dict[str, Any]], nn.Module],
-    zero_stage: int, devices: arguments.DeviceArguments,
+    config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Tables [rows, 2] float32 of both splits, the same on every rank; each rank scores its share."""
-    config = frozen_config(
-        dtype=devices.dtype, zero_stage=zero_stage, micro_batch_size=cuts["train"][1], world_size=launch.world_size(),
-        overrides=devices.deepspeed_config,
-    )  # fmt: skip
     engine = frozen_engine(load(config), config=config)
     tables = {
         name: _scores(engine, rows, objective, cuts[name], score=score, name=name)

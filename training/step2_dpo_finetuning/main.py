@@ -31,7 +31,8 @@ def check(
 ) -> list[str]:  # fmt: skip
     """What cannot work: step 1's and 2's mistakes, and a reference that moves or does not fit."""
     problems = one_model_problems(preference.kind, model, preference, data, optimizer, lora, *others)
-    if preference.reference == "adapters_off" and not (model.lora_dim and lora.only_optimize_lora):
+    moves = not (model.lora_dim and lora.only_optimize_lora)
+    if preference.reference == "adapters_off" and not preference.reference_free and moves:
         problems.append(
             "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
             "and a rank --lora_dim, or take --reference precompute"
