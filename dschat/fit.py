@@ -1,6 +1,6 @@
 """The part that the one-model steps share: engine, resume, epochs of global batches, evaluation, checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,14 +31,28 @@ class Objective:
         count: what the loss is averaged over in a micro-batch: trained tokens, pairs.
         loss_of: (engine, micro-batch, count of the whole step) → loss and metrics, both divided by that count.
         evaluation: sums over the evaluation set (loss_of's with a count of 1, and "count") → metrics.
-        prepare: called once with the engine, on all ranks; raises ValueError for a model that cannot do what is asked.
+        verify: called once with the engine, on all ranks; raises ValueError for a model that cannot do what is asked.
+        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with what the losses need
+            of all of them, or of the model without a gradient; a collective.
     """
 
     collate: Callable[[list], Batch]
     count: Callable[[Batch], torch.Tensor]
     loss_of: Callable[[deepspeed.DeepSpeedEngine, Batch, float], tuple[torch.Tensor, Metrics]]
     evaluation: Callable[[Mapping[str, float]], dict[str, float]]
-    prepare: Callable[[deepspeed.DeepSpeedEngine], None] | None = None
+    verify: Callable[[deepspeed.DeepSpeedEngine], None] | None = None
+    prepare: Callable[[deepspeed.DeepSpeedEngine, Iterable[Batch]], Iterable[Batch]] = lambda _, batches: batches
+
+
+def schedule(
+    rows: Dataset, *, model: arguments.ModelArguments, optimizer: arguments.OptimizerArguments,
+    run: arguments.RunArguments,
+) -> tuple[GlobalBatches, int]:  # fmt: skip
+    """Which rows every step sees, and how many steps there are. Raises SettingsError for too few rows."""
+    per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    with settings_of_user():
+        batches = GlobalBatches(rows["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+    return batches, run.max_steps or run.num_train_epochs * len(batches)
 
 
 def fit(
@@ -61,11 +75,9 @@ def fit(
         load: DeepSpeed configuration → the network.
         groups: every argument group, for run.json.
     """
-    per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
     with settings_of_user():
-        batches = GlobalBatches(splits.train["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
         resumed = checkpoint.find(run.output_dir, run.resume)
-    total = run.max_steps or run.num_train_epochs * len(batches)
     engine = build_trainable(
         load,
         learning_rate=model.learning_rate,
@@ -78,9 +90,9 @@ def fit(
         lora=lora,
         devices=devices,
     )
-    if objective.prepare is not None:
+    if objective.verify is not None:
         with settings_of_user():
-            objective.prepare(engine)
+            objective.verify(engine)
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
     order = order_of_rows(batches, splits.train)
     first, changed, state = 0, [], {}
@@ -123,8 +135,8 @@ def train_step(
     engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
 ) -> dict[str, float]:
     """One optimizer step over the rows of a global batch, this rank's share in micro-batches; metrics of all ranks."""
-    shares = _share(indices, micro_batch_size)
-    micro_batches = [collated(objective, rows, share, engine.device) for share in shares]
+    shares = share(indices, micro_batch_size)
+    micro_batches = list(objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)))
     count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
     return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
 
@@ -140,20 +152,32 @@ def evaluation(
         max_batches: forward passes per device; 0: all rows.
     """
     engine.eval()
-    longest_first = sorted(range(len(rows)), key=rows["length"][:].__getitem__, reverse=True)
-    size = batch_size * launch.world_size()
-    steps = [longest_first[start : start + size] for start in range(0, len(rows), size)]
-    if max_batches and max_batches < len(steps):
-        spread = len(steps) / max_batches  # batches of every length, not only the longest
-        steps = [steps[int(number * spread)] for number in range(max_batches)]
+    steps = evaluation_steps(rows["length"][:], batch_size=batch_size, max_batches=max_batches)
+    shares = [mine for step in steps for mine in share(step, batch_size)]
     totals: Metrics = {}
-    for share in (share for step in steps for share in _share(step, batch_size)):
+    for batch in objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)):
         watchdog.phase("evaluation")
-        batch = collated(objective, rows, share, engine.device)
         loss, metrics = objective.loss_of(engine, batch, 1.0)
         for name, value in {"loss": loss, "count": objective.count(batch), **metrics}.items():
             totals[name] = totals.get(name, 0.0) + value.to(torch.float64)
     return objective.evaluation(sum_metrics(totals)) if totals else {}
+
+
+def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, float]:
+    """The metrics of an evaluation as means, and under the name `counted` over how many; for Objective.evaluation."""
+    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+    return {"eval_loss": means.pop("loss"), **means, counted: sums["count"]}
+
+
+def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
+    """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    size = batch_size * launch.world_size()
+    steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
+    if max_batches and max_batches < len(steps):
+        spread = len(steps) / max_batches  # batches of every length, not only the longest
+        steps = [steps[int(number * spread)] for number in range(max_batches)]
+    return steps
 
 
 def collated(objective: Objective, rows: Dataset, indices: list[int], device: torch.device) -> Batch:
@@ -164,5 +188,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _share(step: list[int], micro_batch_size: int) -> list[list[int]]:
+def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """This rank's micro-batches of the rows of a step; as many on every rank, the last perhaps empty."""
     return rank_share(step, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=micro_batch_size)

@@ -102,8 +102,9 @@ def contradictions(
 
 
 def data_options(
-    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False
-) -> DataOptions:
+    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False,
+    phase: int | None = None,
+) -> DataOptions:  # fmt: skip
     """The data flags of a step, and its longest sequence, as dschat.data takes them."""
     return DataOptions(
         data_path=data.data_path,
@@ -119,6 +120,7 @@ def data_options(
         drop_duplicates=data.drop_duplicates,
         train_on_prompt=train_on_prompt,
         packing=packing,
+        phase=phase,
     )
 
 
@@ -172,7 +174,9 @@ def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[s
     """
     order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
     if rows is not None:
-        content = content_digest(rows) if launch.is_main() else ""
+        # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
+        data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
+        content = content_digest(data) if launch.is_main() else ""
         order["content"] = launch.from_all_ranks(content)[0]
     return order
 

@@ -5,11 +5,12 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--output DIR]
+usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--dpo] [--output DIR]
 
   --seed N       seed of the data, the weights and the training (default 1)
   --fresh        start over
   --short        a few steps of everything: shows that it runs, teaches the model nothing
+  --dpo          train by DPO too, on the pairs, and compare
   --output DIR   where everything goes (default output/quickstart)
 
 The environment is made by scripts/install.sh (see its --help). PROCESSES=N sets the processes of each training step
@@ -18,13 +19,14 @@ TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-seed=1 fresh=0 short=0 output=$root/output/quickstart
+seed=1 fresh=0 short=0 dpo=0 output=$root/output/quickstart
 while (($#)); do
     case $1 in
         --seed) seed=${2:?--seed wants a number}; shift ;;
         --output) output=${2:?--output wants a folder}; shift ;;
         --fresh) fresh=1 ;;
         --short) short=1 ;;
+        --dpo) dpo=1 ;;
         -h | --help) usage; exit 0 ;;
         *) echo "quickstart: unknown option '$1' (--help lists them)" >&2; exit 2 ;;
     esac
@@ -38,6 +40,7 @@ output=$(cd "$output" && pwd)
 sft_steps=400 sft_batch=64 sft_lr=4e-3
 pair_prompts=2000 samples_per_prompt=8 pairs_per_prompt=6
 reward_epochs=1 reward_batch=64 reward_lr=1e-3
+dpo_lr=5e-4 dpo_beta=0.3 dpo_sft_coef=1
 ppo_iterations=30 ppo_batch=128 ppo_minibatch=64 ppo_epochs=2 actor_lr=1e-4 critic_lr=1e-3 kl_coef=0.5
 eval_prompts=160 eval_every=10
 if ((short)); then
@@ -56,7 +59,7 @@ per_device() { echo $(($1 / processes)); }
 
 if ((fresh)); then
     # Only what this script made: --output may be a folder with other things in it.
-    rm -rf "$output"/{data,model,sft,pairs,reward,ppo,stages,logs,summary.json,report.html}
+    rm -rf "$output"/{data,model,sft,pairs,reward,ppo,dpo,stages,logs,summary.json,report.html}
 fi
 mkdir -p "$output"/{stages,logs}
 stage data python scripts/quickstart/arithmetic_chats.py --output "$output/data" --seed "$seed" \
@@ -97,10 +100,21 @@ stage ppo step step3_rlhf_finetuning \
     --lr_scheduler_type constant --missing_eos_penalty 1 --actor_zero_stage 0 --critic_zero_stage 0 \
     --judge scripts/quickstart/arithmetic_chats.py:judge --eval_interval $eval_every
 
+runs=("$output/sft" "$output/reward" "$output/ppo") compared=()
+if ((dpo)); then
+    stage dpo step step2_dpo_finetuning \
+        --model_name_or_path "$output/sft" --output_dir "$output/dpo" --seed "$seed" --dtype fp32 \
+        --data_path "$output/pairs/preferences.jsonl" --data_split 0,1,0 --eval_fraction 0.1 \
+        --max_seq_len $((max_prompt + max_answer)) --per_device_train_batch_size "$(per_device $reward_batch)" \
+        --per_device_eval_batch_size "$(per_device $reward_batch)" \
+        --learning_rate $dpo_lr --beta $dpo_beta --sft_coef $dpo_sft_coef --num_warmup_steps 10 --zero_stage 0
+    runs+=("$output/dpo") compared=(--dpo "$output/dpo")
+fi
+
 echo "== summary"
 python scripts/quickstart/summarize.py --output "$output" --sft "$output/sft" --ppo "$output/ppo" \
-    --prompts "$output/data/prompts_eval.jsonl" --reward_run "$output/reward" --stages "$output/stages" --seed "$seed"
-python scripts/report.py "$output/sft" "$output/reward" "$output/ppo" -o "$output/report.html"
+    --prompts "$output/data/prompts_eval.jsonl" --reward_run "$output/reward" --stages "$output/stages" --seed "$seed" "${compared[@]}"
+python scripts/report.py "${runs[@]}" -o "$output/report.html"
 
 cat <<TEXT
 

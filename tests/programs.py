@@ -24,6 +24,7 @@ TRAINING = Path(__file__).resolve().parents[1] / "training"
 MAINS = {
     "sft": TRAINING / "step1_supervised_finetuning" / "main.py",
     "reward": TRAINING / "step2_reward_model_finetuning" / "main.py",
+    "dpo": TRAINING / "step2_dpo_finetuning" / "main.py",
     "ppo": TRAINING / "step3_rlhf_finetuning" / "main.py",
 }
 GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -105,6 +106,7 @@ def _serve() -> None:
 
     import dschat.fit
     import dschat.rlhf.ppo_trainer
+    import dschat.rlhf.reference
     import dschat.rlhf.rlhf_engine  # noqa: F401
 
     for line in sys.stdin:

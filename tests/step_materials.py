@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 from dschat.data.chat_template import ensure_chat_template
 
-GLOBAL_BATCH = 8  # sequences of an optimizer step of SFT, pairs of the reward model, prompts of an iteration of PPO
+GLOBAL_BATCH = 8  # sequences of an optimizer step of SFT, pairs of step 2, prompts of an iteration of PPO
 
 
 def tiny_llama(architecture: type, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> Any:
@@ -99,7 +99,7 @@ def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero:
         }
     else:
         values |= {
-            "model_name_or_path": materials / ("actor" if step == "sft" else "reward"),
+            "model_name_or_path": materials / ("reward" if step == "reward" else "actor"),
             "data_path": materials / ("sft.jsonl" if step == "sft" else "pairs.jsonl"),
             "max_seq_len": 64,
             "per_device_train_batch_size": share // accumulation,

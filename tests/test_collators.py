@@ -4,7 +4,7 @@ import sys
 
 import torch
 
-from dschat.data.collators import collate_preferences, collate_prompts, collate_sft
+from dschat.data.collators import collate_preferences, collate_prompts, collate_sft, collate_unpaired
 
 PAD = 9  # also a real token in the rows below: masks must not come from ids
 
@@ -45,6 +45,25 @@ def test_preferences_are_chosen_then_rejected_in_one_batch():
     assert batch["loss_mask"].tolist() == [[f, f, t, t], [f, t, f, f], [f, f, t, f], [f, t, t, f]]
     assert batch["margin"].tolist() == [0.5, 0.0] and batch["margin"].dtype == torch.float32
     assert batch["pair_mask"].tolist() == [True, True]
+
+
+def test_unpaired_responses_come_with_the_mismatched_ones():
+    rows = [
+        {"input_ids": [1, 2, 3], "mismatched_ids": [1, 2, PAD, 4], "prompt_length": 2, "desirable": True},
+        {"input_ids": [5, PAD], "mismatched_ids": [5, 6], "prompt_length": 1, "desirable": False,
+         "ref_logprobs": [-1.5, -2.5]},
+    ]  # fmt: skip
+    batch = collate_unpaired(rows, pad_token_id=PAD, pad_to_multiple_of=1)
+    t, f = True, False
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [5, PAD, PAD]]
+    assert batch["loss_mask"].tolist() == [[f, f, t], [f, t, f]]
+    assert batch["mismatched_ids"].tolist() == [[1, 2, PAD, 4], [5, 6, PAD, PAD]]
+    assert batch["mismatched_attention_mask"].tolist() == [[t, t, t, t], [t, t, f, f]]
+    assert batch["mismatched_loss_mask"].tolist() == [[f, f, t, t], [f, t, f, f]]
+    assert batch["desirable"].tolist() == [t, f] and batch["row_mask"].tolist() == [t, t]
+    assert batch["ref_logprobs"].tolist() == [[0.0, 0.0], [-1.5, -2.5]]
+    empty = collate_unpaired([], pad_token_id=PAD, pad_to_multiple_of=1)
+    assert empty["row_mask"].tolist() == [f] and not empty["loss_mask"].any() and empty["attention_mask"].all()
 
 
 def test_an_empty_list_gives_a_row_that_counts_for_nothing():

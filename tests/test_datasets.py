@@ -61,6 +61,26 @@ def test_preference_rows_share_their_prompt_and_end_with_eos(tokenizer, tmp_path
     assert splits.train["margin"][:] == [0.0, 0.5, 1.0]
 
 
+def test_a_pair_serves_as_two_unpaired_rows_and_a_long_one_is_cut(tokenizer, tmp_path):
+    splits = build(
+        "unpaired", tokenizer, tmp_path, write_pairs(tmp_path / "pairs.jsonl", range(2)), phase=2, eval_fraction=0.0
+    )
+    assert len(splits.train) == 4 and splits.train["desirable"][:] == [True, False] * 2
+    for row, (number, answer) in zip(splits.train, [(0, "it is 1"), (0, "no"), (1, "it is 2"), (1, "no")], strict=True):
+        prompt = encode_prompt(tokenizer, [{"role": "user", "content": f"add {number} and 1"}])
+        assert row["input_ids"][: row["prompt_length"]] == prompt and row["length"] == len(row["input_ids"])
+        assert tokenizer.decode(row["input_ids"][len(prompt) :]) == f" {answer}</s>"
+    whole = splits.train[0]
+    response = whole["length"] - whole["prompt_length"]
+    shorter = build("unpaired", tokenizer, tmp_path, str(tmp_path / "pairs.jsonl"), phase=2, eval_fraction=0.0,
+                    max_tokens=whole["length"] - 2)  # fmt: skip
+    cut = shorter.train[0]
+    assert cut["length"] == whole["length"] - 2 and cut["prompt_length"] == whole["prompt_length"] - 2
+    assert (
+        cut["input_ids"][-response:] == whole["input_ids"][-response:] and cut["input_ids"][0] == tokenizer.bos_token_id
+    )
+
+
 def test_prompt_rows_keep_what_a_judge_needs(tokenizer, tmp_path):
     splits = build("prompt", tokenizer, tmp_path, str(DATA / "prompts.csv"), eval_fraction=0.0)
     second = splits.train[1]

@@ -20,7 +20,7 @@ from step_materials import flags, metrics_of, weights_of, write_materials
 from dschat import checkpoint
 from dschat.signals import SAVED
 
-FOLDERS = {"sft": [""], "reward": [""], "ppo": ["", "critic"]}
+FOLDERS = {"sft": [""], "reward": [""], "dpo": [""], "ppo": ["", "critic"]}
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +116,19 @@ def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run,
     [
         *(
             (step, f"update:TERM@{processes - 1}#2", {"zero": zero, "processes": processes})
-            for step in ("sft", "reward", "ppo")
+            for step in ("sft", "reward", "dpo", "ppo")
             for processes in (1, 2)
             for zero in (0, 2, 3)
         ),
         ("sft", "update:USR1@1#2", {"zero": 2, "processes": 2, "dropout": 0.1}),
         ("sft", "update:INT#2", {"zero": 3, "processes": 2}),
         ("reward", "update:TERM#1", {"zero": 0}),
+        ("dpo", "update:TERM#3", {"zero": 2, "preference_loss": "kto", "dropout": 0.1}),
+        (
+            "dpo",
+            "update:USR1@1#2",
+            {"zero": 3, "processes": 2, "lora_dim": 2, "only_optimize_lora": True, "reference": "adapters_off"},
+        ),
         ("ppo", "rollout:TERM#4", {"zero": 0}),
         ("ppo", "update:TERM#2", {"zero": 2, "actor_dropout": 0.1, "enable_ema": True}),
         ("ppo", "scoring:USR1@1#4", {"zero": 3, "processes": 2, "actor_dropout": 0.1}),

@@ -5,7 +5,7 @@ import torch
 from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier
 
 from dschat.models.causal_lm import TokenLogprobs
-from dschat.models.lora import add_lora, lora_targets, optimizer_groups
+from dschat.models.lora import add_lora, lora_targets, optimizer_groups, without_adapters
 from dschat.models.scalar_head import TokenScores
 
 
@@ -118,3 +118,20 @@ def test_groups_without_members_are_left_out():
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="no trainable parameter"):
         optimizer_groups(model, learning_rate=2.0)
+
+
+def test_without_adapters_the_model_is_what_it_was_and_comes_back_to_the_last_bit():
+    model = TokenLogprobs(tiny_causal_lm("llama"))
+    tokens, mask = left_and_right_padded()
+    plain = model(tokens, mask, mask)
+    add_lora(model, dim=2, module_name="all", only_optimize_lora=True, alpha=3.0)
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter)
+    adapted = model(tokens, mask, mask)
+    with without_adapters(model):
+        assert torch.equal(model(tokens, mask, mask), plain)
+    assert not torch.allclose(adapted, plain) and torch.equal(model(tokens, mask, mask), adapted)
+    with pytest.raises(KeyError), without_adapters(model):
+        raise KeyError
+    assert torch.equal(model(tokens, mask, mask), adapted), "also after an error"

@@ -20,6 +20,7 @@ from tests import recipe_memory as memory
 from tests.shell_commands import ROOT, Command, commands_in_text, commands_of, module_of, settings_in_text
 
 STEP1, STEP2, STEP3 = "step1_supervised_finetuning", "step2_reward_model_finetuning", "step3_rlhf_finetuning"
+DPO = "step2_dpo_finetuning"
 RECIPES = sorted(ROOT.glob("training/*/training_scripts/*/*/run_*.sh"))
 SHELL_SCRIPTS = sorted([*ROOT.glob("training/**/*.sh"), *ROOT.glob("scripts/**/*.sh"), ROOT / ".ci" / "run"])
 PIPELINES = [path for path in SHELL_SCRIPTS if path.parent.name == "scripts" and STEP3 in path.read_text()]
@@ -31,7 +32,7 @@ CHECKS = {STEP1: partial(one_model_problems, "sft"), STEP2: partial(one_model_pr
           STEP3: rlhf_problems}  # fmt: skip
 # Mistakes that begin so are about models and data that are not on this machine.
 ABOUT_FILES = ("--data_path ", "--model_name_or_path ", "--actor_model_name_or_path ", "--critic_model_name_or_path ",
-               "--reward_model_name_or_path ", "--reward ")  # fmt: skip
+               "--reward_model_name_or_path ", "--reward ", "--ref_model_name_or_path ")  # fmt: skip
 
 GPU_BYTES, USABLE = 80e9, 0.9  # the rest: CUDA, NCCL, DeepSpeed's buckets, fragmentation
 LARGER_GPU_BYTES = {f"{STEP3}/training_scripts/opt/multi_node/run_66b.sh": 180e9,
@@ -49,7 +50,8 @@ def recipe(path: Path, *more: str, folder: Path) -> Command:
 
 def problems_of(command: Command) -> list[str]:
     """What the program's own check finds, files apart. Raises SettingsError for what parsing finds."""
-    check = CHECKS[command.step] if command.program.name == "main.py" else module_of(command.program).check
+    own = command.step == DPO or command.program.name != "main.py"
+    check = module_of(command.program).check if own else CHECKS[command.step]
     return [problem for problem in check(*command.parsed()) if not problem.startswith(ABOUT_FILES)]
 
 
@@ -85,9 +87,10 @@ def test_recipe_fits_its_gpus(path, folder):
 
 
 def bytes_of(flags: dict, gpus: int) -> float:
-    """Step 1; step 2 too, whose sequences are twice the pairs."""
-    shape = memory.SHAPES[flags["model_name_or_path"].rsplit("/", 1)[-1].lower()]
-    sequences = flags["per_device_train_batch_size"] * (2 if "centering_coef" in flags else 1)
+    """Step 1; step 2 too, whose sequences are twice the pairs. DPO's reference is gone before the policy comes."""
+    path = flags["model_name_or_path"].removesuffix("/sft")  # DPO starts from what step 1 leaves
+    shape = memory.SHAPES[path.rsplit("/", 1)[-1].lower()]
+    sequences = flags["per_device_train_batch_size"] * (2 if {"centering_coef", "beta"} & flags.keys() else 1)
     assert bool(flags["lora_dim"]) == flags["only_optimize_lora"]
     return memory.trained(
         shape, stage=flags["zero_stage"], gpus=gpus, lora=flags["lora_dim"], offload=flags["offload"]
@@ -145,10 +148,12 @@ def test_memory_by_hand():
 def test_recipes_of_one_step_start_from_what_those_of_another_leave(folder):
     written: dict[str, set[str]] = {}
     wanted: dict[str, set[str]] = {"actor_model_name_or_path": set(), "reward_model_name_or_path": set()}
-    for path in RECIPES:
+    for path in sorted(RECIPES, key=lambda path: STEP1 not in path.parts):
         command = recipe(path, folder=folder)
         flags = {name: value for group in command.parsed() for name, value in vars(group).items()}
         written.setdefault(command.step, set()).add(flags["output_dir"])
+        if command.step == DPO:
+            assert flags["model_name_or_path"] in written[STEP1]
         for name in wanted:
             wanted[name] |= {flags[name]} if name in flags else set()
     assert wanted["actor_model_name_or_path"] <= written[STEP1]
@@ -166,15 +171,36 @@ def test_a_flag_of_the_user_wins_and_a_wrong_one_is_found(folder):
         recipe(path, "--actor_zero_stage", "4", folder=folder).parsed()
 
 
-@pytest.mark.parametrize("arguments_", [(), ("--short", "--fresh")], ids=["", "short"])
+@pytest.mark.parametrize("arguments_", [(), ("--short", "--fresh"), ("--dpo",)], ids=["", "short", "dpo"])
 @pytest.mark.parametrize("script", PIPELINES, ids=lambda path: path.name)
 def test_commands_of_pipeline_scripts_parse(script, arguments_, folder):
     if arguments_ and script.name != "quickstart.sh":
-        pytest.skip("only the quickstart has --short")
+        pytest.skip("only the quickstart has --short and --dpo")
     commands = commands_of(f'bash scripts/{script.name} --output "$PWD/made here" "$@"', *arguments_, folder=folder)
-    assert {command.step for command in commands} >= {STEP1, STEP2, STEP3}
+    from_rules = script.name == "chain_sum.sh"  # needs no reward model
+    wanted = {STEP1, STEP3} | (set() if from_rules else {STEP2}) | ({DPO} if "--dpo" in arguments_ else set())
+    assert {command.step for command in commands} == wanted
     for command in commands:
         assert problems_of(command) == []
+
+
+@pytest.mark.parametrize("reference", ["round", "first"])
+def test_rounds_of_iterative_dpo_hand_on_their_model(reference, folder):
+    (folder / "judge.py").touch()
+    commands = commands_of(
+        'bash scripts/iterative_dpo.sh --model sft --prompts p.jsonl --judge "$PWD/judge.py:judge" --rounds 2 "$@"',
+        "--output", str(folder / "out"), "--reference", reference, "--dpo_flags", "--beta 0.3", folder=folder,
+    )  # fmt: skip
+    assert [command.program.name for command in commands] == ["make_preferences.py", "main.py"] * 2
+    flags = [{name: v for group in c.parsed() for name, v in vars(group).items()} for c in commands]
+    for command in commands:
+        assert problems_of(command) == []
+    first, second = (str(folder / "out" / f"dpo-{number}") for number in (1, 2))
+    assert [f["model_name_or_path"] for f in flags] == ["sft", "sft", first, first]
+    assert [f["output_dir"] for f in flags[1::2]] == [first, second]
+    assert [f["ref_model_name_or_path"] for f in flags[1::2]] == ["sft", first if reference == "round" else "sft"]
+    assert flags[1]["data_path"] == [f"{flags[0]['output_dir']}/preferences.jsonl"] and flags[1]["beta"] == 0.3
+    assert flags[0]["seed"] != flags[2]["seed"], "a round asks anew"
 
 
 @pytest.mark.parametrize(("text", "line"), IN_TEXTS, ids=[f"{text}:{n}" for n, (text, _) in enumerate(IN_TEXTS)])
@@ -188,14 +214,14 @@ def test_commands_in_texts_parse(text, line, folder):
 
 
 def test_every_step_has_recipes_and_commands_in_its_text():
-    for step in (STEP1, STEP2, STEP3):
+    for step in (STEP1, STEP2, DPO, STEP3):
         assert {path.parent.name for path in RECIPES if step in path.parts} == {
             "single_gpu", "single_node", "multi_node"
         }  # fmt: skip
         assert sum(str(text).startswith(f"training/{step}") for text, _ in IN_TEXTS) >= 4
 
 
-@pytest.mark.parametrize("step", [STEP1, STEP2, STEP3])
+@pytest.mark.parametrize("step", [STEP1, STEP2, DPO, STEP3])
 def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
     of_launchers = {"config", "help", "num_accelerators", "num_gpus", "nproc_per_node"}
     groups = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]

@@ -52,6 +52,27 @@ PAIR = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "margin": None}
 
 
 @pytest.mark.parametrize(
+    ("row", "answers"),
+    [
+        ({"prompt": "a", "response": "b", "label": True}, [("b", True)]),
+        ({"prompt": [user("a")], "completion": [assistant("b")], "label": 0}, [("b", False)]),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, [("b", True), ("c", False)]),
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [("b", True), ("c", False)]),
+    ],
+)
+def test_unpaired_responses(row, answers):
+    assert parse_record(row, "unpaired") == {"prompt": [user("a")], "answers": answers}
+
+
+def test_unpaired_rows_need_a_label_that_says_yes_or_no():
+    with pytest.raises(MissingColumn, match="prompt \\+ response \\+ label"):
+        parse_record({"prompt": "a", "response": "b"}, "unpaired")
+    for label in ("true", 2, 0.5):
+        with pytest.raises(ValueError, match="neither true"):
+            parse_record({"prompt": "a", "response": "b", "label": label}, "unpaired")
+
+
+@pytest.mark.parametrize(
     "row",
     [
         {"prompt": "a", "chosen": "b", "rejected": "c"},

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 METRICS = {
     "sft": {"loss", "grad_norm", "learning_rate"},
     "reward": {"loss", "accuracy", "grad_norm", "learning_rate"},
+    "dpo": {"loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "grad_norm", "learning_rate"},
     "ppo": {
         "score", "reward", "kl", "entropy", "response_length", "ended_by_eos", "policy_loss", "value_loss",
         "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",

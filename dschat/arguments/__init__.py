@@ -8,6 +8,7 @@ from dschat.arguments.evaluation import EvaluationArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
 from dschat.arguments.ppo import PPOArguments
+from dschat.arguments.preference import PolicyArguments, PreferenceArguments
 from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
@@ -22,6 +23,8 @@ __all__ = [
     "OptimizerArguments",
     "PPOArguments",
     "PairArguments",
+    "PolicyArguments",
+    "PreferenceArguments",
     "RLHFModelArguments",
     "RewardArguments",
     "RewardModelArguments",
@@ -60,6 +63,7 @@ IDENTITY = frozenset(
         "reward_model_name_or_path",
         "reward",
         "normalize_rewards",
+        "ref_model_name_or_path",
         "actor_lora_dim",
         "critic_lora_dim",
         "only_optimize_lora",
@@ -69,6 +73,8 @@ IDENTITY = frozenset(
         "max_answer_seq_len",
         "train_on_prompt",
         "packing",
+        "preference_loss",
+        "length_normalized",
         "unsupervised_dataset_name",
         "lr_scheduler_type",
         "num_warmup_steps",

@@ -144,8 +144,7 @@ def _encoded_rows(
             if record is not None and seen is not None and _is_duplicate(record, seen):
                 report.add_dropped("duplicate")
                 record = None
-            encoded = None if record is None else _encode(record, row, first_index + index, encoder, report)
-            if encoded is not None and encoded.features is not None:
+            for encoded in [] if record is None else _encode(record, row, first_index + index, encoder, report):
                 report.add_kept(split, encoded.features["length"], cut=encoded.cut)
                 yield split, encoded
             if len(report.bad) > plan.max_bad_rows:
@@ -163,15 +162,17 @@ def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
 
 def _encode(
     record: Mapping[str, Any], row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport
-) -> Encoded | None:
+) -> list[Encoded]:
+    """The usable rows that come of a record; why others do not is noted in the report."""
     try:
-        encoded = encoder.encode(record, row.fields, row_index)
+        found = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
         report.add_bad(row.where, str(reason), missing_column=False)
-        return None
-    if encoded.features is None:
-        report.add_dropped(encoded.dropped)
-    return encoded
+        return []
+    for encoded in found:
+        if encoded.features is None:
+            report.add_dropped(encoded.dropped)
+    return [encoded for encoded in found if encoded.features is not None]
 
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:

@@ -52,8 +52,9 @@ def collate_preferences(
 
     Returns:
         input_ids: [2B, S] long, right-padded; attention_mask: [2B, S] bool; loss_mask: [2B, S] bool, True on the
-        response tokens (for DPO); margin: [B] float32, 0 where a row has none; pair_mask: [B] bool, False only for
-        the row that stands for an empty list.
+        response tokens (for DPO); margin: [B] float32, 0 where a row has none; ref_logprobs: [B, 2] float32, of chosen
+        and rejected under the reference, 0 where a row has none; pair_mask: [B] bool, False only for the row that
+        stands for an empty list.
     """
     pairs = features or [{"chosen_ids": [pad_token_id], "rejected_ids": [pad_token_id], "prompt_length": 1}]
     rows = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
@@ -66,8 +67,38 @@ def collate_preferences(
         "attention_mask": attention_mask,
         "loss_mask": attention_mask & after_prompt,
         "margin": torch.tensor([0.0 if margin is None else margin for margin in margins], dtype=torch.float32),
+        "ref_logprobs": _ref_logprobs(pairs),
         "pair_mask": torch.full((len(pairs),), len(features) > 0),
     }
+
+
+def collate_unpaired(features: Features, *, pad_token_id: int, pad_to_multiple_of: int = 8) -> dict[str, torch.Tensor]:
+    """Single responses, each beside one to another prompt.
+
+    Args:
+        features: rows with `input_ids`, `prompt_length`, `desirable`, and `mismatched_ids`: the same prompt with the
+            response of another row.
+
+    Returns:
+        input_ids: [B, S] long, right-padded; attention_mask: [B, S] bool; loss_mask: [B, S] bool, True on the response;
+        mismatched_ids, mismatched_attention_mask, mismatched_loss_mask: the same of the other response, [B, S'];
+        desirable: [B] bool; ref_logprobs: [B, 2] float32, of both responses under the reference, 0 where a row has
+        none; row_mask: [B] bool, False only for the row that stands for an empty list.
+    """
+    nothing = {"input_ids": [pad_token_id], "mismatched_ids": [pad_token_id], "prompt_length": 1, "desirable": False}
+    rows = features or [nothing]
+    prompt_length = torch.tensor([row["prompt_length"] for row in rows])
+    batch = {
+        "desirable": torch.tensor([row["desirable"] for row in rows]),
+        "ref_logprobs": _ref_logprobs(rows),
+        "row_mask": torch.full((len(rows),), len(features) > 0),
+    }
+    for name, prefix in (("input_ids", ""), ("mismatched_ids", "mismatched_")):
+        ids, attention_mask = _pad_right([row[name] for row in rows], pad_token_id, pad_to_multiple_of)
+        after_prompt = torch.arange(ids.shape[1]) >= prompt_length[:, None]
+        batch |= {name: ids, f"{prefix}attention_mask": attention_mask}
+        batch[f"{prefix}loss_mask"] = attention_mask & after_prompt
+    return batch
 
 
 def collate_prompts(features: Features) -> dict[str, list]:
@@ -83,6 +114,11 @@ def collate_prompts(features: Features) -> dict[str, list]:
         "messages": [json.loads(feature["prompt_text"]) for feature in features],
         "rows": [json.loads(feature["row"]) for feature in features],
     }
+
+
+def _ref_logprobs(rows: Features) -> torch.Tensor:
+    """[B, 2] float32; see dschat.rlhf.reference."""
+    return torch.tensor([row.get("ref_logprobs") or (0.0, 0.0) for row in rows], dtype=torch.float32)
 
 
 def _pad_right(

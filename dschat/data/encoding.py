@@ -28,6 +28,9 @@ FEATURES = {
             "length": Value("int32"),
         }
     ),
+    "unpaired": Features(
+        {"input_ids": _IDS, "prompt_length": Value("int32"), "desirable": Value("bool"), "length": Value("int32")}
+    ),
     "prompt": Features(
         {
             "input_ids": _IDS,
@@ -84,11 +87,16 @@ class Encoder:
         end_id = end_of_turn_id(tokenizer)
         return cls(kind, tokenizer, max_tokens, overlong == "drop", train_on_prompt, end_id)
 
-    def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
-        """Args: record: of parse_record; row: the whole row, its number. Raises ValueError for a bad row."""
+    def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> list[Encoded]:
+        """What becomes of a row: one Encoded, or two of a pair that serves as unpaired responses.
+
+        Args: record: of parse_record; row: the whole row, its number. Raises ValueError for a bad row.
+        """
         if self.kind == "prompt":
-            return self._encode_prompt(record, row, row_index)
-        return self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)
+            return [self._encode_prompt(record, row, row_index)]
+        if self.kind == "unpaired":
+            return [self._encode_unpaired(record, *answer) for answer in record["answers"]]
+        return [self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)]
 
     def _encode_prompt(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
         ids = encode_prompt(self.tokenizer, record["prompt"], tools=record.get("tools"))
@@ -139,7 +147,7 @@ class Encoder:
         return ids[: self.max_tokens], mask[: self.max_tokens]
 
     def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
-        prompt, chosen, rejected = self._pair(record)
+        prompt, chosen, rejected = self._answered(record, record["chosen"], record["rejected"])
         longest = max(len(chosen), len(rejected))
         cut = len(prompt) + longest > self.max_tokens
         if cut and self.drop_overlong:
@@ -159,17 +167,30 @@ class Encoder:
         }
         return Encoded(features, cut)
 
-    def _pair(self, record: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
-        """Ids of the prompt and of the two responses, each with its end-of-turn token."""
-        prompt = encode_prompt(self.tokenizer, record["prompt"], tools=record.get("tools"))
+    def _encode_unpaired(self, record: Mapping[str, Any], answer: str, desirable: bool) -> Encoded:
+        prompt, response = self._answered(record, answer)
+        cut = len(prompt) + len(response) > self.max_tokens
+        if cut and self.drop_overlong:
+            return Encoded(None, dropped="too long")
+        if cut:
+            room = self._prompt_room(len(prompt), len(response))
+            prompt = cut_left(prompt, room, bos_token_id=self.tokenizer.bos_token_id)
+        ids = (prompt + response)[: self.max_tokens]
+        features = {"input_ids": ids, "prompt_length": len(prompt), "desirable": desirable, "length": len(ids)}
+        return Encoded(features, cut)
+
+    def _answered(self, record: Mapping[str, Any], *answers: str) -> list[list[int]]:
+        """Ids of the record's prompt and of each answer to it, these with their end-of-turn token."""
+        tools = record.get("tools")
+        prompt = encode_prompt(self.tokenizer, record["prompt"], tools=tools)
         if not prompt:
             raise ValueError("the prompt has no tokens")
-        answers = []
-        for name in ("chosen", "rejected"):
-            messages = [*record["prompt"], {"role": "assistant", "content": record[name]}]
-            ids, _ = encode_conversation(self.tokenizer, messages, end_id=self.end_id, tools=record.get("tools"))
-            answers.append(ids[len(prompt) :])  # encode_conversation keeps the prompt's ids as they are
-        return prompt, answers[0], answers[1]
+        found = [prompt]
+        for answer in answers:
+            conversation = [*record["prompt"], {"role": "assistant", "content": answer}]
+            ids, _ = encode_conversation(self.tokenizer, conversation, end_id=self.end_id, tools=tools)
+            found.append(ids[len(prompt) :])  # encode_conversation keeps the prompt's ids as they are
+        return found
 
     def _prompt_room(self, prompt: int, response: int) -> int:
         """Tokens left for a prompt that is too long with its response: what the response leaves over.

@@ -1,11 +1,12 @@
 """A row of a file → plain messages, or a short reason why it cannot be used.
 
-Three kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response) and
-a prompt, so that one file can feed all three steps.
+Four kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response), a
+prompt, and two unpaired responses, so that one file can feed all three steps.
 
     prompt      prompt | messages (without its last answer) | chosen + rejected (what they share)
     sft         messages | prompt + response | prompt + chosen | text
     preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin]
+    unpaired    prompt + response (or completion) + label (true: desirable) | a preference row, as two
 
 Beside them may stand `system` (put before the messages, unless they begin with a system prompt) and `tools` (for the
 chat template). A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user
@@ -23,12 +24,13 @@ from typing import Any
 
 from .chat_template import Message
 
-KINDS = ("prompt", "sft", "preference")
+KINDS = ("prompt", "sft", "preference", "unpaired")
 ROLES = ("system", "user", "assistant", "tool")
 COLUMNS = {
     "prompt": "prompt, or messages",
     "sft": "messages, or prompt + response, or text",
     "preference": "prompt + chosen + rejected",
+    "unpaired": "prompt + response + label, or prompt + chosen + rejected",
 }
 
 
@@ -41,8 +43,9 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
 
     Returns:
         "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
-        "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}. And "tools": a list
-        of dicts, where the row has some.
+        "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
+        "unpaired": {"prompt": messages, "answers": [(str, whether it is desirable), ...]}: one, or two of a pair.
+        And "tools": a list of dicts, where the row has some.
 
     Raises:
         MissingColumn: the columns of this kind are not there.
@@ -50,8 +53,9 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
-    reader = {"prompt": _prompt_record, "sft": _sft_record, "preference": _preference_record}[kind]
-    record = reader(row)
+    readers = {"prompt": _prompt_record, "sft": _sft_record, "preference": _preference_record,
+               "unpaired": _unpaired_record}  # fmt: skip
+    record = readers[kind](row)
     for name in ("prompt", "messages"):
         if name in record:
             record[name] = _with_system(row.get("system"), record[name])
@@ -113,6 +117,19 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
         "rejected": _answer(row["rejected"], "rejected", prompt),
         "margin": _margin(row.get("margin")),
     }
+
+
+def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
+    answer = next((name for name in ("response", "completion") if _has(row, name)), None)
+    if answer and _has(row, "prompt", "label"):
+        if row["label"] not in (0, 1):
+            raise ValueError(f"label {row['label']!r} is neither true (desirable) nor false")
+        prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
+        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
+    if _has(row, "chosen", "rejected"):
+        pair = _preference_record(row)
+        return {"prompt": pair["prompt"], "answers": [(pair["chosen"], True), (pair["rejected"], False)]}
+    raise _missing(row, "unpaired")
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -98,6 +99,24 @@ def _seed_adapters(model: PreTrainedModel) -> None:
             for a in layer.lora_A.values():
                 bound = a.in_features**-0.5
                 a.weight.copy_((2 * torch.rand(a.weight.shape, generator=generator) - 1) * bound)
+
+
+@contextmanager
+def without_adapters(module: nn.Module) -> Iterator[None]:
+    """Inside, the model answers as if it had no adapters: their strength is 0; on exit it is what it was.
+
+    Their layers still run, so that ZeRO-3 gathers the same parameters in the same order as ever, and W x + 0 · B A x is
+    W x to the last bit.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    strengths = [dict(layer.scaling) for layer in layers]
+    try:
+        for layer in layers:
+            layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
+        yield
+    finally:
+        for layer, strength in zip(layers, strengths, strict=True):
+            layer.scaling.update(strength)
 
 
 def optimizer_groups(

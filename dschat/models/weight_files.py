@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pickle
 import zipfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig
 
 # What DeepSpeed's checkpoints name beside what torch itself allows. Everything else could run code when it is loaded.
 HARMLESS = frozenset(
@@ -44,6 +46,20 @@ def weight_problems(folder: str | Path) -> list[str]:
         for path in sorted(folder.glob("pytorch_model*.bin")):
             problems += pickle_problems(path)
     return problems
+
+
+def weights_digest(path: str) -> str:
+    """A name of a model's weights and configuration: the content of a folder's files, the commit of a hub name."""
+    if not Path(path).is_dir():
+        return f"{path}@{AutoConfig.from_pretrained(path)._commit_hash}"
+    digest = hashlib.sha256()
+    for file in sorted(Path(path).iterdir()):
+        if file.name == "config.json" or file.suffix in (".safetensors", ".bin"):
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as content:
+                while block := content.read(1 << 24):
+                    digest.update(block)
+    return digest.hexdigest()
 
 
 def pickle_problems(path: Path) -> list[str]:

@@ -83,9 +83,12 @@ def stage_seconds(folder: Path) -> dict[str, int]:
 def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
     for row, sft, ppo in list(zip(rows, before, after, strict=True))[:SHOWN]:
         print(f"\n  {row['prompt']}\n    SFT: {sft}\n    PPO: {ppo}")
-    print("\n                     SFT     PPO    (held-out prompts, sampled at temperature 1)")
-    print(f"  gold reward     {summary['gold_reward_sft']:6.3f}  {summary['gold_reward_ppo']:6.3f}")
-    print(f"  accuracy        {summary['accuracy_sft']:6.3f}  {summary['accuracy_ppo']:6.3f}")
+    models = [name for name in ("sft", "ppo", "dpo") if f"accuracy_{name}" in summary]
+    head = "  ".join(f"{name.upper():>6}" for name in models)
+    print(f"\n                  {head}    (held-out prompts, sampled at temperature 1)")
+    for title, figure in (("gold reward", "gold_reward"), ("accuracy", "accuracy")):
+        cells = "  ".join(f"{summary[f'{figure}_{name}']:6.3f}" for name in models)
+        print(f"  {title:<14}  {cells}")
     known = summary["reward_model_accuracy"]
     print(f"  reward model's pair accuracy: {'unknown' if known is None else f'{known:.3f}'}")
     print(f"  seconds: {', '.join(f'{name} {seconds}' for name, seconds in summary['seconds'].items())}\n")
@@ -96,6 +99,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder for summary.json")
     parser.add_argument("--sft", type=Path, required=True, help="exported model of step 1")
     parser.add_argument("--ppo", type=Path, required=True, help="exported actor of step 3")
+    parser.add_argument("--dpo", type=Path, help="exported model of step2_dpo_finetuning, if there is one")
     parser.add_argument("--prompts", type=Path, required=True, help="jsonl with held-out prompts and their answers")
     parser.add_argument("--reward_run", type=Path, required=True, help="output folder of step 2")
     parser.add_argument("--stages", type=Path, required=True, help="folder with the stamps of the stages")
@@ -108,6 +112,9 @@ def main() -> None:
     ppo, after = exam(options.ppo, rows, samples=options.samples, seed=options.seed)
     figures = {f"{name}_sft": round(value, 4) for name, value in sft.items()}
     figures |= {f"{name}_ppo": round(value, 4) for name, value in ppo.items()}
+    if options.dpo:
+        dpo, _ = exam(options.dpo, rows, samples=options.samples, seed=options.seed)
+        figures |= {f"{name}_dpo": round(value, 4) for name, value in dpo.items()}
     summary = figures | {
         "reward_model_accuracy": reward_model_accuracy(options.reward_run),
         "prompts": len(rows),

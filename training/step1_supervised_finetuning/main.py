@@ -60,7 +60,7 @@ def main() -> None:
         count=lambda batch: batch["loss_mask"].sum(),
         loss_of=loss_of,
         evaluation=evaluation,
-        prepare=choose_packing if supervised.packing else None,
+        verify=choose_packing if supervised.packing else None,
     )
 
     def load(config: dict[str, Any]) -> TokenLogprobs:

@@ -1,6 +1,5 @@
 """Step 2: a reward model, trained on pairs of a chosen and a rejected response."""
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from dschat.command_line import parse
 from dschat.data.collators import collate_preferences
 from dschat.deepspeed_config import DTYPES
 from dschat.engines import Metrics
-from dschat.fit import Batch, Objective, fit
+from dschat.fit import Batch, Objective, evaluation_means, fit
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
 from dschat.models.weights import export_model
@@ -42,11 +41,6 @@ def pairwise(
     )
 
 
-def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
-    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
-    return {"eval_loss": means.pop("loss"), **means, "pairs": sums["count"]}
-
-
 def main() -> None:
     # Set up
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "preference"))
@@ -58,7 +52,7 @@ def main() -> None:
         collate=partial(collate_preferences, pad_token_id=tokenizer.pad_token_id),
         count=lambda batch: batch["pair_mask"].sum(),
         loss_of=partial(pairwise, centering_coef=reward.centering_coef),
-        evaluation=evaluation,
+        evaluation=partial(evaluation_means, counted="pairs"),
     )
 
     def load(config: dict[str, Any]) -> TokenScores:

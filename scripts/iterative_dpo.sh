@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Iterative DPO: rounds of pairs sampled from the newest model and judged, then preference optimisation on them.
+# Run again, it skips what is done.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: bash scripts/iterative_dpo.sh --model DIR --prompts FILE --judge FILE.py:FUNCTION [OPTION ...]
+
+  --model DIR          the model of the first round, usually step 1's export
+  --prompts FILE       rows with a prompt, and what the judge reads
+  --judge F.py:NAME    scores answers: see training/step2_reward_model_finetuning/README.md
+  --output DIR         where everything goes (default output/iterative_dpo); a finished stage is not run again
+  --rounds N           how many rounds (default 3)
+  --reference WHICH    round: what the round starts from (default); first: --model, in every round
+  --seed N             seed of the training; the answers of round R are sampled with N + R (default 1)
+  --dtype TYPE         bf16 or fp32 (default bf16)
+  --max_prompt N       longest prompt, in tokens (default 256)
+  --max_answer N       longest answer (default 256)
+  --samples N          answers to each prompt (default 4)
+  --pairs N            at most so many pairs of them (default 2)
+  --batch N            pairs of an optimizer step, over all processes (default 64)
+  --processes N        processes of the training (default: the GPUs of this machine, else 1)
+  --fresh              start over
+
+Anything else for the two programs, for instance --dpo_flags "--beta 0.3 --learning_rate 5e-7":
+  --pair_flags "..."   --dpo_flags "..."
+
+The models are OUTPUT/dpo-1, OUTPUT/dpo-2, ...; the pairs OUTPUT/pairs-1, ...
+TEXT
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+declare -A option=(
+    [model]="" [prompts]="" [judge]="" [output]=$root/output/iterative_dpo [rounds]=3 [reference]=round [seed]=1
+    [dtype]=bf16 [max_prompt]=256 [max_answer]=256 [samples]=4 [pairs]=2 [batch]=64 [processes]=""
+    [pair_flags]="" [dpo_flags]=""
+)
+fail() { echo "iterative_dpo: $1" >&2; exit 2; }
+fresh=0
+while (($#)); do
+    name=${1#--}
+    case $1 in
+        --fresh) fresh=1 ;;
+        -h | --help) usage; exit 0 ;;
+        *)
+            [[ $1 == --* && -n ${option[$name]+known} ]] || fail "unknown option '$1' (--help lists them)"
+            (($# > 1)) || fail "$1 wants a value"
+            option[$name]=$2
+            shift
+            ;;
+    esac
+    shift
+done
+for name in model prompts judge; do
+    [[ -n ${option[$name]} ]] || fail "--$name is needed (--help says what it is)"
+done
+for name in rounds seed max_prompt max_answer samples pairs batch; do
+    [[ ${option[$name]} =~ ^[0-9]+$ ]] || fail "--$name ${option[$name]}: wants a whole number"
+done
+[[ ${option[reference]} =~ ^(round|first)$ ]] || fail "--reference ${option[reference]}: choose round or first"
+# Paths are the caller's; the programs run from the root of the repository.
+for name in model prompts judge; do
+    [[ ! -e ${option[$name]%%:*} ]] || option[$name]=$(realpath "${option[$name]%%:*}")${option[$name]#"${option[$name]%%:*}"}
+done
+mkdir -p "${option[output]}"
+output=$(cd "${option[output]}" && pwd)
+
+bin=$(bash "$root/scripts/install.sh")
+export PATH="$bin:$PATH" TOKENIZERS_PARALLELISM=false
+cd "$root"
+source scripts/stages.sh
+processes=${option[processes]:-$((devices > 0 ? devices : 1))}
+((option[batch] % processes == 0)) || fail "--batch ${option[batch]} is cut over $processes processes: choose a multiple"
+read -ra pair_flags <<<"${option[pair_flags]}"
+read -ra dpo_flags <<<"${option[dpo_flags]}"
+((!fresh)) || rm -rf "$output"/{pairs-*,dpo-*,stages,logs}
+
+model=${option[model]}
+for ((round = 1; round <= option[rounds]; round++)); do
+    stage "pairs-$round" python training/step2_reward_model_finetuning/make_preferences.py \
+        --model_name_or_path "$model" --output_dir "$output/pairs-$round" --seed $((option[seed] + round)) \
+        --data_path "${option[prompts]}" --judge "${option[judge]}" --eval_fraction 0 --dtype "${option[dtype]}" \
+        --max_prompt_seq_len "${option[max_prompt]}" --max_answer_seq_len "${option[max_answer]}" \
+        --num_samples_per_prompt "${option[samples]}" --pairs_per_prompt "${option[pairs]}" "${pair_flags[@]}"
+
+    reference=$model
+    [[ ${option[reference]} == round ]] || reference=${option[model]}
+    stage "dpo-$round" step step2_dpo_finetuning \
+        --model_name_or_path "$model" --ref_model_name_or_path "$reference" --output_dir "$output/dpo-$round" \
+        --seed "${option[seed]}" --data_path "$output/pairs-$round/preferences.jsonl" --dtype "${option[dtype]}" \
+        --max_seq_len $((option[max_prompt] + option[max_answer])) \
+        --per_device_train_batch_size $((option[batch] / processes)) \
+        --per_device_eval_batch_size $((option[batch] / processes)) "${dpo_flags[@]}"
+    model=$output/dpo-$round
+done
+
+mapfile -t runs < <(seq -f "$output/dpo-%g" "${option[rounds]}")
+python scripts/report.py "${runs[@]}" -o "$output/report.html"
+echo "The model of the last round: $model; the curves of all: $output/report.html"

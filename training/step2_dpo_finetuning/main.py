@@ -1,0 +1,102 @@
+"""Step 2, without a reward model: preference optimisation of a causal language model (DPO and its relatives)."""
+
+from functools import partial
+from typing import Any
+
+from dschat import arguments, launch
+from dschat.command_line import parse, settings_of_user
+from dschat.data.mismatched import with_mismatched
+from dschat.deepspeed_config import DTYPES
+from dschat.fit import fit
+from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
+from dschat.models.weights import export_model
+from dschat.rlhf.preference import SCORES, preference_objective
+from dschat.rlhf.reference import with_reference_logprobs
+from dschat.set_up import data_options, load_splits, model_problems, one_model_problems, start
+
+GROUPS = (
+    arguments.PolicyArguments,
+    arguments.PreferenceArguments,
+    arguments.DataArguments,
+    arguments.OptimizerArguments,
+    arguments.LoraArguments,
+    arguments.DeviceArguments,
+    arguments.RunArguments,
+)
+
+
+def check(
+    model: arguments.PolicyArguments, preference: arguments.PreferenceArguments, data: arguments.DataArguments,
+    optimizer: arguments.OptimizerArguments, lora: arguments.LoraArguments, *others: Any,
+) -> list[str]:  # fmt: skip
+    """What cannot work: step 1's and 2's mistakes, and a reference that moves or does not fit."""
+    problems = one_model_problems(preference.kind, model, preference, data, optimizer, lora, *others)
+    moves = not (model.lora_dim and lora.only_optimize_lora)
+    if preference.reference == "adapters_off" and not preference.reference_free and moves:
+        problems.append(
+            "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
+            "and a rank --lora_dim, or take --reference precompute"
+        )
+    if preference.ref_model_name_or_path:
+        problems += model_problems(
+            "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
+            lengths=f"--max_seq_len {model.max_seq_len}",
+        )  # fmt: skip
+    return problems
+
+
+def warn(_model: arguments.PolicyArguments, preference: arguments.PreferenceArguments, *_: Any) -> list[str]:
+    warnings = []
+    if preference.preference_loss == "simpo" and preference.beta < 1:
+        warnings.append(
+            f"--beta {preference.beta} with --preference_loss simpo, which multiplies mean log-probs by it: 2 to 10 "
+            "is usual"
+        )
+    if preference.preference_loss == "robust" and not preference.label_smoothing:
+        warnings.append("--preference_loss robust without --label_smoothing is --preference_loss dpo")
+    return warnings
+
+
+def main() -> None:
+    # Set up
+    groups = parse(GROUPS, description=__doc__, check=check, warn=warn)
+    model, preference, data, optimizer, lora, devices, run = groups
+    start(run, devices)
+    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    options = data_options(data, run, max_tokens=model.max_seq_len, phase=2)
+    splits = load_splits(preference.kind, tokenizer, options)
+    objective = preference_objective(preference, pad_token_id=tokenizer.pad_token_id)
+
+    def load(config: dict[str, Any], *, path: str, frozen: bool) -> TokenLogprobs:
+        network = load_causal_lm(
+            path,
+            dtype=DTYPES[devices.dtype],
+            tokenizer=tokenizer,
+            dropout=0.0 if frozen else model.dropout,
+            gradient_checkpointing=devices.gradient_checkpointing and not frozen,
+            deepspeed_config=config,
+        )
+        return TokenLogprobs(network)
+
+    if preference.kind == "unpaired":
+        with settings_of_user():
+            splits = with_mismatched(splits, max_tokens=model.max_seq_len)
+    if preference.reference == "precompute" and not preference.reference_free:
+        path = preference.ref_model_name_or_path or model.model_name_or_path
+        splits = with_reference_logprobs(
+            splits, objective, score=SCORES[preference.kind], load=partial(load, path=path, frozen=True), path=path,
+            folder=options.output_path, model=model, optimizer=optimizer, devices=devices, run=run,
+        )  # fmt: skip
+
+    # Fit and evaluate
+    engine = fit(
+        "step2_dpo_finetuning", splits, objective, load=partial(load, path=model.model_name_or_path, frozen=False),
+        groups=groups, model=model, optimizer=optimizer, lora=lora, devices=devices, run=run,
+    )  # fmt: skip
+
+    # Export
+    export_model(engine.module.model, run.output_dir, tokenizer)
+
+
+if __name__ == "__main__":
+    launch.run(main)
