@@ -9,13 +9,16 @@ import deepspeed
 import torch
 from datasets import Dataset
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments, checkpoint, failpoint, launch, signals, watchdog
+from dschat.best import Best
 from dschat.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
 from dschat.engines import Metrics, optimizer_step, sum_metrics
 from dschat.health import Health
+from dschat.models.weights import export_model
 from dschat.saving import Saving
 from dschat.set_up import build_trainable, open_log, order_of_rows
 
@@ -67,6 +70,7 @@ def fit(
     devices: arguments.DeviceArguments,
     run: arguments.RunArguments,
     groups: tuple,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> deepspeed.DeepSpeedEngine:
     """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
 
@@ -74,6 +78,7 @@ def fit(
         name: of the step, for log and console.
         load: DeepSpeed configuration → the network.
         groups: every argument group, for run.json.
+        tokenizer: exported with the best model.
     """
     batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
     with settings_of_user():
@@ -110,10 +115,13 @@ def fit(
         )
         if values:
             log.metrics(step, values, phase="eval")
+            with settings_of_user():
+                best.see(step, values, lambda folder: export_model(engine.module.model, folder, tokenizer))
 
     with signals.noted() as received:
         saving = Saving(run, {"model": engine}, log, received, device=engine.device)
         health = Health(run, log, state.get("health"))
+        best = Best(run, log, state.get("best"))
         if first == 0:
             evaluate(0)
         for step in range(first, total):
@@ -125,7 +133,8 @@ def fit(
             health.see(done, metrics, skipped=["skipped_updates" in metrics])
             if done == total or (run.eval_interval and done % run.eval_interval == 0):
                 evaluate(done)
-            saving.boundary(done, {"step": done, "health": health.state} | order, last=done == total)
+            state = {"step": done, "health": health.state, "best": best.state}
+            saving.boundary(done, state | order, last=done == total)
         saving.finish()
     log.close()
     return engine

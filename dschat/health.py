@@ -56,7 +56,7 @@ class Health:
         if any(skipped):
             self.log.say(
                 f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
-                "a gradient was not finite; the models are as they were"
+                "a gradient was not finite, or there was nothing to learn from; the models are as they were"
             )
         for one in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0

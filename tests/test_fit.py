@@ -92,6 +92,6 @@ def test_too_few_rows_are_refused_before_a_model_is_loaded(tmp_path):
             "paint", DataSplits(train=rows(), eval=rows(), report=None), objective(), load=load, groups=(),
             model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
             optimizer=arguments.OptimizerArguments(gradient_accumulation_steps=3), lora=arguments.LoraArguments(),
-            devices=arguments.DeviceArguments(), run=arguments.RunArguments(output_dir=str(tmp_path)),
+            devices=arguments.DeviceArguments(), run=arguments.RunArguments(output_dir=str(tmp_path)), tokenizer=None,
         )  # fmt: skip
     assert type(caught.value).__name__ == "SettingsError" and launch.world_size() == 1

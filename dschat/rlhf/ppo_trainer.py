@@ -161,6 +161,8 @@ class DeepSpeedPPOTrainer:
         size = self.ppo.per_device_training_batch_size
         parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
+        if not counts.tokens and not unsupervised:  # momentum alone must not move the models
+            return {"skipped_updates": 1.0}
         metrics = {} if freeze_actor else self._step_of_actor(parts, unsupervised, counts)
         if self.engine.critic is not None:
             metrics = self._step_of_critic(parts, counts) | metrics

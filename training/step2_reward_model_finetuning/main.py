@@ -68,7 +68,7 @@ def main() -> None:
 
     # Fit and evaluate
     engine = fit(
-        "step2_reward_model_finetuning", splits, objective, load=load, groups=groups,
+        "step2_reward_model_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
         model=model, optimizer=optimizer, lora=lora, devices=devices, run=run,
     )  # fmt: skip
 

@@ -1,0 +1,56 @@
+"""scripts/chain_sum: worked sums are right, exams ask nothing that was practised, the chat template loses one block."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("reasoning_gym", reason="the extra reasoning is not installed")
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path[:0] = [str(SCRIPTS / "chain_sum"), str(SCRIPTS / "smollm2")]
+
+from exam import seen_prompts, unseen_sums  # noqa: E402
+from prepare_model import without_system_prompt  # noqa: E402
+from worked_sums import worked  # noqa: E402
+
+
+def test_a_sum_is_worked_one_step_a_line():
+    assert worked("4 - 1") == "4 - 1 = 3"
+    assert worked("4 - 9 + 12 - 0") == "4 - 9 = -5\n-5 + 12 = 7\n7 - 0 = 7"
+
+
+def test_rows_ask_what_reasoning_gym_asks_and_every_line_is_true(tmp_path):
+    program = [sys.executable, str(SCRIPTS / "chain_sum" / "worked_sums.py"), "--output", str(tmp_path)]
+    subprocess.run([*program, "--rows", "200", "--max_terms", "4", "--max_digits", "2"], check=True)
+    rows = [json.loads(line) for line in (tmp_path / "sft.jsonl").open()]
+    assert len(rows) == 200
+    for row in rows:
+        asked = row["prompt"].partition(": ")[2].removesuffix(" =")
+        lines = row["response"].split("\n")
+        assert len(lines) == len(asked.split()) // 2
+        assert all(eval(left) == int(right) for left, right in (line.split(" = ") for line in lines))
+        assert eval(asked) == int(lines[-1].split(" = ")[1])
+
+
+def test_exams_ask_only_what_no_stage_has_shown(tmp_path):
+    first = [entry["question"] for entry in unseen_sums(4, 30, set())]
+    assert len(set(first)) == 30
+    (tmp_path / "data").mkdir()
+    (tmp_path / "level1").mkdir()
+    (tmp_path / "data" / "sft.jsonl").write_text(json.dumps({"prompt": first[0], "response": ""}) + "\n")
+    shown = [{"phase": "train", "prompt": first[1]}, {"phase": "eval", "prompt": first[2]}]
+    (tmp_path / "level1" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in shown))
+    seen = seen_prompts(tmp_path)
+    assert seen == set(first[:2])
+    again = [entry["question"] for entry in unseen_sums(4, 28, seen)]
+    assert again == first[2:]
+
+
+def test_a_template_loses_its_system_prompt_and_nothing_else():
+    turns = "{% for message in messages %}%s{{ message['content'] }}{% endfor %}"
+    block = "{% if loop.first and messages[0]['role'] != 'system' %}{{ 'You are\nhelpful' }}{% endif %}"
+    assert without_system_prompt(turns.replace("%s", block)) == turns.replace("%s", "")
+    with pytest.raises(ValueError, match="adds no system prompt"):
+        without_system_prompt(turns.replace("%s", ""))
