@@ -21,26 +21,8 @@ TEXT
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 declare -A option=([output]=$root/output/chain_sum [seed]=1 [processes]="" [sft_steps]=40 [iterations]=40 [rl_flags]="")
-fresh=0
-while (($#)); do
-    name=${1#--}
-    case $1 in
-        --fresh) fresh=1 ;;
-        -h | --help) usage; exit 0 ;;
-        *)
-            [[ $1 == --* && -n ${option[$name]+known} ]] || { echo "chain_sum: unknown option '$1' (--help lists them)" >&2; exit 2; }
-            (($# > 1)) || { echo "chain_sum: $1 wants a value" >&2; exit 2; }
-            option[$name]=$2
-            shift
-            ;;
-    esac
-    shift
-done
-for name in seed sft_steps iterations; do
-    [[ ${option[$name]} =~ ^[0-9]+$ ]] || { echo "chain_sum: --$name ${option[$name]}: wants a whole number" >&2; exit 2; }
-done
-mkdir -p "${option[output]}"
-output=$(cd "${option[output]}" && pwd)
+numbers=(seed sft_steps iterations)
+source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
 
 bin=$(bash "$root/scripts/install.sh" smollm2 reasoning)
@@ -49,7 +31,7 @@ cd "$root"
 source scripts/stages.sh
 
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-((16 % processes == 0)) || { echo "chain_sum: --processes $processes: 16 sums are shared by 1, 2, 4, 8 or 16" >&2; exit 2; }
+((16 % processes == 0)) || fail "--processes $processes: 16 sums are shared by 1, 2, 4, 8 or 16"
 read -ra rl_flags <<<"${option[rl_flags]}"
 ((!fresh)) || rm -rf "$output"/{model,data,sft,level1,level2,level3,stages,logs,summary.json,report.html}
 

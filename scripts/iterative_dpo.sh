@@ -36,35 +36,16 @@ declare -A option=(
     [dtype]=bf16 [max_prompt]=256 [max_answer]=256 [samples]=4 [pairs]=2 [batch]=64 [processes]=""
     [pair_flags]="" [dpo_flags]=""
 )
-fail() { echo "iterative_dpo: $1" >&2; exit 2; }
-fresh=0
-while (($#)); do
-    name=${1#--}
-    case $1 in
-        --fresh) fresh=1 ;;
-        -h | --help) usage; exit 0 ;;
-        *)
-            [[ $1 == --* && -n ${option[$name]+known} ]] || fail "unknown option '$1' (--help lists them)"
-            (($# > 1)) || fail "$1 wants a value"
-            option[$name]=$2
-            shift
-            ;;
-    esac
-    shift
-done
+numbers=(rounds seed max_prompt max_answer samples pairs batch)
+source "$root/scripts/options.sh" "$@"
 for name in model prompts judge; do
     [[ -n ${option[$name]} ]] || fail "--$name is needed (--help says what it is)"
-done
-for name in rounds seed max_prompt max_answer samples pairs batch; do
-    [[ ${option[$name]} =~ ^[0-9]+$ ]] || fail "--$name ${option[$name]}: wants a whole number"
 done
 [[ ${option[reference]} =~ ^(round|first)$ ]] || fail "--reference ${option[reference]}: choose round or first"
 # Paths are the caller's; the programs run from the root of the repository.
 for name in model prompts judge; do
     [[ ! -e ${option[$name]%%:*} ]] || option[$name]=$(realpath "${option[$name]%%:*}")${option[$name]#"${option[$name]%%:*}"}
 done
-mkdir -p "${option[output]}"
-output=$(cd "${option[output]}" && pwd)
 
 bin=$(bash "$root/scripts/install.sh")
 export PATH="$bin:$PATH" TOKENIZERS_PARALLELISM=false

@@ -35,26 +35,8 @@ declare -A option=(
     [sft_steps]=100 [sft_batch]=16 [reward_steps]=60 [reward_batch]=16 [ppo_iterations]=18 [ppo_batch]=32 [answer]=40
     [sft_flags]="" [reward_flags]="" [ppo_flags]=""
 )
-fresh=0
-while (($#)); do
-    name=${1#--}
-    case $1 in
-        --fresh) fresh=1 ;;
-        -h | --help) usage; exit 0 ;;
-        *)
-            [[ $1 == --* && -n ${option[$name]+known} ]] || { echo "smollm2: unknown option '$1' (--help lists them)" >&2; exit 2; }
-            (($# > 1)) || { echo "smollm2: $1 wants a value" >&2; exit 2; }
-            option[$name]=$2
-            shift
-            ;;
-    esac
-    shift
-done
-for name in seed sft_steps sft_batch reward_steps reward_batch ppo_iterations ppo_batch answer; do
-    [[ ${option[$name]} =~ ^[0-9]+$ ]] || { echo "smollm2: --$name ${option[$name]}: wants a whole number" >&2; exit 2; }
-done
-mkdir -p "${option[output]}"
-output=$(cd "${option[output]}" && pwd)
+numbers=(seed sft_steps sft_batch reward_steps reward_batch ppo_iterations ppo_batch answer)
+source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
 
 # Before HF_HUB_OFFLINE and the threads are set: pip is to work as it always does.
@@ -67,10 +49,7 @@ processes=${option[processes]:-$((devices > 0 ? devices : 1))}
 # per_device NAME PARTS: an option's batch, for one process, in PARTS micro-batches.
 per_device() {
     local batch=${option[$1]} ways=$((processes * $2))
-    ((batch % ways == 0 && batch > 0)) || {
-        echo "smollm2: --$1 $batch is cut into $ways micro-batches ($processes processes x $2): choose a multiple of $ways" >&2
-        exit 2
-    }
+    ((batch % ways == 0 && batch > 0)) || fail "--$1 $batch is cut into $ways micro-batches ($processes processes x $2): choose a multiple of $ways"
     echo $((batch / ways))
 }
 # Micro-batches of 8 on the CPU: larger ones spill out of its caches. The gradient does not depend on it.
