@@ -27,8 +27,7 @@ from summarize import exam, read_jsonl  # noqa: E402
 
 SFT_STEPS, SFT_BATCH = 400, 64
 RESPONSES, MINIBATCH = 128, 64  # an iteration's, an update's
-# What differs from the flags that all runs share. Groups of 8 are 16 prompts an iteration; otherwise every response
-# answers a prompt of its own, but RLOO's, of which 4 do.
+# What differs from the flags that all runs share.
 ALGORITHMS = {
     "ppo": {"critic_learning_rate": 1e-3},
     "grpo": {},
@@ -39,6 +38,7 @@ ALGORITHMS = {
     "remax": {},
     "opo": {},
 }
+# Responses to a prompt, where they are not one: an iteration has 128 / so many prompts.
 SAMPLES = {"grpo": 8, "dr_grpo": 8, "rloo": 4, "reinforce++_baseline": 8, "opo": 8}
 
 
@@ -85,7 +85,7 @@ def train(algorithm: str, folder: Path, seed: int, iterations: int) -> tuple[Pat
         "data_path": folder / "data" / "prompts_rl.jsonl", "eval_fraction": 0.0,
         "max_prompt_seq_len": 48, "max_answer_seq_len": 32,
         "per_device_generation_batch_size": RESPONSES // samples, "per_device_training_batch_size": MINIBATCH,
-        "ppo_epochs": 2, "max_steps": iterations, "actor_learning_rate": 1e-4, "kl_coef": 0.02,
+        "ppo_epochs": 2, "max_steps": iterations, "actor_learning_rate": 3e-4, "kl_coef": 0.0,
         "lr_scheduler_type": "constant", "missing_eos_penalty": 1, "actor_zero_stage": 0, "critic_zero_stage": 0,
         **ALGORITHMS[algorithm],
     }, folder / "logs" / f"{algorithm}.log")  # fmt: skip
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output/algorithms"), help="folder of data and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["ppo", "grpo", "rloo", "reinforce++"])
-    parser.add_argument("--iterations", type=int, default=50, help=f"rollouts of {RESPONSES} responses")
+    parser.add_argument("--iterations", type=int, default=60, help=f"rollouts of {RESPONSES} responses")
     options = parser.parse_args()
     rows = []
     for seed in options.seeds:

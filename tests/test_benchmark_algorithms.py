@@ -1,0 +1,56 @@
+"""scripts/benchmark/algorithms.py: every run it would start is one that the programs accept, and means are means."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shell_commands import Command
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts" / "benchmark"))
+
+import algorithms  # noqa: E402
+
+
+@pytest.fixture
+def started(monkeypatch) -> list[tuple[str, dict]]:
+    """What would be started: program and flags."""
+    runs: list[tuple[str, dict]] = []
+
+    def note(program: str, flags: dict, log: Path) -> float:
+        runs.append((program, flags))
+        return 12.5
+
+    monkeypatch.setattr(algorithms, "run", note)
+    return runs
+
+
+@pytest.mark.parametrize("name", algorithms.ALGORITHMS)
+def test_every_algorithm_is_a_run_of_as_many_responses(name, started, tmp_path):
+    algorithms.prepare(tmp_path, 3, 60)
+    output, seconds = algorithms.train(name, tmp_path, 3, 60)
+    assert [program for program, _ in started if "training" in program] == [
+        "training/step1_supervised_finetuning/main.py", "training/step3_rlhf_finetuning/main.py",
+    ]  # fmt: skip
+    for program, flags in (run for run in started if "training" in run[0]):
+        words = tuple(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
+        groups = Command(ROOT / program, words, 1, 1).parsed()
+        found = {name: value for group in groups for name, value in vars(group).items()}
+        assert found["seed"] == 3
+    assert found["algorithm"] == name and seconds == 12.5 and found["output_dir"] == str(output)
+    assert found["num_samples_per_prompt"] * found["per_device_generation_batch_size"] == algorithms.RESPONSES
+
+
+def test_an_sft_model_that_is_there_is_not_made_again(started, tmp_path):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "model.safetensors").touch()
+    algorithms.prepare(tmp_path, 1, 2)
+    assert started == []
+
+
+def test_the_table_shows_means_and_the_worst_seed(capsys):
+    row = {"algorithm": "grpo", "gold_reward_start": 0.4, "accuracy_end": 0.5, "seconds": 10.0}
+    algorithms.show([row | {"seed": 1, "gold_reward_end": 1.0}, row | {"seed": 2, "gold_reward_end": 0.8}])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo")]
+    assert line.split() == ["grpo", "0.400", "0.900", "(0.800)", "0.500", "10"]
