@@ -124,7 +124,7 @@ class PPORun:
                 if not ppo.dynamic_sampling:
                     iteration.minibatches = self.dataset.add(part, iteration=number)
                     continue
-                flat = flat_groups(part.scores, ppo.num_samples_per_prompt)
+                flat = flat_groups(part.scores, part.known, ppo.num_samples_per_prompt)
                 part.trained &= ~flat.repeat_interleave(ppo.num_samples_per_prompt)
                 size = ppo.num_samples_per_prompt
                 groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}

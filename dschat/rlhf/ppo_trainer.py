@@ -79,7 +79,10 @@ class DeepSpeedPPOTrainer:
         experience = self.observe(
             prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=True
         )
-        greedy = self.greedy_scores(prompts) if ppo.algorithm == "remax" else None
+        greedy = None
+        if ppo.algorithm == "remax":
+            greedy, known = self.greedy_scores(prompts)
+            experience.trained &= known  # there is nothing to compare them with
         experience.advantages, experience.returns = estimate_advantages(experience, ppo=ppo, greedy_scores=greedy)
         return experience
 
@@ -106,7 +109,7 @@ class DeepSpeedPPOTrainer:
         if ref_logprobs is not None:
             kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask)
         price = self.kl_coef if ppo.kl_in == "reward" and kl is not None else 0.0
-        worth = self.worth(rollout, scores, samples)
+        worth = self.worth(rollout, scores)
         rewards = token_rewards(worth, torch.zeros_like(old_logprobs) if kl is None else kl, mask, kl_coef=price)
         return Experience(
             sequences=rollout.sequences,
@@ -118,6 +121,7 @@ class DeepSpeedPPOTrainer:
             entropy=entropy,
             values=values,
             scores=scores.total,
+            known=scores.known,
             ended=rollout.ended,
             trained=scores.known & (rollout.ended | (not ppo.mask_truncated)),
             kl=kl,
@@ -125,18 +129,22 @@ class DeepSpeedPPOTrainer:
             advantages=torch.zeros_like(rewards),
         )
 
-    def greedy_scores(self, prompts: Prompts) -> Tensor:
-        """[B] what the greedy response to each prompt is worth, once for each of its samples: ReMax's baseline."""
+    def greedy_scores(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """[B] what the greedy response to each prompt is worth, ReMax's baseline, and [B] whether that is known.
+
+        Both once for each sample of a prompt.
+        """
         greedy = SamplingParams(temperature=0.0)
         rollout = self.timed("rollout", lambda: self.roll_out(prompts, greedy, iteration=0, sample_ids=None))
         scores = self.timed("scoring", lambda: self.rewards.score(rollout, self.answers(rollout, prompts), learn=False))
-        return self.worth(rollout, scores, 1).repeat_interleave(self.ppo.num_samples_per_prompt)
+        times = self.ppo.num_samples_per_prompt
+        return self.worth(rollout, scores).repeat_interleave(times), scores.known.repeat_interleave(times)
 
-    def worth(self, rollout: Rollout, scores: Scores, group_size: int) -> Tensor:
+    def worth(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[B] scores with everything that clips them or is taken off."""
         return shaped_scores(
-            scores.total, scores.known, rollout.ended, rollout.response_mask.sum(-1), ppo=self.ppo,
-            max_tokens=self.rollouts.max_answer_seq_len, group_size=group_size,
+            scores.total, rollout.ended, rollout.response_mask.sum(-1), ppo=self.ppo,
+            max_tokens=self.rollouts.max_answer_seq_len,
         )  # fmt: skip
 
     def train_rlhf(
