@@ -64,7 +64,7 @@ class DeepSpeedPPOTrainer:
 
     @torch.no_grad()
     def generate_experience(
-        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None
+        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
     ) -> Experience:
         """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts.
 
@@ -72,13 +72,15 @@ class DeepSpeedPPOTrainer:
             iteration, sample_ids: name the random numbers of the responses to each prompt; an id is unique over the
                 iteration's rollout, all ranks and batches together. Default: the rows' own numbers (a prompt that
                 occurs twice then gets the same responses twice).
+            learn: whether the moments that normalise rewards take in these scores; not those of a rank that joins in.
 
         Returns: num_samples_per_prompt rows for each prompt, one after the other.
         """
         ppo = self.ppo
         experience = self.observe(
-            prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=True
-        )
+            prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=learn,
+            scale=True,
+        )  # fmt: skip
         greedy = None
         if ppo.algorithm == "remax":
             greedy, known = self.greedy_scores(prompts)
@@ -89,13 +91,13 @@ class DeepSpeedPPOTrainer:
     @torch.no_grad()
     def observe(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
-        learn: bool = False,
+        learn: bool = False, scale: bool = False,
     ) -> Experience:  # fmt: skip
         """Roll out, score, shape rewards: an experience whose advantages are still 0.
 
         Args:
             samples: responses to each prompt; the j-th of a prompt draws the numbers of sample_id · samples + j.
-            learn: whether rewards are normalised by these scores too, as evaluations must not.
+            learn, scale: of Rewards.score; evaluations neither change the moments nor are normalised.
         """
         ppo, self.gap = self.ppo, {}
         names = prompts["row_index"] if sample_ids is None else sample_ids
@@ -103,7 +105,7 @@ class DeepSpeedPPOTrainer:
         names = [name * samples + j for name in names for j in range(samples)]
         sampling = SamplingParams(self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p)
         rollout = self.timed("rollout", lambda: self.roll_out(prompts, sampling, iteration=iteration, sample_ids=names))
-        scored = self.timed("scoring", lambda: self.score(rollout, prompts, learn=learn))
+        scored = self.timed("scoring", lambda: self.score(rollout, prompts, learn=learn, scale=scale))
         old_logprobs, entropy, ref_logprobs, values, scores = scored
         mask, kl = rollout.response_mask, None
         if ref_logprobs is not None:
@@ -265,7 +267,7 @@ class DeepSpeedPPOTrainer:
             )
 
     def score(
-        self, rollout: Rollout, prompts: Prompts, *, learn: bool
+        self, rollout: Rollout, prompts: Prompts, *, learn: bool, scale: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Scores]:
         """old_logprobs, entropy, ref_logprobs, values [B, T] and the scores of a rollout; dropout is off.
 
@@ -282,7 +284,7 @@ class DeepSpeedPPOTrainer:
             engine.critic.eval()
             values = _states(engine.critic(ids, attended), mask)
         answers = self.answers(rollout, prompts)
-        scores = self.rewards.score(rollout, answers, learn=learn)
+        scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
         if failpoint.reached("scores"):
             scores.total.fill_(torch.nan)
         self.samples = self._samples(answers, prompts, scores)
