@@ -5,12 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+import algorithm_ranks
 import plain_algorithms
 import pytest
 import torch
 import transformers as hf
 from plain_ppo import Row
-from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, save_models
+from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
@@ -279,3 +280,38 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, algorithm
     assert len(outcomes[0]) == 4
     for one, other in zip(*outcomes, strict=True):
         assert one == pytest.approx(other, abs=2e-5, rel=2e-3)
+
+
+# --- two ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """Models without an embedding of zeros."""
+    folder = save_models(tmp_path_factory.mktemp("shared"))
+    actor = hf.AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
+    leave(actor).save_pretrained(folder / "actor")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_ranks(shared, programs) -> dict[str, Any]:
+    script = Path(__file__).with_name("algorithm_ranks.py")
+    programs.run(script, [shared], processes=2, log=shared / "log")
+    return torch.load(shared / "algorithms.pt")
+
+
+@pytest.mark.parametrize("algorithm", algorithm_ranks.CASES)
+def test_two_ranks_under_any_zero_stage_learn_what_one_process_learns(shared, two_ranks, algorithm):
+    found, expected = two_ranks[algorithm], algorithm_ranks.scenario(shared, algorithm)
+    assert found["trained"] == expected["trained"] and len(found["updates"]) == 8
+    for ours, theirs in zip(found["updates"], expected["updates"], strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    origins = {"actor": hf.AutoModelForCausalLM, "critic": hf.AutoModelForSequenceClassification}
+    assert ("critic" in found) == (algorithm == "ppo")
+    for name in origins.keys() & found.keys():
+        path = shared / {"actor": "actor", "critic": "reward"}[name]
+        start = dict(origins[name].from_pretrained(path, dtype=torch.float32).named_parameters())
+        assert relative_distance(found[name], expected[name], start) < 0.01
+    if "ref_refresh_interval" in algorithm_ranks.CASES[algorithm][2]:
+        assert all(torch.equal(found["ref"][name], weight) for name, weight in found["actor"].items())
