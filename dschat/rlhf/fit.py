@@ -125,8 +125,6 @@ class PPORun:
                 if not ppo.dynamic_sampling:
                     iteration.minibatches = self.dataset.add(part, iteration=number)
                     continue
-                flat = flat_groups(part.scores, part.known, ppo.num_samples_per_prompt)
-                part.trained &= ~flat.repeat_interleave(ppo.num_samples_per_prompt)
                 size = ppo.num_samples_per_prompt
                 groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
             unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
@@ -162,6 +160,9 @@ class PPORun:
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts.train[rows[slot]] for slot in asked])
             part = trainer.generate_experience(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            if trainer.ppo.dynamic_sampling:
+                flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
+                part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
             iteration.sums.append(experience_sums(
                 part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
                 judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
