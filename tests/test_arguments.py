@@ -157,6 +157,8 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
         "warning: --rollout_correction_cap 3.0 has no effect without --rollout_correction tis or "
         "--rollout_correction mis or --rollout_correction seq_tis or --rollout_correction seq_mis\n"
     )
+    assert said("--policy_loss", "sapo", "--clip_range", "0.1").startswith("warning: --clip_range 0.1 has no effect")
+    assert said("--policy_loss", "gspo", "--clip_range", "0.1") == ""
     assert said(*tis, "--rollout_correction_cap", "3") == said("--old_logprobs", "rollout") == ""
     with pytest.raises(SettingsError, match="--rollout_correction_cap 0.0: must be above 0"):
         said(*tis, "--rollout_correction_cap", "0")

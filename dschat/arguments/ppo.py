@@ -54,7 +54,10 @@ class PPOArguments:
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
         None, f"how tokens and responses are averaged; {BY_ALGORITHM}"
     )
-    clip_range: float | None = flag(None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0)
+    clip_range: float | None = flag(
+        None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0,
+        needs=["policy_loss=ppo_clip", "policy_loss=gspo", "policy_loss=cispo"],
+    )  # fmt: skip
     clip_range_low: float | None = flag(None, "the lower side of it; default: --clip_range", at_least=0, at_most=1)
     clip_range_high: float | None = flag(None, "the upper side of it; default: --clip_range", at_least=0)
     dual_clip: float = flag(
