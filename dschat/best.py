@@ -47,7 +47,8 @@ class Best:
             return
         if name not in metrics:
             raise ValueError(
-                f"--best_metric {name}: the evaluation has no such metric; it has {', '.join(sorted(metrics))}"
+                f"--best_metric {name}: the evaluation has no such metric; it has "
+                + (", ".join(sorted(metrics)) or "none: give held-out rows, by --eval_fraction or --eval_data_path")
             )
         value = metrics[name]
         better = self.value is None or (value > self.value if self.run.best_mode == "max" else value < self.value)

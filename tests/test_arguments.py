@@ -113,6 +113,13 @@ def test_flags_that_only_work_together(tmp_path):
     for values in ({"unsup_coef": 1.0}, {"unsupervised_dataset_name": "texts.jsonl"}):
         assert "both or neither" in problems(arguments.PPOArguments, **values)[0]
     assert problems(arguments.PPOArguments, unsup_coef=1.0, unsupervised_dataset_name="texts.jsonl") == []
+    frozen = problems(arguments.PPOArguments, algorithm="grpo", actor_freeze_steps=2)
+    assert len(frozen) == 1 and "--actor_freeze_steps 2: --algorithm grpo has no critic" in frozen[0]
+    assert problems(arguments.PPOArguments, actor_freeze_steps=2) == []
+    for values in ({"algorithm": "rloo", "num_samples_per_prompt": 1}, {"dynamic_sampling": 1},
+                   {"kl_target": 6.0, "kl_coef": 0.0}, {"ref_refresh_interval": 2, "kl_coef": 0.0}, {"dual_clip": 1.0},
+                   {"rollout_correction": "mis", "rollout_correction_cap": 0.5}):  # fmt: skip
+        assert len(problems(arguments.PPOArguments, **values)) == 1, values
     assert "constant_with_warmup" in problems(
         arguments.OptimizerArguments, lr_scheduler_type="constant", num_warmup_steps=3
     )[0]  # fmt: skip
@@ -150,6 +157,8 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
         "warning: --rollout_correction_cap 3.0 has no effect without --rollout_correction tis or "
         "--rollout_correction mis or --rollout_correction seq_tis or --rollout_correction seq_mis\n"
     )
+    assert said("--policy_loss", "sapo", "--clip_range", "0.1").startswith("warning: --clip_range 0.1 has no effect")
+    assert said("--policy_loss", "gspo", "--clip_range", "0.1") == ""
     assert said(*tis, "--rollout_correction_cap", "3") == said("--old_logprobs", "rollout") == ""
     with pytest.raises(SettingsError, match="--rollout_correction_cap 0.0: must be above 0"):
         said(*tis, "--rollout_correction_cap", "0")

@@ -3,13 +3,16 @@
 Two ranks are compared with one in test_rlhf_engine.py.
 """
 
+import itertools
+import math
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
 
-from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums
+from dschat.rlhf.evaluation import answer_metrics, evaluate, experience_metrics, experience_sums, flat_groups
 from dschat.rlhf.experience import Experience
 
 
@@ -131,3 +134,81 @@ def test_max_batches_stops_early_and_no_rows_give_no_metrics(trainer):
 def test_the_seconds_of_an_evaluation_are_not_those_of_training(trainer):
     evaluate(trainer, eval_rows(trainer, QUESTIONS[:2]), batch_size=2, max_batches=0)
     assert set(trainer.take_seconds().values()) == {0.0}
+
+
+# --- several responses to a prompt -----------------------------------------------------------------------------------
+
+
+def in_plain_words(groups: list[list[tuple[float, str]]], success: float) -> dict[str, float]:
+    """mean@n, pass@k and maj@n of (score, answer), by looking at every subset."""
+    n = len(groups[0])
+    found = {f"mean@{n}": sum(score >= success for group in groups for score, _ in group) / (n * len(groups))}
+    for k in {2, 4, 8, n} & set(range(2, n + 1)):
+        chances = [
+            [any(score >= success for score, _ in subset) for subset in itertools.combinations(group, k)]
+            for group in groups
+        ]
+        found[f"pass@{k}"] = sum(sum(each) / len(each) for each in chances) / len(groups)
+    hits = 0
+    for group in groups:
+        answers = [answer for _, answer in group if answer]
+        votes = max((answers.count(answer) for answer in answers), default=0)
+        first = next((score for score, answer in group if answer and answers.count(answer) == votes), -math.inf)
+        hits += first >= success
+    return found | {f"maj@{n}": hits / len(groups)}
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 6, 9])
+def test_answer_metrics_equal_brute_force(n):
+    random.seed(n)
+    groups = [
+        [{"score": random.choice([0.0, 0.4, 1.0]), "response": random.choice(["is 3", "3", "so 4", "none", "5.0"])}
+         for _ in range(n)]
+        for _ in range(12)
+    ]  # fmt: skip
+    value = {"is 3": "3", "3": "3", "so 4": "4", "none": "", "5.0": "5"}
+    plain = [[(sample["score"], value[sample["response"]]) for sample in group] for group in groups]
+    for success in (1.0, 0.4):
+        found = answer_metrics(groups, success=success, how="last_number")
+        assert found == pytest.approx(in_plain_words(plain, success))
+    assert 0 < found[f"maj@{n}"] < 1
+
+
+def test_several_responses_are_sampled_apart_and_their_metrics_are_those_of_the_samples(folder):
+    trainer = make_trainer(folder, max_answer_seq_len=12)
+    rows = eval_rows(trainer, QUESTIONS[:5])
+    metrics, samples = evaluate(
+        trainer, rows, batch_size=2, max_batches=0, num_samples=3, success_score=0.2, answer="text"
+    )
+    assert [sample["prompt"] for sample in samples] == [question for question in QUESTIONS[:5] for _ in range(3)]
+    groups = [samples[first : first + 3] for first in range(0, 15, 3)]
+    assert any(len({sample["response"] for sample in group}) == 3 for group in groups)
+    plain = [[(sample["score"], " ".join(sample["response"].split())) for sample in group] for group in groups]
+    expected = in_plain_words(plain, 0.2)
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected) and 0 < expected["mean@3"] < 1
+    assert metrics["responses"] == 15
+    _, others = evaluate(trainer, rows, batch_size=5, max_batches=0, num_samples=3, answer="text")
+    assert [sample["response"] for sample in others] == [sample["response"] for sample in samples]
+
+
+def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_them(folder):
+    plain, normalising = (make_trainer(folder, normalize_rewards=each) for each in (False, True))
+    rows = eval_rows(plain, QUESTIONS)
+    expected, _ = evaluate(plain, rows, batch_size=8, max_batches=0)
+    before, _ = evaluate(normalising, rows, batch_size=8, max_batches=0)
+    experience = normalising.generate_experience(prompts_of(normalising))
+    after, samples = evaluate(normalising, rows, batch_size=8, max_batches=0)
+    assert before == after == expected
+    assert sum(sample["score"] for sample in samples) / 8 == pytest.approx(expected["score"])
+    assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "training is what is normalised"
+
+
+def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_unlike(trainer):
+    part = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:6]))
+    part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])
+    part.known = torch.tensor([True, True, False, True, True, False])
+    metrics = experience_metrics([experience_sums(part, trainer.samples, group_size=3)])
+    assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2
+    assert metrics["reward"] == pytest.approx(float(part.rewards[part.known].sum()) / 4)
+    flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
+    assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"

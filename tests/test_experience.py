@@ -7,7 +7,7 @@ import torch
 
 from dschat.rlhf.experience import Experience, MiniDataset
 
-PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "ended", "trained")
+PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "known", "ended", "trained")
 PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
 
 
@@ -32,6 +32,7 @@ def experience(names: list[int], prompts: list[int], responses: list[int], *, wi
         response_mask=mask,
         scores=torch.tensor(names) / 7,
         ended=torch.tensor([name % 2 == 0 for name in names]),
+        known=torch.ones(count, dtype=torch.bool),
         trained=torch.ones(count, dtype=torch.bool),
         **per_token,
     )
@@ -172,3 +173,71 @@ def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change(
         match="3 sequences per device, in groups of 1, cannot be cut into minibatches of 2.*batch_size",
     ):
         dataset.add(experience([1, 2, 3], [1, 1, 1], [1, 1, 1]))
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batches: int, iteration: int = 0):
+    """(prompt, sample) of every row, rank by rank, in each minibatch of 2 epochs; a row's name holds both.
+
+    lanes: groups of a minibatch, all ranks together.
+    """
+    everyone = []
+    for rank in range(world_size):
+        dataset = MiniDataset(
+            generation_batches=batches, minibatch_size=lanes // world_size * size, ppo_epochs=2, rank=rank,
+            world_size=world_size, seed=5, group_size=size, whiten_advantages=False,
+        )  # fmt: skip
+        mine = list(range(rank, prompts, world_size))  # as rank_share deals them
+        share = len(mine) // batches
+        for number in range(batches):
+            names = [p * size + j for p in mine[number * share : (number + 1) * share] for j in range(size)]
+            lengths = [1 + name % 3 for name in names]
+            minibatches = dataset.add(experience(names, lengths, lengths[::-1]), iteration=iteration)
+        everyone.append([[divmod(name, size) for name in compact(part)] for part in minibatches])
+    return [list(step) for step in zip(*everyone, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "size", "lanes", "batches"), [(24, 3, 8, 3), (16, 2, 4, 1), (8, 4, 8, 2), (12, 5, 4, 1), (48, 2, 8, 3)]
+)
+def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, lanes, batches):
+    for iteration in range(3):
+        alike = []
+        for world_size in (1, 2, 4):
+            steps = groups_dealt(
+                world_size, prompts=prompts, size=size, lanes=lanes, batches=batches, iteration=iteration
+            )
+            assert len(steps) == 2 * prompts // lanes
+            for step in steps:
+                for rank, rows in enumerate(step):
+                    assert len(rows) == lanes // world_size * size
+                    for first in range(0, len(rows), size):  # all samples of one prompt, in their order
+                        group = rows[first : first + size]
+                        assert group == [(group[0][0], sample) for sample in range(size)]
+                        assert group[0][0] % world_size == rank
+            for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
+                every = sorted(row for step in epoch for rows in step for row in rows)
+                assert every == [(prompt, sample) for prompt in range(prompts) for sample in range(size)]
+            alike.append([sorted(row for rows in step for row in rows) for step in steps])
+        assert alike[0] == alike[1] == alike[2], "the same groups share a minibatch on any number of ranks"
+
+
+def test_minibatches_that_would_cut_a_group_are_refused():
+    dataset = MiniDataset(
+        generation_batches=1, minibatch_size=4, ppo_epochs=1, rank=0, world_size=1, seed=0, group_size=3
+    )
+    with pytest.raises(ValueError, match="12 sequences per device, in groups of 3.*minibatches of 4 with whole groups"):
+        dataset.add(experience(list(range(12)), [1] * 12, [1] * 12))
+
+
+def test_whitening_leaves_out_what_is_not_trained():
+    dataset = MiniDataset(generation_batches=1, minibatch_size=3, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    part = experience([1, 2, 3], [1, 1, 1], [2, 1, 3])
+    part.trained[1] = False
+    part.advantages[1] = torch.nan
+    kept = torch.cat([part.advantages[0, :2], part.advantages[2, :3]]).double()
+    (minibatch,) = dataset.add(part)
+    found = minibatch.advantages[minibatch.trained_mask].double().sort().values
+    torch.testing.assert_close(found, ((kept - kept.mean()) / kept.std(correction=0)).sort().values, atol=1e-5, rtol=0)

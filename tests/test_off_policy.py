@@ -87,8 +87,9 @@ def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
 
 def test_no_token_at_all_is_zero_and_not_nan():
     nothing = torch.zeros_like(MASK)
-    weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0)
-    assert not weights.any() and not any(metrics.values())
+    for normalizer in (None, 0.0):  # of a step in which nothing is learnt from
+        weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0, normalizer=normalizer)
+        assert not weights.any() and not any(metrics.values())
     assert set(gap_metrics([rollout_gap(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
 
 

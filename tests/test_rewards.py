@@ -391,6 +391,8 @@ def test_evaluation_leaves_the_moments_as_they_are(functions):
     found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), learn=False)
     assert rewards.state == before
     assert found.total[[0, 2]].tolist() == pytest.approx([0, 1])  # mean 2, variance 8/3
+    plain = rewards.score(rollout, answers_of([2, 100, 3]), learn=False, scale=False)
+    assert plain.total.tolist() == [2, 100, 3], "an evaluation says what a source says"
 
 
 def test_what_does_not_count_moves_no_moment(functions):

@@ -54,7 +54,10 @@ class PPOArguments:
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
         None, f"how tokens and responses are averaged; {BY_ALGORITHM}"
     )
-    clip_range: float | None = flag(None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0)
+    clip_range: float | None = flag(
+        None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0,
+        needs=["policy_loss=ppo_clip", "policy_loss=gspo", "policy_loss=cispo"],
+    )  # fmt: skip
     clip_range_low: float | None = flag(None, "the lower side of it; default: --clip_range", at_least=0, at_most=1)
     clip_range_high: float | None = flag(None, "the upper side of it; default: --clip_range", at_least=0)
     dual_clip: float = flag(
@@ -82,9 +85,7 @@ class PPOArguments:
     value_clip_range: float = flag(
         0.2, "values may move this far from the old ones per rollout", above=0, needs=["algorithm=ppo"]
     )
-    actor_freeze_steps: int = flag(
-        0, "the critic alone is trained for so many steps", at_least=0, needs=["algorithm=ppo"]
-    )
+    actor_freeze_steps: int = flag(0, "the critic alone is trained for so many updates", at_least=0)
     gamma: float = flag(
         1.0, "discount per token", at_least=0, at_most=1,
         needs=["algorithm=ppo", "algorithm=reinforce++", "algorithm=reinforce++_baseline", "algorithm=remax"],
@@ -160,6 +161,11 @@ class PPOArguments:
             problems.append(
                 "--dynamic_sampling asks for responses to one prompt that score differently: "
                 "give --num_samples_per_prompt 2 or more"
+            )
+        if self.actor_freeze_steps and not self.trains_critic:
+            problems.append(
+                f"--actor_freeze_steps {self.actor_freeze_steps}: --algorithm {self.algorithm} has no critic, so that "
+                "nothing would be trained: drop it, or take --algorithm ppo"
             )
         if 0 < self.dual_clip <= 1:
             problems.append(f"--dual_clip {self.dual_clip}: bounds ratios from above, so give more than 1; 3 is usual")

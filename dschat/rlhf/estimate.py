@@ -17,25 +17,15 @@ BY_GROUP = {
 }
 
 
-def shaped_scores(
-    scores: Tensor, known: Tensor, ended: Tensor, lengths: Tensor, *, ppo: PPOArguments, max_tokens: int,
-    group_size: int,
-) -> Tensor:  # fmt: skip
+def shaped_scores(scores: Tensor, ended: Tensor, lengths: Tensor, *, ppo: PPOArguments, max_tokens: int) -> Tensor:
     """[B] what responses are worth: clipped scores, less what a missing EOS and the last tokens cost.
 
     Args:
         scores: [B] float.
-        known: [B] bool, False where no score could be had: such a response is worth what the rest of its group is
-            (0 without a rest), so that it moves no baseline.
         ended: [B] bool, True where the response ended by EOS.
         lengths: [B] long, tokens.
         max_tokens: longest response that is possible.
-        group_size: responses to each prompt, in rows that follow each other.
     """
-    counts = known.view(-1, group_size).float()
-    sums = (scores.view(-1, group_size) * counts).sum(-1)
-    means = (sums / counts.sum(-1).clamp(min=1)).repeat_interleave(group_size)
-    scores = scores.where(known, means)
     # Penalties come after clipping, or a score beyond the clip would swallow them.
     if ppo.reward_clip:
         scores = scores.clamp(-ppo.reward_clip, ppo.reward_clip)
@@ -56,14 +46,15 @@ def estimate_advantages(
         experience: with rewards, and with values where there is a critic.
         greedy_scores: [B] what the greedy response to each row's prompt is worth, for remax.
     """
-    rewards, mask, size = experience.rewards, experience.response_mask, ppo.num_samples_per_prompt
+    rewards, mask = experience.rewards, experience.response_mask
+    groups = {"group_size": ppo.num_samples_per_prompt, "known": experience.known}
     if ppo.algorithm == "ppo":
         return estimators.gae(rewards, experience.values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
     if ppo.algorithm in BY_GROUP:
-        return BY_GROUP[ppo.algorithm](rewards, mask, group_size=size), None
+        return BY_GROUP[ppo.algorithm](rewards, mask, **groups), None
     baseline = {
         "reinforce++": lambda: None,
-        "reinforce++_baseline": lambda: estimators.group_mean(rewards, mask, group_size=size),
+        "reinforce++_baseline": lambda: estimators.group_mean(rewards, mask, **groups),
         "remax": lambda: greedy_scores,
     }[ppo.algorithm]()
     return estimators.reinforce(rewards, mask, gamma=ppo.gamma, baseline=baseline), None

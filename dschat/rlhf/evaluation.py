@@ -21,14 +21,16 @@ EVALUATION = 2**31 - 1
 SPREAD = 1e-6
 
 
-def flat_groups(scores: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[B / group_size] bool, True where all responses to a prompt score alike.
+def flat_groups(scores: torch.Tensor, known: torch.Tensor, group_size: int) -> torch.Tensor:
+    """[B / group_size] bool, True where all responses to a prompt score alike, as far as is known.
 
     Args:
         scores: [B] float.
+        known: [B] bool, True where there is a score.
     """
-    groups = scores.view(-1, group_size)
-    return groups.amax(dim=1) - groups.amin(dim=1) < SPREAD
+    most = scores.masked_fill(~known, -torch.inf).view(-1, group_size).amax(dim=1)
+    least = scores.masked_fill(~known, torch.inf).view(-1, group_size).amin(dim=1)
+    return most - least < SPREAD  # −inf where nothing is known
 
 
 def experience_sums(
@@ -54,8 +56,9 @@ def experience_sums(
     sums = {
         "sequences": torch.tensor(len(experience)),
         "tokens": mask.sum(),
-        "score": experience.scores.sum(),
-        "reward": experience.rewards.sum(),
+        "score": experience.scores[experience.known].sum(),
+        "reward": experience.rewards[experience.known].sum(),
+        "scored": experience.known.sum(),
         "entropy": experience.entropy[mask].sum(),
         "ended_by_eos": experience.ended.sum(),
         "trained": experience.trained.sum(),
@@ -69,7 +72,7 @@ def experience_sums(
     for name in samples[0]["rewards"]:
         sums |= _known(f"reward_{name}", [sample["rewards"][name] for sample in samples])
     if group_size > 1:
-        sums["flat_groups"] = flat_groups(experience.scores, group_size).sum() * group_size
+        sums["flat_groups"] = flat_groups(experience.scores, experience.known, group_size).sum() * group_size
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
 
 
@@ -82,22 +85,24 @@ def _known(name: str, values: Sequence[float | None]) -> Metrics:
 def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     """Means over all ranks and rollout batches. A collective.
 
-    score, reward, kl (nats), response_length (tokens), ended_by_eos and trained are per response; judge and each
-    source of --reward (reward_NAME) per response that they scored (their _missing counts the others); entropy (nats)
-    and the gap between decoder and actor, where it is known (see off_policy.gap_metrics), are per token; flat_groups is
-    the share of groups whose scores are all alike. responses counts.
+    score and reward are per response that has a score; kl (nats), response_length (tokens), ended_by_eos and trained
+    per response; judge and each source of --reward (reward_NAME) per response that they scored (their _missing counts
+    the others); entropy (nats) and the gap between decoder and actor, where it is known (see off_policy.gap_metrics),
+    are per token; flat_groups is the share of groups whose scores are all alike. responses counts.
     """
     gap = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in gap})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)
+    scored = max(total.pop("scored"), 1.0)
+    worth = {name: total.pop(name) / scored for name in ("score", "reward")}
     opinions = {}
     for name in [name.removesuffix("_known") for name in total if name.endswith("_known")]:
-        scored = total.pop(f"{name}_known")
-        opinions[name] = total.pop(name) / max(scored, 1.0)
-        if scored < sequences:
-            opinions[f"{name}_missing"] = sequences - scored
-    means = {name: value / sequences for name, value in total.items()} | opinions
+        known = total.pop(f"{name}_known")
+        opinions[name] = total.pop(name) / max(known, 1.0)
+        if known < sequences:
+            opinions[f"{name}_missing"] = sequences - known
+    means = worth | {name: value / sequences for name, value in total.items()} | opinions
     if means["trained"] == 1:
         del means["trained"]
     return means | {"response_length": tokens / sequences, "entropy": entropy, "responses": sequences} | gap

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,6 @@ class PPORun:
                 if not ppo.dynamic_sampling:
                     iteration.minibatches = self.dataset.add(part, iteration=number)
                     continue
-                flat = flat_groups(part.scores, ppo.num_samples_per_prompt)
-                part.trained &= ~flat.repeat_interleave(ppo.num_samples_per_prompt)
                 size = ppo.num_samples_per_prompt
                 groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
             unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
@@ -145,22 +144,25 @@ class PPORun:
     ) -> list[tuple[Experience, list[int]]]:
         """Fill these slots, of all ranks, with the next prompts; this rank's experiences and the slots of each.
 
-        Every rank runs as many rollouts as the others. Samples are named by attempt and slot: the same for any number
-        of ranks, and unique even where a row occurs twice.
+        A slot is in the same rollout batch whatever the number of ranks, and in every attempt, since the batch decides
+        what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
+        even where a row occurs twice.
         """
-        trainer, size = self.trainer, self.trainer.rollouts.per_device_generation_batch_size
+        trainer, ranks = self.trainer, launch.world_size()
+        size = trainer.rollouts.per_device_generation_batch_size * ranks
         rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
         self.taken += len(slots)
-        ranks = range(launch.world_size())
-        most = max(sum(slot % len(ranks) == rank for slot in slots) for rank in ranks)
-        own = [slot for slot in slots if slot % len(ranks) == launch.rank()]
         parts = []
-        for start in range(0, most, size):
-            mine = own[start : start + size]
-            asked = mine or list(slots[:1])  # a rank without slots joins in
+        for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
+            of_all = list(batch_slots)
+            mine = [slot for slot in of_all if slot % ranks == launch.rank()]
+            asked = mine or of_all[:1]  # a rank without slots joins in
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts.train[rows[slot]] for slot in asked])
-            part = trainer.generate_experience(batch, iteration=number, sample_ids=names)
+            part = trainer.generate_experience(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            if trainer.ppo.dynamic_sampling:
+                flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
+                part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
             iteration.sums.append(experience_sums(
                 part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
                 judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
@@ -243,10 +245,9 @@ class PPORun:
             success_score=self.evaluation.eval_success_score,
             answer=self.evaluation.eval_answer,
         )
-        if not metrics:
-            return
-        log.metrics(iteration, metrics, phase="eval")
-        log.samples(iteration, samples, phase="eval")
+        if metrics:
+            log.metrics(iteration, metrics, phase="eval")
+            log.samples(iteration, samples, phase="eval")
         model = trainer.engine.actor.engine.module.model
         with settings_of_user():
             best.see(iteration, metrics, lambda folder: export_model(model, folder, trainer.tokenizer))

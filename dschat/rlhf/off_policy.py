@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dschat.engines import Metrics, sum_metrics
 from dschat.launch import max_over_ranks
-from dschat.rlhf.losses import Normalizer
+from dschat.rlhf.losses import Normalizer, count_of
 from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
 
 CORRECTIONS = ("tis", "mis", "seq_tis", "seq_mis")
@@ -73,7 +73,7 @@ def correction_weights(
     else:
         weights = ratio.clamp(max=cap)
     weights = torch.where(response_mask, weights, 0.0)
-    count = response_mask.sum().clamp(min=1) if normalizer is None else normalizer
+    count = count_of(response_mask, normalizer)
     cut = response_mask & outside
     return weights, {"correction_weight": weights.sum() / count, "correction_cut": cut.sum() / count}
 

@@ -64,7 +64,7 @@ class DeepSpeedPPOTrainer:
 
     @torch.no_grad()
     def generate_experience(
-        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None
+        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
     ) -> Experience:
         """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts.
 
@@ -72,27 +72,32 @@ class DeepSpeedPPOTrainer:
             iteration, sample_ids: name the random numbers of the responses to each prompt; an id is unique over the
                 iteration's rollout, all ranks and batches together. Default: the rows' own numbers (a prompt that
                 occurs twice then gets the same responses twice).
+            learn: whether the moments that normalise rewards take in these scores; not those of a rank that joins in.
 
         Returns: num_samples_per_prompt rows for each prompt, one after the other.
         """
         ppo = self.ppo
         experience = self.observe(
-            prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=True
-        )
-        greedy = self.greedy_scores(prompts) if ppo.algorithm == "remax" else None
+            prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=learn,
+            scale=True,
+        )  # fmt: skip
+        greedy = None
+        if ppo.algorithm == "remax":
+            greedy, known = self.greedy_scores(prompts)
+            experience.trained &= known  # there is nothing to compare them with
         experience.advantages, experience.returns = estimate_advantages(experience, ppo=ppo, greedy_scores=greedy)
         return experience
 
     @torch.no_grad()
     def observe(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
-        learn: bool = False,
+        learn: bool = False, scale: bool = False,
     ) -> Experience:  # fmt: skip
         """Roll out, score, shape rewards: an experience whose advantages are still 0.
 
         Args:
             samples: responses to each prompt; the j-th of a prompt draws the numbers of sample_id · samples + j.
-            learn: whether rewards are normalised by these scores too, as evaluations must not.
+            learn, scale: of Rewards.score; evaluations neither change the moments nor are normalised.
         """
         ppo, self.gap = self.ppo, {}
         names = prompts["row_index"] if sample_ids is None else sample_ids
@@ -100,13 +105,13 @@ class DeepSpeedPPOTrainer:
         names = [name * samples + j for name in names for j in range(samples)]
         sampling = SamplingParams(self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p)
         rollout = self.timed("rollout", lambda: self.roll_out(prompts, sampling, iteration=iteration, sample_ids=names))
-        scored = self.timed("scoring", lambda: self.score(rollout, prompts, learn=learn))
+        scored = self.timed("scoring", lambda: self.score(rollout, prompts, learn=learn, scale=scale))
         old_logprobs, entropy, ref_logprobs, values, scores = scored
         mask, kl = rollout.response_mask, None
         if ref_logprobs is not None:
             kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask)
         price = self.kl_coef if ppo.kl_in == "reward" and kl is not None else 0.0
-        worth = self.worth(rollout, scores, samples)
+        worth = self.worth(rollout, scores)
         rewards = token_rewards(worth, torch.zeros_like(old_logprobs) if kl is None else kl, mask, kl_coef=price)
         return Experience(
             sequences=rollout.sequences,
@@ -118,6 +123,7 @@ class DeepSpeedPPOTrainer:
             entropy=entropy,
             values=values,
             scores=scores.total,
+            known=scores.known,
             ended=rollout.ended,
             trained=scores.known & (rollout.ended | (not ppo.mask_truncated)),
             kl=kl,
@@ -125,18 +131,22 @@ class DeepSpeedPPOTrainer:
             advantages=torch.zeros_like(rewards),
         )
 
-    def greedy_scores(self, prompts: Prompts) -> Tensor:
-        """[B] what the greedy response to each prompt is worth, once for each of its samples: ReMax's baseline."""
+    def greedy_scores(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
+        """[B] what the greedy response to each prompt is worth, ReMax's baseline, and [B] whether that is known.
+
+        Both once for each sample of a prompt.
+        """
         greedy = SamplingParams(temperature=0.0)
         rollout = self.timed("rollout", lambda: self.roll_out(prompts, greedy, iteration=0, sample_ids=None))
         scores = self.timed("scoring", lambda: self.rewards.score(rollout, self.answers(rollout, prompts), learn=False))
-        return self.worth(rollout, scores, 1).repeat_interleave(self.ppo.num_samples_per_prompt)
+        times = self.ppo.num_samples_per_prompt
+        return self.worth(rollout, scores).repeat_interleave(times), scores.known.repeat_interleave(times)
 
-    def worth(self, rollout: Rollout, scores: Scores, group_size: int) -> Tensor:
+    def worth(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[B] scores with everything that clips them or is taken off."""
         return shaped_scores(
-            scores.total, scores.known, rollout.ended, rollout.response_mask.sum(-1), ppo=self.ppo,
-            max_tokens=self.rollouts.max_answer_seq_len, group_size=group_size,
+            scores.total, rollout.ended, rollout.response_mask.sum(-1), ppo=self.ppo,
+            max_tokens=self.rollouts.max_answer_seq_len,
         )  # fmt: skip
 
     def train_rlhf(
@@ -259,7 +269,7 @@ class DeepSpeedPPOTrainer:
             )
 
     def score(
-        self, rollout: Rollout, prompts: Prompts, *, learn: bool
+        self, rollout: Rollout, prompts: Prompts, *, learn: bool, scale: bool
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Scores]:
         """old_logprobs, entropy, ref_logprobs, values [B, T] and the scores of a rollout; dropout is off.
 
@@ -276,7 +286,7 @@ class DeepSpeedPPOTrainer:
             engine.critic.eval()
             values = _states(engine.critic(ids, attended), mask)
         answers = self.answers(rollout, prompts)
-        scores = self.rewards.score(rollout, answers, learn=learn)
+        scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
         if failpoint.reached("scores"):
             scores.total.fill_(torch.nan)
         self.samples = self._samples(answers, prompts, scores)

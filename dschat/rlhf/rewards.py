@@ -78,12 +78,14 @@ class Rewards:
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # of each: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
-    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True) -> Scores:
+    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True, scale: bool = True) -> Scores:
         """The scores of a rollout. Every rank calls it with its own; a collective.
 
         Args:
             answers: the same B responses as texts.
-            learn: False leaves the running moments as they are: evaluation must not change training.
+            learn: False: these answers leave the running moments as they are. Each rank has its own say.
+            scale: False: the scores as they were given, also where training normalises them: what is evaluated is
+                compared over time, and with the score of a right answer.
         """
         device = rollout.sequences.device
         columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
@@ -92,9 +94,10 @@ class Rewards:
             columns.append(scores.to(device))
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no opinion
-        if self.normalize and learn:
-            self._moments = merged_moments(self._moments.to(device), raw).cpu()
-        scaled = normalised(raw, self._moments.to(device)) if self.normalize else raw
+        if self.normalize:
+            seen = raw if learn else torch.full_like(raw, torch.nan)
+            self._moments = merged_moments(self._moments.to(device), seen).cpu()
+        scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
         weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
         known = ~failed & ~raw.isnan().all(dim=0)  # [B]
         total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]

@@ -1,0 +1,131 @@
+"""The relatives of PPO once more, in plain torch and transformers: one unpadded row at a time, nothing of dschat in it.
+
+Settings are a plain dict with the names of the flags; rows and forward passes are those of plain_ppo.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from plain_ppo import Row, logprobs, score
+from torch import Tensor
+from transformers import PreTrainedModel
+
+Settings = dict[str, Any]
+
+
+def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
+    delta = new - ref
+    if estimator == "k3+":
+        return (delta**2 / 2) - (delta**2 / 2).detach() + divergence(new, ref, "k3").detach()
+    return {"k1": delta, "k2": delta**2 / 2, "k3": torch.exp(-delta) - 1 + delta}[estimator]
+
+
+@torch.no_grad()
+def greedy(actor: PreTrainedModel, prompt: Tensor, stop: list[int], longest: int) -> Row:
+    ids = prompt
+    for _ in range(longest):
+        ids = torch.cat([ids, actor(ids[None]).logits[0, -1].argmax()[None]])
+        if int(ids[-1]) in stop:
+            return Row(prompt, ids[len(prompt) :], True)
+    return Row(prompt, ids[len(prompt) :], False)
+
+
+@torch.no_grad()
+def worth(row: Row, reward: PreTrainedModel, s: Settings) -> float:
+    found = float(score(reward, torch.cat([row.prompt, row.response]))[0])
+    found = max(-s["reward_clip"], min(s["reward_clip"], found))
+    found -= 0 if row.ended else s["missing_eos_penalty"]
+    free = s["max_answer_seq_len"] - s.get("overlong_buffer", 0)
+    if len(row.response) > free:
+        found -= s["overlong_factor"] * (len(row.response) - free) / s["overlong_buffer"]
+    return found
+
+
+@torch.no_grad()
+def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, reward: PreTrainedModel,
+               stop: list[int], s: Settings) -> None:  # fmt: skip
+    """Fill `known` of every row, advantages not whitened; rows of a group follow each other."""
+    for row in rows:
+        old, entropy = logprobs(actor, row, s["temperature"])
+        ref_logprobs, _ = logprobs(ref, row, s["temperature"])
+        kl = divergence(old, ref_logprobs, s["kl_estimator"])
+        rewards = -s["kl_coef"] * kl if s["kl_in"] == "reward" else torch.zeros_like(kl)
+        rewards[-1] += worth(row, reward, s)
+        row.known = {"old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "kl": kl,
+                     "rewards": rewards}  # fmt: skip
+    n = s["num_samples_per_prompt"]
+    for first in range(0, len(rows), n):
+        group = rows[first : first + n]
+        whole = [float(row.known["rewards"].sum()) for row in group]
+        for i, row in enumerate(group):
+            row.known["advantages"] = _advantages(i, row, group, whole, actor, reward, stop, s)
+
+
+def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: PreTrainedModel,
+                reward: PreTrainedModel, stop: list[int], s: Settings) -> Tensor:  # fmt: skip
+    algorithm, n = s["algorithm"], len(group)
+    mean = sum(whole) / n
+    rewards, length = row.known["rewards"], len(row.response)
+    if algorithm in ("reinforce++", "reinforce++_baseline", "remax"):
+        baseline = mean if algorithm == "reinforce++_baseline" else 0.0
+        if algorithm == "remax":
+            baseline = worth(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
+        returns = [sum(s["gamma"] ** (k - t) * rewards[k] for k in range(t, length)) for t in range(length)]
+        return torch.stack(returns) - baseline
+    if algorithm == "rloo":
+        value = whole[i] - (sum(whole) - whole[i]) / (n - 1)
+    elif algorithm == "opo":
+        lengths = [len(other.response) for other in group]
+        value = whole[i] - sum(a * b for a, b in zip(lengths, whole, strict=True)) / sum(lengths)
+    else:
+        value = whole[i] - mean
+        if algorithm == "grpo":
+            value /= math.sqrt(sum((other - mean) ** 2 for other in whole) / (n - 1)) + 1e-6
+    return torch.full((length,), value)
+
+
+def whiten(rows: list[Row]) -> None:
+    every = torch.cat([row.known["advantages"] for row in rows]).double()
+    mean, deviation = every.mean(), every.var(correction=0).sqrt()
+    for row in rows:
+        row.known["advantages"] = ((row.known["advantages"].double() - mean) / deviation).float()
+
+
+def _per_token(new: Tensor, row: Row, s: Settings) -> Tensor:
+    advantage, ratio = row.known["advantages"], (new - row.known["old_logprobs"]).exp()
+    low, high = 1 - s["clip_range_low"], 1 + s["clip_range_high"]
+    if s["policy_loss"] == "gspo":  # the ratio of the whole response, once for each token
+        ratio = (new - row.known["old_logprobs"]).mean().exp().expand(len(new))
+    if s["policy_loss"] == "cispo":
+        return -ratio.detach().clip(low, high) * advantage * new
+    if s["policy_loss"] == "sapo":
+        tau = torch.where(advantage > 0, s["sapo_positive_temperature"], s["sapo_negative_temperature"])
+        return -advantage * 4 / tau * torch.sigmoid(tau * (ratio - 1))
+    gain = torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
+    if s.get("dual_clip"):
+        gain = torch.where(advantage < 0, torch.max(gain, s["dual_clip"] * advantage), gain)
+    return -gain
+
+
+def losses(rows: list[Row], actor: PreTrainedModel, s: Settings) -> tuple[Tensor, Tensor]:
+    """The policy loss alone, and all that is minimised, over the rows that are learnt from."""
+    tokens = sum(len(row.response) for row in rows)
+
+    def mean(values: list[Tensor]) -> Tensor:
+        if s["loss_aggregation"] == "token_mean":
+            return sum(value.sum() for value in values) / tokens
+        if s["loss_aggregation"] == "seq_mean_token_mean":
+            return sum(value.mean() for value in values) / len(rows)
+        return sum(value.sum() for value in values) / (s["max_answer_seq_len"] * len(rows))
+
+    now = [logprobs(actor, row, s["temperature"]) for row in rows]
+    parts = [row.known.get("weights", 1.0) * _per_token(new, row, s) for (new, _), row in zip(now, rows, strict=True)]
+    policy = whole = mean(parts)
+    if s["kl_in"] == "loss":
+        parts = [divergence(new, row.known["ref_logprobs"], s["kl_estimator"]) for (new, _), row in
+                 zip(now, rows, strict=True)]  # fmt: skip
+        whole = whole + s["kl_coef"] * mean(parts)
+    return policy, whole - s["entropy_coef"] * mean([entropy for _, entropy in now])

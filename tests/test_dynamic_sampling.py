@@ -1,0 +1,99 @@
+"""Groups that teach nothing make room for later prompts: which prompts, how often, and the same on two ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dynamic_ranks
+import pytest
+from dynamic_ranks import CASES, QUESTIONS, REWARD, SIZE, SLOTS
+from rlhf_models import group_of_one, save_models
+
+from dschat.data.batches import GlobalBatches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = save_models(tmp_path_factory.mktemp("models"))
+    (folder / "reward.py").write_text(REWARD)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(folder) -> dict[str, Any]:
+    return {case: dynamic_ranks.scenario(folder, case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder, programs) -> dict[str, Any]:
+    programs.run(Path(__file__).with_name("dynamic_ranks.py"), [folder], processes=2, log=folder / "log")
+    return json.loads((folder / "dynamic.json").read_text())
+
+
+def groups_of(samples: list) -> list[tuple[int, bool]]:
+    """Number of the prompt, and whether its scores are alike, of each group in the order of the rollouts."""
+    groups = [samples[first : first + SIZE] for first in range(0, len(samples), SIZE)]
+    assert all(len({prompt for prompt, _ in group}) == 1 for group in groups)
+    return [(QUESTIONS.index(group[0][0]), len({round(score, 4) for _, score in group}) == 1) for group in groups]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_flat_groups_are_replaced_in_bounded_rounds_and_no_other_is_lost(one_process, case):
+    """The rounds again, on paper: slot by slot, from the groups in the order in which they were sampled."""
+    found, rounds = one_process[case], 1 + CASES[case]["dynamic_sampling"]
+    normalised = CASES[case].get("normalize_rewards", False)
+    taken = 0
+    for number in range(3):
+        groups = groups_of(found["samples"][number])
+        rest = list(groups)
+        slots: dict[int, tuple[int, bool]] = {}
+        for _ in range(rounds):
+            open_slots = [slot for slot in range(SLOTS) if slot not in slots or slots[slot][1]]
+            for slot in open_slots:
+                slots[slot] = rest.pop(0)
+        assert not rest, "no round beyond the bound, and none for slots that were filled"
+        taken += len(groups)
+        assert found["taken"][number] == taken
+        rows = [row for part in found["minibatches"][2 * number : 2 * number + 2] for row in part]
+        assert len(rows) == SLOTS * SIZE
+        learnt = CASES[case]["dynamic_sampling"] == 0
+        if not normalised:  # scores tell the prompt: 10 · number + something below 7
+            dealt = sorted((int(score // 10), trained) for score, trained, _ in rows)
+            assert dealt == sorted((prompt, learnt or not flat) for prompt, flat in slots.values() for _ in range(SIZE))
+        assert sum(trained for _, trained, _ in rows) == SIZE * sum(learnt or not flat for _, flat in slots.values())
+        flat = sum(flat for _, flat in groups)
+        assert found["sums"][number] == [SIZE * n for n in (len(groups), len(groups) - flat * (not learnt), flat)]
+    if case == "nearly all":
+        assert any(flat for _, flat in slots.values()), "a slot that is never filled is part of this test"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_prompts_are_taken_from_the_stream_without_a_gap_or_a_repetition(one_process, case):
+    batches = GlobalBatches([1] * len(QUESTIONS), global_batch_size=SLOTS, seed=3, group_by_length=False)
+    seen = [prompt for samples in one_process[case]["samples"] for prompt, _ in groups_of(samples)]
+    stream = [row for step in range(len(seen) // SLOTS + 1) for row in batches.step(step)]
+    assert seen == stream[: len(seen)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_stay_whole_and_two_ranks_deal_what_one_process_deals(one_process, two_ranks, case):
+    found, expected = two_ranks[case], one_process[case]
+    assert found["taken"] == expected["taken"] and found["sums"] == expected["sums"]
+    assert len(found["minibatches"]) == len(expected["minibatches"]) == 6
+    for ours, theirs in zip(found["minibatches"], expected["minibatches"], strict=True):
+        for row, other in zip(ours, theirs, strict=True):
+            assert row == pytest.approx(other, abs=1e-5)
+    for name, moments in expected["moments"].items():
+        assert found["moments"][name] == pytest.approx(moments, rel=1e-9)
+        wanted = SIZE * sum(len(samples) // SIZE for samples in expected["samples"])
+        assert moments[0] == (wanted if CASES[case].get("normalize_rewards") else 0), "every response counts once"
+    if not CASES[case].get("normalize_rewards"):
+        for part in found["minibatches"]:
+            prompts = [int(score // 10) for score, _, _ in part]
+            assert all(prompts.count(prompt) % SIZE == 0 for prompt in prompts)

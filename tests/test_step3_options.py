@@ -1,0 +1,230 @@
+"""Step 3 as users run it: every flag of algorithm, rewards and evaluation; and all that a resumed run goes on with."""
+
+import json
+import signal
+import subprocess
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+from programs import MAINS
+from step_materials import flags, metrics_of, weights_of, write_materials, write_rows
+from transformers import AutoModelForCausalLM
+
+from dschat import checkpoint
+from dschat.arguments import EvaluationArguments, PPOArguments, RewardArguments
+from dschat.signals import SAVED
+
+REWARD = """
+import re
+def number(prompt): return int(re.search(r"[0-9]+", prompt)[0])
+def some(prompts, responses, rows):  # every third prompt scores alike, whatever is answered
+    return [1.0 if number(p) % 3 == 0 else sum(map(ord, r)) % 7 / 3 for p, r in zip(prompts, responses)]
+def level(prompts, responses, rows):
+    return [number(p) / 10 for p in prompts]
+"""
+MORE_REWARDS = ["length?max=4@0.5", "repetition@0.1", "{materials}/reward@2", "{materials}/reward.py:some"]
+# Each value of each choice, and each other flag away from its default, in one of these runs
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo": {
+        "dual_clip": 3.0, "entropy_coef": 0.01, "actor_freeze_steps": 3, "kl_in": "reward", "kl_estimator": "k1",
+        "gamma": 0.99, "gae_lambda": 0.9, "value_clip_range": 0.5, "whiten_advantages": False, "mask_truncated": True,
+        "num_samples_per_prompt": 2, "clip_range_low": 0.1, "clip_range_high": 0.3, "reward_clip": 2.0, "processes": 2,
+        "unsup_coef": 0.1, "unsupervised_dataset_name": "{materials}/texts.jsonl", "zero": 3,
+        "eval_num_samples": 4, "eval_success_score": 0.5, "eval_answer": "text", "best_metric": "pass@2",
+        "policy_loss": "ppo_clip", "old_logprobs": "recompute", "rollout_correction": "none",
+    },
+    "grpo": {
+        "reward": MORE_REWARDS, "reward_retries": 1, "reward_timeout": 60.0, "normalize_rewards": True, "zero": 3,
+        "eval_num_samples": 3, "eval_answer": "tag", "best_metric": "kl", "best_mode": "min", "dump_step": 2,
+        "loss_aggregation": "seq_mean_token_mean", "processes": 2, "kl_in": "loss", "kl_estimator": "k3",
+    },
+    "dr_grpo": {
+        "kl_coef": 0.1, "kl_estimator": "k3+", "rollout_correction": "tis", "rollout_correction_cap": 1.5,
+        "top_p": 0.9, "dynamic_sampling": 2, "reward": ["{materials}/reward.py:some"], "eval_num_samples": 2,
+        "loss_aggregation": "seq_mean_token_sum_norm", "reward_model_name_or_path": None, "processes": 2,
+    },
+    "rloo": {
+        "policy_loss": "gspo", "rollout_correction": "seq_tis", "kl_target": 0.01, "kl_horizon": 100.0,
+        "eval_num_samples": 2, "eval_answer": "boxed", "top_k": 50,
+    },
+    "reinforce++": {"policy_loss": "cispo", "rollout_correction": "mis", "rollout_correction_floor": 0.8, "top_k": 300},
+    "reinforce++_baseline": {
+        "policy_loss": "sapo", "sapo_positive_temperature": 2.0, "sapo_negative_temperature": 3.0, "kl_estimator": "k2",
+        "ref_refresh_interval": 1, "actor_lora_dim": 2, "clip_range": None,
+    },
+    "remax": {
+        "old_logprobs": "rollout", "ppo_epochs": 1, "kl_coef": 0.0, "clip_range": 0.3, "eval_answer": "last_number",
+        "loss_aggregation": "token_mean", "overlong_buffer": 4, "overlong_factor": 0.5,
+    },
+    "opo": {"rollout_correction": "seq_mis", "kl_coef": 0.1, "stop_at_kl": 1000.0, "top_k": 300, "dump_step": 1},
+}  # fmt: skip
+EVERYWHERE = {"missing_eos_penalty", "per_device_training_batch_size", "ppo_epochs", "algorithm"}
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory, tiny_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("materials")
+    write_materials(folder, tiny_tokenizer)
+    (folder / "reward.py").write_text(REWARD)
+    write_rows(folder / "texts.jsonl", [{"text": "the sum of 17 and 4 is 21."}] * 16)
+    return folder
+
+
+@pytest.fixture
+def run(programs, materials, tmp_path):
+    """run(name, **settings) runs step 3 into tmp_path/name, again and again; what it printed is the answer."""
+
+    def once(name: str, *, processes: int = 1, code: int | None = 0, fail: str = "", **settings) -> str:
+        def placed(value: Any) -> Any:
+            if isinstance(value, list):
+                return [placed(each) for each in value]
+            return value.replace("{materials}", str(materials)) if isinstance(value, str) else value
+
+        settings = {"num_samples_per_prompt": 2, "eval_interval": 1} | settings
+        argv = flags("ppo", materials, tmp_path / name, processes=processes,
+                     **{key: placed(value) for key, value in settings.items()})  # fmt: skip
+        log = tmp_path / f"log-{len(list(tmp_path.glob('log-*')))}"
+        return programs.run(MAINS["ppo"], argv, processes=processes, log=log, code=code,
+                            environment={"DSCHAT_FAILPOINT": fail})  # fmt: skip
+
+    return once
+
+
+def test_the_runs_below_try_every_flag_and_every_choice():
+    for group in (PPOArguments, RewardArguments, EvaluationArguments):
+        hints = get_type_hints(group)
+        for field in fields(group):
+            tried = [{"algorithm": name}.get(field.name, settings.get(field.name)) for name, settings in RUNS.items()]
+            choices = [
+                kind for kind in (hints[field.name], *get_args(hints[field.name])) if get_origin(kind) is Literal
+            ]
+            if choices:
+                assert set(get_args(choices[0])) == set(tried) - {None}, field.name
+            elif field.name not in EVERYWHERE:
+                default = field.default if field.default is not MISSING else field.default_factory()
+                assert any(value not in (None, default) for value in tried), field.name
+
+
+@pytest.mark.parametrize("algorithm", RUNS)
+def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tmp_path):
+    said = run(algorithm, algorithm=algorithm, **RUNS[algorithm])
+    assert "has no effect" not in said
+    lines = metrics_of(tmp_path / algorithm)
+    assert [(line["phase"], line["step"]) for line in lines] == [
+        ("eval", 0), ("train", 1), ("eval", 1), ("train", 2), ("eval", 2)
+    ]  # fmt: skip
+    for line in lines:
+        assert all(value is not None for value in line.values()), line
+    train = lines[1::2]
+    assert all(line["policy_loss"] != 0 and line["actor_grad_norm"] > 0 for line in train)
+    assert ("value_loss" in train[0]) == (algorithm == "ppo") == (tmp_path / algorithm / "critic").exists()
+    settings = RUNS[algorithm]
+    ppo = PPOArguments(
+        algorithm, **{key: settings[key] for key in ("kl_coef", "kl_in", "kl_target") if key in settings}
+    )
+    assert ("kl" in train[0]) == (ppo.needs_reference or "stop_at_kl" in settings)
+    assert ("kl_loss" in train[1]) == (ppo.kl_in == "loss")
+    assert ("correction_weight" in train[0]) == (settings.get("rollout_correction", "none") != "none")
+    n = settings.get("eval_num_samples", 1)
+    assert (n > 1) == ({f"mean@{n}", f"pass@{n}", f"maj@{n}"} <= lines[0].keys())
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / algorithm, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    if "best_metric" in settings:
+        assert_best_is_the_best(tmp_path / algorithm, settings["best_metric"], settings.get("best_mode", "max"))
+    if "dump_step" in settings:
+        replay = MAINS["ppo"].parents[2] / "scripts" / "replay.py"
+        (folder,) = (tmp_path / algorithm / "dump").iterdir()
+        said = subprocess.run([sys.executable, replay, folder], capture_output=True, text=True)
+        assert said.returncode == 0 and "the replay gives what the run gave" in said.stdout, said.stdout + said.stderr
+
+
+def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:
+    """best.json tells the first of the best evaluations; its step."""
+    found = [(line["step"], line[metric]) for line in metrics_of(output) if line["phase"] == "eval"]
+    value = (max if mode == "max" else min)(value for _, value in found)
+    step = next(step for step, other in found if other == value)
+    told = json.loads((output / "best" / "best.json").read_text())
+    assert told == {"step": step, metric: pytest.approx(value)}
+    assert not (output / "best.unfinished").exists()
+    return step
+
+
+ALL = {
+    "algorithm": "grpo", "reward": ["{materials}/reward.py:some", "{materials}/reward.py:level@0.3"],
+    "normalize_rewards": True,
+    "kl_target": 1e-4, "kl_horizon": 100.0, "ref_refresh_interval": 2, "dynamic_sampling": 2, "eval_num_samples": 2,
+    "best_metric": "pass@2", "max_steps": 4, "reward_model_name_or_path": None, "lr_scheduler_type": "constant",
+    "actor_learning_rate": 1e-2,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def unbroken(programs, materials, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("unbroken")
+    given = json.loads(json.dumps(ALL).replace("{materials}", str(materials)))
+    argv = flags("ppo", materials, output, num_samples_per_prompt=2, eval_interval=1, **given)
+    programs.run(MAINS["ppo"], argv, log=output / "log.txt")
+    return output
+
+
+def assert_same(output: Path, unbroken: Path) -> None:
+    assert metrics_of(output) == metrics_of(unbroken)
+    assert (output / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
+    assert (output / "best" / "best.json").read_text() == (unbroken / "best" / "best.json").read_text()
+    for folder in ("", "best"):
+        ours, theirs = weights_of(output / folder), weights_of(unbroken / folder)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+
+
+@pytest.mark.parametrize(
+    ("fail", "save_interval", "code"),
+    [
+        ("update:TERM#6", 0, SAVED),  # two updates of the second iteration are behind
+        ("update:TERM#16", 0, SAVED),  # between two iterations, with a refreshed reference
+        ("rollout#12", 1, -signal.SIGKILL),  # in a rollout, perhaps of a later round
+        ("update#14", 1, -signal.SIGKILL),
+    ],
+)
+def test_killed_and_resumed_all_that_changes_with_the_run_goes_on(fail, save_interval, code, run, unbroken, tmp_path):
+    lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
+    prices = [line["kl_coef"] for line in lines]
+    assert len(set(prices)) == 4 and min(line["responses"] for line in lines) > 16, "all of it is in use"
+    run("run", **ALL, fail=fail, code=code, save_interval=save_interval)
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    said = run("run", **ALL, resume="auto", save_interval=save_interval)
+    assert "going on from" in said and checkpoint.newest(tmp_path / "run") is not None
+    assert_same(tmp_path / "run", unbroken)
+
+
+def test_the_price_of_kl_follows_kl_and_a_refreshed_reference_starts_it_anew(unbroken):
+    lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
+    price = 0.04
+    for line in lines:
+        assert line["kl_coef"] == pytest.approx(price)
+        share = min(line["responses"] / 100.0, 1.0)
+        price *= 1 + min(max(line["kl"] / 1e-4 - 1, -0.2), 0.2) * share
+    assert lines[0]["kl"] == lines[2]["kl"] == 0 and lines[1]["kl"] > 0 and lines[3]["kl"] > 0
+
+
+def test_the_best_model_is_the_one_that_was_evaluated_as_best(run, unbroken, tmp_path):
+    step = assert_best_is_the_best(unbroken, "pass@2", "max")
+    assert 0 < step < 4, "a best model at the start or the end would prove little"
+    run("run", **ALL | {"max_steps": step})
+    ours, theirs = weights_of(tmp_path / "run"), weights_of(unbroken / "best")
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"best_metric": "accuracy"}, "--best_metric accuracy: the evaluation has no such metric; it has"),
+    ({"best_metric": "score", "eval_fraction": 0.0}, "it has none: give held-out rows"),
+])  # fmt: skip
+def test_a_best_metric_that_no_evaluation_has_ends_the_run_before_it_trains(settings, message, run, tmp_path):
+    said = run("run", code=2, **settings)
+    assert message in said and "Traceback" not in said
+    assert not (tmp_path / "run" / "model.safetensors").exists()
