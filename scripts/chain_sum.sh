@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A real model learns to add from rewards alone: SmolLM2-135M-Instruct is shown a few worked sums (SFT), then practises
-# longer and longer ones with GRPO, level by level. The only reward: is the last number right?
+# A real model learns to add: SmolLM2-135M-Instruct is shown a few hundred worked sums (SFT), then practises longer and
+# longer ones with GRPO, level by level. The only reward: is the last number right?
 set -euo pipefail
 
 usage() {
@@ -11,16 +11,17 @@ usage: bash scripts/chain_sum.sh [OPTION ...]
   --fresh            start over (downloads are kept)
   --seed N           seed of data order and sampling (default 1)
   --processes N      processes of each step (default: the GPUs of this machine, else 1)
-  --sft_steps N      steps of 16 worked sums of 2 and 3 numbers (default 40)
-  --iterations N     rollouts of each level: 8 answers to each of 16 sums (default 40)
+  --sft_steps N      steps of 16 worked sums of 2 to 5 numbers (default 40)
+  --iterations N     updates of each level, of 8 answers to each of 8 sums (default 35)
   --rl_flags "..."   further flags for step 3
 
-Sums are of one-digit numbers, those of a level: 2 to 4, 3 to 5, 4 to 6 of them (reasoning-gym's chain_sum).
+Sums are of one-digit numbers, those of a level: 2 or 3, 3 or 4, 4 or 5 of them (reasoning-gym's chain_sum). Sums whose
+answers are all right or all wrong are replaced (DAPO's dynamic sampling): rollouts cost little, updates much.
 TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-declare -A option=([output]=$root/output/chain_sum [seed]=1 [processes]="" [sft_steps]=40 [iterations]=40 [rl_flags]="")
+declare -A option=([output]=$root/output/chain_sum [seed]=1 [processes]="" [sft_steps]=40 [iterations]=35 [rl_flags]="")
 numbers=(seed sft_steps iterations)
 source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
@@ -31,13 +32,13 @@ cd "$root"
 source scripts/stages.sh
 
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-((16 % processes == 0)) || fail "--processes $processes: 16 sums are shared by 1, 2, 4, 8 or 16"
+((8 % processes == 0)) || fail "--processes $processes: 8 sums are shared by 1, 2, 4 or 8"
 read -ra rl_flags <<<"${option[rl_flags]}"
 ((!fresh)) || rm -rf "$output"/{model,data,sft,level1,level2,level3,stages,logs,summary.json,report.html}
 
 stage model python scripts/smollm2/prepare_model.py --output "$output/model" --no_system_prompt
 
-stage data python scripts/chain_sum/worked_sums.py --output "$output/data" --seed "$seed" --rows 1000
+stage data python scripts/chain_sum/worked_sums.py --output "$output/data" --seed "$seed" --rows 1000 --max_terms 5
 
 stage sft step step1_supervised_finetuning --seed "$seed" \
     --model_name_or_path "$output/model" --output_dir "$output/sft" --data_path "$output/data/sft.jsonl" \
@@ -50,10 +51,10 @@ start=$output/sft
 for level in 1 2 3; do
     stage "level$level" step step3_rlhf_finetuning --seed "$seed" --algorithm grpo \
         --actor_model_name_or_path "$start" --output_dir "$output/level$level" --reward 'last_number?column=answer' \
-        --data_path "$(sums 4000 $((level * 1000000 + seed * 10000)) $((level + 1)) $((level + 3)))" \
-        --eval_data_path "$(sums 128 9000000 3 6)" --eval_interval 20 \
-        --num_samples_per_prompt 8 --per_device_generation_batch_size $((16 / processes)) \
-        --per_device_training_batch_size 16 --gradient_accumulation_steps $((8 / processes)) \
+        --data_path "$(sums 4000 $((level * 1000000 + seed * 10000)) $((level + 1)) $((level + 2)))" \
+        --eval_data_path "$(sums 128 9000000 2 5)" --eval_interval 12 \
+        --num_samples_per_prompt 8 --dynamic_sampling 3 --per_device_generation_batch_size $((8 / processes)) \
+        --per_device_training_batch_size 8 --gradient_accumulation_steps $((8 / processes)) \
         --max_prompt_seq_len 64 --max_answer_seq_len 64 --max_steps "${option[iterations]}" \
         --actor_learning_rate 1e-5 --lr_scheduler_type constant_with_warmup --num_warmup_steps 4 --kl_coef 0 \
         --old_logprobs rollout --actor_zero_stage 2 "${rl_flags[@]}"
