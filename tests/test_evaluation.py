@@ -212,3 +212,5 @@ def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_u
     assert metrics["reward"] == pytest.approx(float(part.rewards[part.known].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
     assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"
+    below = torch.tensor([-1.0, -1.0, 0.0, -2.0, -1.0, 0.0])
+    assert flat_groups(below, part.known, 3).tolist() == [True, False]
