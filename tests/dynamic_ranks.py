@@ -72,11 +72,11 @@ def scenario(root: Path, case: str) -> dict[str, Any]:
     run = make_run(root, case)
     found: dict[str, Any] = {"minibatches": [], "taken": [], "samples": [], "sums": []}
     for number in range(3):
-        iteration = run.experience(number)
+        iteration = run.slots.fill(number)
         for part in iteration.minibatches:
             rows = zip(part.scores.tolist(), part.trained.tolist(), part.advantages[:, 0].tolist(), strict=True)
             found["minibatches"].append(sorted(launch.joined_lists([list(row) for row in rows])))
-        found["taken"].append(run.taken)
+        found["taken"].append(run.slots.taken)
         found["samples"].append(launch.joined_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
         names = ("sequences", "trained", "flat_groups")
         totals = torch.stack([sum(sums[name] for sums in iteration.sums) for name in names])

@@ -47,7 +47,7 @@ class ActorLoss:
     def __init__(self, ppo: PPOArguments, *, max_tokens: int) -> None:
         self.ppo, self.max_tokens = ppo, max_tokens
         self.wants_entropy = ppo.entropy_coef > 0
-        self.corrects = ppo.rollout_correction != "none" and ppo.old_logprobs == "recompute"
+        self.corrects_rollouts = ppo.rollout_correction != "none" and ppo.old_logprobs == "recompute"
         clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)}
         soft = {
             "positive_temperature": ppo.sapo_positive_temperature,
@@ -75,7 +75,7 @@ class ActorLoss:
             mask, ppo.loss_aggregation, tokens=counts.tokens, sequences=counts.responses, max_tokens=self.max_tokens
         )
         corrected, correction = weights, {}
-        if self.corrects:
+        if self.corrects_rollouts:
             factors, correction = correction_weights(
                 part.old_logprobs, part.rollout_logprobs, mask, correction=ppo.rollout_correction,
                 cap=ppo.rollout_correction_cap, floor=ppo.rollout_correction_floor, normalizer=counts.tokens,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from dschat.arguments import PPOArguments
 from dschat.rlhf import advantages as estimators
 from dschat.rlhf.experience import Experience
 
+# Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
+SPREAD = 1e-6
 # Every token of a response gets the same number, made of the whole rewards of its group.
 BY_GROUP = {
     "grpo": estimators.grpo,
@@ -58,3 +61,15 @@ def estimate_advantages(
         "remax": lambda: greedy_scores,
     }[ppo.algorithm]()
     return estimators.reinforce(rewards, mask, gamma=ppo.gamma, baseline=baseline), None
+
+
+def flat_groups(scores: Tensor, known: Tensor, group_size: int) -> Tensor:
+    """[B / group_size] bool, True where all responses to a prompt score alike, as far as is known.
+
+    Args:
+        scores: [B] float.
+        known: [B] bool, True where there is a score.
+    """
+    most = scores.masked_fill(~known, -torch.inf).view(-1, group_size).amax(dim=1)
+    least = scores.masked_fill(~known, torch.inf).view(-1, group_size).amin(dim=1)
+    return most - least < SPREAD  # −inf where nothing is known

@@ -11,26 +11,13 @@ from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
 from dschat.engines import Metrics, sum_metrics
 from dschat.rlhf.answer_metrics import extract_answer, majority, pass_at_k
+from dschat.rlhf.estimate import flat_groups
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.off_policy import gap_metrics, rollout_gap
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 
 # Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
 EVALUATION = 2**31 - 1
-# Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
-SPREAD = 1e-6
-
-
-def flat_groups(scores: torch.Tensor, known: torch.Tensor, group_size: int) -> torch.Tensor:
-    """[B / group_size] bool, True where all responses to a prompt score alike, as far as is known.
-
-    Args:
-        scores: [B] float.
-        known: [B] bool, True where there is a score.
-    """
-    most = scores.masked_fill(~known, -torch.inf).view(-1, group_size).amax(dim=1)
-    least = scores.masked_fill(~known, torch.inf).view(-1, group_size).amin(dim=1)
-    return most - least < SPREAD  # −inf where nothing is known
 
 
 def experience_sums(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +12,17 @@ from dschat.arguments import EvaluationArguments, RunArguments
 from dschat.best import Best
 from dschat.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches
-from dschat.data.collators import collate_prompts
 from dschat.data.datasets import DataSplits
 from dschat.health import Health
 from dschat.metrics import RunLog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.dump import dump_inputs, dumped_update
-from dschat.rlhf.evaluation import evaluate, experience_metrics, experience_sums, flat_groups
-from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.evaluation import evaluate, experience_metrics
+from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.slots import Slots
 from dschat.rlhf.unsupervised import UnsupervisedBatches
 from dschat.saving import Saving
 from dschat.set_up import open_log, order_of_rows
@@ -40,7 +38,7 @@ class PPORun:
         iterations, updates_per_iteration: how many there are.
         evaluation: how held-out prompts are looked at.
         groups: every argument group, RunArguments last.
-        taken: prompts rolled out so far, over all ranks: the position in the endless row of epochs.
+        slots: what gathers the experience of an iteration.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -52,7 +50,10 @@ class PPORun:
     updates_per_iteration: int
     evaluation: EvaluationArguments
     groups: tuple
-    taken: int = field(default=0, init=False)
+    slots: Slots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.trainer, self.dataset, self.prompts.train, self.batches)
 
     @property
     def run(self) -> RunArguments:
@@ -62,7 +63,7 @@ class PPORun:
     def state(self) -> dict[str, Any]:
         """What has grown with the run, besides weights: a resumed one goes on with it."""
         trainer = self.trainer
-        return {"taken": self.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state}
+        return {"taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state}
 
     def fit(self, resumed: Path | None) -> None:
         """Run the iterations that are left.
@@ -77,7 +78,7 @@ class PPORun:
             with settings_of_user():
                 changed = checkpoint.changed_arguments(resumed, self.groups, anyway=self.run.resume_anyway)
                 state = checkpoint.load(resumed, engines=engine.trained, same=order)
-            first, self.taken, trainer.kl_coef = state["iteration"], state["taken"], state["kl_coef"]
+            first, self.slots.taken, trainer.kl_coef = state["iteration"], state["taken"], state["kl_coef"]
             trainer.rewards.load_state(state["rewards"])
             engine.load_followers(resumed)
             begun = Iteration.load(resumed, engine.actor.engine.device) if state["update"] else None
@@ -92,7 +93,7 @@ class PPORun:
             if first == 0 and begun is None:
                 self.look(0, log, best)
             for number in range(first, self.iterations):
-                iteration = begun or self.experience(number)
+                iteration = begun or self.slots.fill(number)
                 begun = None
                 self.update(number, iteration, saving, order | {"health": health.state, "best": best.state})
                 done = number + 1
@@ -109,72 +110,6 @@ class PPORun:
                     break
             saving.finish()
         log.close()
-
-    def experience(self, number: int) -> Iteration:
-        """Roll out the prompts of an iteration, batch by batch.
-
-        Slot i of an iteration lies on rank i mod W and takes a prompt's group. With --dynamic_sampling the slots whose
-        groups score all alike take new prompts, round after round; a group that has a spread stays. So a slot that is
-        never filled keeps its last group, which is not trained.
-        """
-        iteration, ppo = Iteration(), self.trainer.ppo
-        slots: Sequence[int] = range(self.batches.global_batch_size)
-        groups: dict[int, Experience] = {}
-        for attempt in range(1 + ppo.dynamic_sampling):
-            for part, mine in self.roll_out(number, attempt, slots, iteration):
-                if not ppo.dynamic_sampling:
-                    iteration.minibatches = self.dataset.add(part, iteration=number)
-                    continue
-                size = ppo.num_samples_per_prompt
-                groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
-            unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
-            slots = sorted(launch.joined_lists(unfilled))
-            if not slots:
-                break
-        if groups:
-            size = self.trainer.rollouts.per_device_generation_batch_size
-            mine = sorted(groups)
-            for start in range(0, len(mine), size):
-                part = Experience.concatenate([groups[slot] for slot in mine[start : start + size]])
-                iteration.minibatches = self.dataset.add(part, iteration=number)
-        return iteration
-
-    def roll_out(
-        self, number: int, attempt: int, slots: Sequence[int], iteration: Iteration
-    ) -> list[tuple[Experience, list[int]]]:
-        """Fill these slots, of all ranks, with the next prompts; this rank's experiences and the slots of each.
-
-        A slot is in the same rollout batch whatever the number of ranks, and in every attempt, since the batch decides
-        what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
-        even where a row occurs twice.
-        """
-        trainer, ranks = self.trainer, launch.world_size()
-        size = trainer.rollouts.per_device_generation_batch_size * ranks
-        rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
-        self.taken += len(slots)
-        parts = []
-        for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
-            of_all = list(batch_slots)
-            mine = [slot for slot in of_all if slot % ranks == launch.rank()]
-            asked = mine or of_all[:1]  # a rank without slots joins in
-            names = [attempt * self.batches.global_batch_size + slot for slot in asked]
-            batch = collate_prompts([self.prompts.train[rows[slot]] for slot in asked])
-            part = trainer.generate_experience(batch, iteration=number, sample_ids=names, learn=bool(mine))
-            if trainer.ppo.dynamic_sampling:
-                flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
-                part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
-            iteration.sums.append(experience_sums(
-                part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
-                judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
-            ))  # fmt: skip
-            iteration.samples += trainer.samples if mine else []
-            parts += [(part, mine)] if mine else []
-        return parts
-
-    def row(self, position: int) -> int:
-        """The row of the training prompts at this position of the endless row of epochs."""
-        step, place = divmod(position, self.batches.global_batch_size)
-        return self.batches.step(step)[place]
 
     def update(self, number: int, iteration: Iteration, saving: Saving, state: dict) -> None:
         """Take the updates that are left of an iteration; between two of them the run may be saved, with this state."""
