@@ -194,6 +194,24 @@ def test_a_killed_and_resumed_run_equals_the_unbroken_one(step, settings, run, t
     assert not list(checkpoints.glob(".step*"))
 
 
+@pytest.mark.parametrize("step, metric, mode", [("sft", "eval_loss", "min"), ("dpo", "accuracy", "max")])
+def test_the_best_model_of_the_one_model_steps_is_kept_through_a_kill(step, metric, mode, run, tmp_path):
+    settings = {"best_metric": metric, "best_mode": mode, "eval_interval": 1, "eval_fraction": 0.2}
+    whole = run(step, "whole", **settings)
+    values = [line[metric] for line in metrics_of(whole) if line["phase"] == "eval"]
+    best = {"min": min, "max": max}[mode](values)
+    assert len(set(values)) > 1
+    assert json.loads((whole / "best" / "best.json").read_text()) == {"step": values.index(best), metric: best}
+    assert_loads_with_plain_transformers(step, whole / "best")
+    killed = tmp_path / "killed"
+    settings |= {"save_interval": 1, "resume": "auto"}
+    run(step, "killed", kill_when=lambda: (killed / "checkpoints" / "step-00000002").exists(), **settings)
+    run(step, "killed", **settings)
+    assert (killed / "best" / "best.json").read_text() == (whole / "best" / "best.json").read_text()
+    for name, weight in weights_of(whole / "best").items():
+        assert torch.equal(weights_of(killed / "best")[name], weight)
+
+
 @pytest.mark.parametrize("zero, processes", [(0, 1), (3, 2)])
 def test_the_exported_average_is_that_of_the_actors(zero, processes, run, materials, tmp_path):
     """Two updates with decay d: a = d (d w0 + (1 - d) w1) + (1 - d) w2; the run is resumed between them."""
