@@ -208,14 +208,14 @@ def test_without_the_greedy_score_there_is_nothing_to_compare_with(folder, tmp_p
     assert torch.equal(experience.trained, experience.known & known)
 
 
-def test_a_step_that_learns_from_nothing_is_finite(folder):
+def test_a_step_with_nothing_to_learn_from_is_skipped_and_momentum_moves_nothing(folder):
     trainer = trainer_of(folder, "opo", entropy_coef=0.1)
     experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
+    trainer.train_rlhf(experience)
+    before, rate = weights(trainer.engine.actor.engine), trainer.engine.actor.engine.get_lr()
     experience.trained[:] = False
-    before = weights(trainer.engine.actor.engine)
-    metrics = trainer.train_rlhf(experience)
-    assert all(math.isfinite(value) for value in metrics.values()) and metrics["policy_loss"] == 0
-    assert unchanged(before, trainer.engine.actor.engine)
+    assert trainer.train_rlhf(experience) == {"skipped_updates": 1.0}
+    assert unchanged(before, trainer.engine.actor.engine) and trainer.engine.actor.engine.get_lr() == rate
 
 
 # --- what moves ------------------------------------------------------------------------------------------------------

@@ -162,11 +162,13 @@ def test_a_conversation_may_end_with_a_tool_call():
         encode_conversation(endless, TOOL_CHAT[:2], tools=TOOLS)
 
 
-@pytest.mark.parametrize("kind", ["prompt", "sft", "preference"])
+@pytest.mark.parametrize("kind", ["prompt", "sft", "preference", "unpaired"])
 def test_tools_of_a_row_reach_the_template_in_every_kind(kind):
     tokenizer = tokenizer_of("qwen", marked=False)
     encoder = Encoder.for_kind(kind, tokenizer, max_tokens=2000, overlong="drop", train_on_prompt=False)
     row = {"prompt": "Please add 17 and 4.", "chosen": "It is 21.", "rejected": "No.", "tools": TOOLS}
-    features = encoder.encode(parse_record(row, kind), row, 0).features
-    ids = features["chosen_ids" if kind == "preference" else "input_ids"]
-    assert '<tools>\n{"type": "function"' in tokenizer.decode(ids)
+    found = encoder.encode(parse_record(row, kind), row, 0)
+    assert len(found) == (2 if kind == "unpaired" else 1)
+    for encoded in found:
+        ids = encoded.features["chosen_ids" if kind == "preference" else "input_ids"]
+        assert '<tools>\n{"type": "function"' in tokenizer.decode(ids)

@@ -217,7 +217,8 @@ def test_kl_that_reaches_its_bound_ends_the_run_with_an_export(run, tmp_path):
 
 
 def test_a_rank_that_hangs_is_named_with_its_phase(programs, materials, tmp_path):
-    argv = flags("ppo", materials, tmp_path / "run", processes=2, collective_timeout=4)
+    # Long enough for a phase of a busy machine, or that would be what ends the run.
+    argv = flags("ppo", materials, tmp_path / "run", processes=2, collective_timeout=12)
     text = programs.run(
         MAINS["ppo"], argv, processes=2, log=tmp_path / "log", code=None,
         environment={"DSCHAT_FAILPOINT": "update:STOP@1#2"},
