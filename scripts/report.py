@@ -23,7 +23,7 @@ PHASES = ("train", "eval")
 # metric: (title, unit). The order is the order of the plots; a metric that is not here is plotted after these.
 LEARNING = {
     "judge": ("Judge", "mean score, watched only"),
-    "score": ("Score of the reward model", "mean per response"),
+    "score": ("Score", "mean per response"),
     "reward": ("Reward, KL included", "mean per response"),
     "kl": ("KL to the reference", "nats"),
     "loss": ("Loss", "mean over the step"),
@@ -32,6 +32,7 @@ LEARNING = {
     "margin": ("Score margin", "chosen − rejected"),
     "chosen_score": ("Score of chosen responses", "mean"),
     "rejected_score": ("Score of rejected responses", "mean"),
+    "flat_groups": ("Groups of equal scores", "share"),
     "entropy": ("Entropy", "nats per token"),
     "response_length": ("Response length", "tokens"),
     "ended_by_eos": ("Ended by EOS", "share of responses"),
@@ -51,7 +52,8 @@ RUNNING = {
     "seconds_scoring": ("Scoring", "seconds"),
     "seconds_update": ("Update", "seconds"),
 }
-NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "sequences"}  # the last three are sizes, not results
+# From tokens on these are sizes, not results.
+NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
 
 
 @dataclass
