@@ -112,6 +112,7 @@ BAD = {  # step, flags, what the message must contain
     "masks that leave nothing": (
         "ppo", {"rollout_correction": "mis", "rollout_correction_cap": 0.4}, ["--rollout_correction_floor 0.5"]),
     "a buffer beyond the answer": ("ppo", {"overlong_buffer": 9}, ["--overlong_buffer 9", "--max_answer_seq_len 8"]),
+    "a rule beyond the answer": ("ppo", {"reward": "overlong?buffer=9"}, ["--reward overlong?buffer=9", "8"]),
     "an unknown reward": ("ppo", {"reward": "last_numbr"}, ["--reward last_numbr", "last_number"]),
     "no reward model": ("ppo", {"reward_model_name_or_path": None}, ["--reward: name"]),
     "no judge": ("ppo", {"judge": "nothing.py:f"}, ["--judge nothing.py:f", "FILE.py:FUNCTION"]),

@@ -72,7 +72,7 @@ def rlhf_model_problems(
             "--reward: name a reward model's folder (step 2's output), FILE.py:FUNCTION, the address of a service, "
             "or a rule such as last_number"
         )
-    problems += reward_problems(entries)
+    problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
     for path in [] if problems else model_paths(entries):
         problems += model_problems("--reward", path, tokens=2, lengths=lengths)
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
