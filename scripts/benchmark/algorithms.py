@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("output/algorithms"), help="folder of data and runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--algorithms", nargs="+", choices=ALGORITHMS, default=["ppo", "grpo", "rloo", "reinforce++"])
-    parser.add_argument("--iterations", type=int, default=60, help=f"rollouts of {RESPONSES} responses")
+    parser.add_argument("--iterations", type=int, default=50, help=f"rollouts of {RESPONSES} responses")
     options = parser.parse_args()
     rows = []
     for seed in options.seeds:
