@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder of the stages, and for summary.json")
     parser.add_argument("--models", type=Path, nargs="+", required=True, help="exported models, the first one's SFT")
-    parser.add_argument("--sums", type=int, default=100, help="of each length")
+    parser.add_argument("--sums", type=int, default=50, help="of each length")
     options = parser.parse_args()
     seen = seen_prompts(options.output)
     papers = {terms: unseen_sums(terms, options.sums, seen) for terms in TERMS}
