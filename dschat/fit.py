@@ -64,11 +64,6 @@ def fit(
     objective: Objective,
     *,
     load: Callable[[dict[str, Any]], nn.Module],
-    model: arguments.ModelArguments,
-    optimizer: arguments.OptimizerArguments,
-    lora: arguments.LoraArguments,
-    devices: arguments.DeviceArguments,
-    run: arguments.RunArguments,
     groups: tuple,
     tokenizer: PreTrainedTokenizerBase,
 ) -> deepspeed.DeepSpeedEngine:
@@ -77,9 +72,10 @@ def fit(
     Args:
         name: of the step, for log and console.
         load: DeepSpeed configuration → the network.
-        groups: every argument group, for run.json.
+        groups: every argument group of the step: model, the step's own, data, optimizer, adapters, devices, run.
         tokenizer: exported with the best model.
     """
+    model, _, _, optimizer, lora, devices, run = groups
     batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
     with settings_of_user():
         resumed = checkpoint.find(run.output_dir, run.resume)

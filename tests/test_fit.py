@@ -89,9 +89,12 @@ def test_too_few_rows_are_refused_before_a_model_is_loaded(tmp_path):
 
     with pytest.raises(ValueError, match="The data has 11 rows, but one step needs 12") as caught:
         fit(
-            "paint", DataSplits(train=rows(), eval=rows(), report=None), objective(), load=load, groups=(),
-            model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
-            optimizer=arguments.OptimizerArguments(gradient_accumulation_steps=3), lora=arguments.LoraArguments(),
-            devices=arguments.DeviceArguments(), run=arguments.RunArguments(output_dir=str(tmp_path)), tokenizer=None,
+            "paint", DataSplits(train=rows(), eval=rows(), report=None), objective(), load=load, tokenizer=None,
+            groups=(
+                arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
+                arguments.SupervisedArguments(), arguments.DataArguments(),
+                arguments.OptimizerArguments(gradient_accumulation_steps=3), arguments.LoraArguments(),
+                arguments.DeviceArguments(), arguments.RunArguments(output_dir=str(tmp_path)),
+            ),
         )  # fmt: skip
     assert type(caught.value).__name__ == "SettingsError" and launch.world_size() == 1

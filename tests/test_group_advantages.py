@@ -7,18 +7,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dschat.rlhf.advantages import (
-    adapted_kl_coef,
-    dr_grpo,
-    group_mean,
-    grpo,
-    opo,
-    overlong_penalty,
-    reinforce,
-    returns_to_go,
-    rloo,
-    whole_rewards,
-)
+from dschat.rlhf.advantages import adapted_kl_coef, overlong_penalty, reinforce, returns_to_go, whole_rewards
+from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
 
 NAN = float("nan")
 ESTIMATORS = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "opo": opo}

@@ -364,7 +364,16 @@ def test_uniforms_are_uniform_and_unrelated_along_every_axis():
 
 # --- layering --------------------------------------------------------------------------------------------------------
 
-TORCH_ALONE = {"tensors.py": set(), "rlhf/advantages.py": {"dschat.tensors"}, "rlhf/losses.py": {"dschat.tensors"}}
+PURE = {"dschat.tensors", "dschat.rlhf.advantages", "dschat.rlhf.losses"}
+TORCH_ALONE = {
+    "tensors.py": set(),
+    "rlhf/advantages.py": {"dschat.tensors"},
+    "rlhf/losses.py": {"dschat.tensors"},
+    "rlhf/group_advantages.py": PURE,
+    "rlhf/policy_losses.py": PURE,
+    "rlhf/preference_losses.py": PURE,
+    "rlhf/unpaired_losses.py": PURE | {"dschat.rlhf.preference_losses"},
+}
 
 
 def imports_of(path: Path) -> set[str]:

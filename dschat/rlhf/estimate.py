@@ -7,16 +7,17 @@ from torch import Tensor
 
 from dschat.arguments import PPOArguments
 from dschat.rlhf import advantages as estimators
+from dschat.rlhf import group_advantages
 from dschat.rlhf.experience import Experience
 
 # Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
 SPREAD = 1e-6
 # Every token of a response gets the same number, made of the whole rewards of its group.
 BY_GROUP = {
-    "grpo": estimators.grpo,
-    "dr_grpo": estimators.dr_grpo,
-    "rloo": estimators.rloo,
-    "opo": estimators.opo,
+    "grpo": group_advantages.grpo,
+    "dr_grpo": group_advantages.dr_grpo,
+    "rloo": group_advantages.rloo,
+    "opo": group_advantages.opo,
 }
 
 
@@ -57,7 +58,7 @@ def estimate_advantages(
         return BY_GROUP[ppo.algorithm](rewards, mask, **groups), None
     baseline = {
         "reinforce++": lambda: None,
-        "reinforce++_baseline": lambda: estimators.group_mean(rewards, mask, **groups),
+        "reinforce++_baseline": lambda: group_advantages.group_mean(rewards, mask, **groups),
         "remax": lambda: greedy_scores,
     }[ppo.algorithm]()
     return estimators.reinforce(rewards, mask, gamma=ppo.gamma, baseline=baseline), None

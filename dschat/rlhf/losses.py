@@ -62,16 +62,20 @@ def policy_loss(
         raise ValueError(f"dual_clip is {dual_clip}, but it bounds ratios from above, so it must be > 1: 3 is usual.")
     log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
     count = count_of(response_mask, normalizer)
-    ratio = log_ratio.exp()  # [B, T]
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    per_token = torch.maximum(unclipped, clipped)
-    metrics = policy_metrics(log_ratio, clipped > unclipped, response_mask, count)
+    per_token, cut = clipped_surrogate(log_ratio.exp(), advantages, low, high)
+    metrics = policy_metrics(log_ratio, cut, response_mask, count)
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         metrics["dual_clip_fraction"] = (per_token > bound).sum() / count
         per_token = torch.minimum(per_token, bound)
     return (weights * per_token).sum() / count, metrics
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """[B, T] max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), and [B, T] bool where the clipped branch is strictly larger."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def bounds(clip_range: float | tuple[float, float]) -> tuple[float, float]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dschat.rlhf.advantages import kl_estimate
-from dschat.rlhf.losses import Metrics, Normalizer, bounds, count_of, policy_inputs, policy_metrics
+from dschat.rlhf.losses import Metrics, Normalizer, bounds, clipped_surrogate, count_of, policy_inputs, policy_metrics
 from dschat.tensors import at_least_float32, require_mask
 
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
@@ -78,10 +78,9 @@ def gspo_loss(
     length = response_mask.sum(-1, keepdim=True).clamp(min=1)
     log_sequence = (log_ratio.sum(-1, keepdim=True) / length).detach()  # [B, 1]
     ratio = (log_sequence + log_ratio - log_ratio.detach()).exp()  # [B, T]
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    loss = (weights * torch.maximum(unclipped, clipped)).sum() / count
-    return loss, policy_metrics(log_ratio.detach(), clipped > unclipped, response_mask, count)
+    per_token, cut = clipped_surrogate(ratio, advantages, low, high)
+    loss = (weights * per_token).sum() / count
+    return loss, policy_metrics(log_ratio.detach(), cut, response_mask, count)
 
 
 def cispo_loss(

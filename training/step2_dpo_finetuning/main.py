@@ -91,7 +91,7 @@ def main() -> None:
     # Fit and evaluate
     engine = fit(
         "step2_dpo_finetuning", splits, objective, load=partial(load, path=model.model_name_or_path, frozen=False),
-        groups=groups, model=model, optimizer=optimizer, lora=lora, devices=devices, run=run, tokenizer=tokenizer,
+        groups=groups, tokenizer=tokenizer,
     )  # fmt: skip
 
     # Export

@@ -69,7 +69,6 @@ def main() -> None:
     # Fit and evaluate
     engine = fit(
         "step2_reward_model_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
-        model=model, optimizer=optimizer, lora=lora, devices=devices, run=run,
     )  # fmt: skip
 
     # Export
