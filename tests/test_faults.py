@@ -341,18 +341,23 @@ def test_bad_weights_are_named_before_they_are_loaded(damage, message, run, mate
     assert not (model / "was_run").exists()
 
 
-def test_a_checkpoint_that_carries_code_is_refused_and_not_run(run, tmp_path):
-    run("sft", max_steps=2, save_interval=1, zero=2)
-    newest = checkpoint.newest(tmp_path / "run")
-    (file,) = newest.glob("model/*optim_states.pt")
-    torch.save({"optimizer_state_dict": Runs(tmp_path / "was_run")}, file)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][file.relative_to(newest).as_posix()] = (
-        file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
-    )  # fmt: skip
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    said = run("sft", max_steps=3, zero=2, resume="auto")
-    assert "would run" in said and "step-00000001" in said
+def test_checkpoints_that_carry_code_are_refused_and_not_run(run, tmp_path):
+    """One where the manifest has the changed file's checksum, one where the manifest does not list it any more."""
+    run("sft", max_steps=3, save_interval=1, keep_checkpoints=3, zero=2)
+    _, second, third = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for folder, listed in ((second, False), (third, True)):
+        (file,) = folder.glob("model/*optim_states.pt")
+        torch.save({"optimizer_state_dict": Runs(tmp_path / "was_run")}, file)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"][file.relative_to(folder).as_posix()]
+        if listed:
+            manifest["files"][file.relative_to(folder).as_posix()] = (
+                file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
+            )  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = run("sft", max_steps=4, zero=2, resume="auto")
+    assert "would run posix.system" in said and "optim_states.pt is not in the manifest" in said
+    assert "going on from" in said and "step-00000001" in said
     assert not (tmp_path / "was_run").exists()
 
 

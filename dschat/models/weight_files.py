@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-import zipfile
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
-# What DeepSpeed's checkpoints name beside what torch itself allows. Everything else could run code when it is loaded.
-HARMLESS = frozenset(
-    {
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    }
-)
+from dschat.restricted_pickle import pickle_problems
 
 
 def weight_problems(folder: str | Path) -> list[str]:
@@ -60,14 +49,3 @@ def weights_digest(path: str) -> str:
                 while block := content.read(1 << 24):
                     digest.update(block)
     return digest.hexdigest()
-
-
-def pickle_problems(path: Path) -> list[str]:
-    """Why a file that torch.save wrote must not be loaded: it names things that are no tensors. Nothing is executed."""
-    try:
-        unsafe = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in HARMLESS]
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
-        return [f"{path} cannot be read as a file of torch.save ({error})"]
-    if unsafe:
-        return [f"{path} would run {', '.join(unsafe[:3])} when it is loaded: it is refused. Get safetensors instead"]
-    return []
