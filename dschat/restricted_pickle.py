@@ -62,7 +62,8 @@ def _reason(error: BaseException) -> str:
         return f"it would run {named[1]} when it is loaded"
     text = text.partition("WeightsUnpickler error:")[2] or text
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
-    return first if first.startswith("it ") else f"it is no file of torch.save ({first.partition(' In PyTorch')[0][:200]})"
+    first = first.partition(" In PyTorch")[0][:200]
+    return first if first.startswith("it ") else f"it is no file of torch.save ({first})"
 
 
 def is_pickle(path: Path) -> bool:

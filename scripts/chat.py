@@ -18,6 +18,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments.models import TRUST_HELP
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
@@ -212,6 +213,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the same seed and lines give the same answers")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
+    parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     return parser.parse_args(arguments)
 
 
@@ -220,9 +222,11 @@ def main(arguments: list[str] | None = None) -> int:
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
-        tokenizer = load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
         dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
-        model = load_causal_lm(options.model, dtype=dtype, tokenizer=tokenizer).to(accelerator.device_name()).eval()
+        model = load_causal_lm(
+            options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code
+        ).to(accelerator.device_name()).eval()
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

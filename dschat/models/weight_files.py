@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers.utils import cached_file
 
 from dschat.restricted_pickle import pickle_problems
 
@@ -40,7 +40,7 @@ def weight_problems(folder: str | Path) -> list[str]:
 def weights_digest(path: str) -> str:
     """A name of a model's weights and configuration: the content of a folder's files, the commit of a hub name."""
     if not Path(path).is_dir():
-        return f"{path}@{AutoConfig.from_pretrained(path)._commit_hash}"
+        return f"{path}@{Path(cached_file(path, 'config.json')).parent.name}"  # …/snapshots/COMMIT/config.json
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.name == "config.json" or file.suffix in (".safetensors", ".bin"):
