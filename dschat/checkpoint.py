@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,11 @@ import torch
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
 from dschat.manifest import read_manifest, unlisted
+from dschat.metrics import stored_arguments
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
 from dschat.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
+from dschat.secrets import redacted_values
 from dschat.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
@@ -355,7 +356,8 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    then, now = manifest.get("arguments", {}), {k: v for group in groups for k, v in asdict(group).items()}
+    # Of both only what is no secret: manifests of earlier versions hold keys, and a new key makes no other run.
+    then, now = redacted_values(manifest.get("arguments", {})), stored_arguments(groups)
     changed = {
         name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }

@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from dschat import watchdog
 from dschat.command_line import SettingsError
+from dschat.terminal import printable
 
 LONGEST_BUILD_SECONDS = 600
 
@@ -31,7 +32,7 @@ def run(main: Callable[[], None]) -> None:
         main()
     except SettingsError as mistakes:
         if is_main_of_node():  # nodes may differ, in the files they see
-            print(mistakes, file=sys.stderr)
+            print(printable(mistakes), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -33,6 +33,7 @@ from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_ref
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
 from dschat.output_folder import claim
+from dschat.terminal import printable
 
 
 def model_problems(
@@ -161,7 +162,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
     raise_together(sorted({problem for problem in problems if problem}))
     if launch.is_main():
-        print(splits.report.summary(), flush=True)
+        print(printable(splits.report.summary()), flush=True)
     return splits
 
 

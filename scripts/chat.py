@@ -22,6 +22,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.terminal import printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
@@ -137,7 +138,7 @@ def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, s
         nonlocal answer
         piece = piece if answer else piece.lstrip()
         answer += piece
-        out.write(piece)
+        out.write(printable(piece))
         out.flush()
 
     try:
@@ -188,12 +189,12 @@ def chat(
                 out.write("[forgotten]\n")
                 continue
             if line.startswith("/"):
-                out.write(f"[no command {line.split()[0]}: {HELP}]\n")
+                out.write(printable(f"[no command {line.split()[0]}: {HELP}]\n"))
                 continue
             try:
                 ids, room, dropped = conversation.ask(line)
             except ValueError as error:
-                out.write(f"[{error}]\n")
+                out.write(printable(f"[{error}]\n"))
                 continue
             if dropped:
                 out.write(f"[{dropped} oldest turn(s) forgotten: the model's positions are full]\n")
@@ -228,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code
         ).to(accelerator.device_name()).eval()
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     config = vars(model.config)
     positions = config.get("max_position_embeddings") or config.get("n_positions")
@@ -244,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
              out=sys.stdout)  # fmt: skip
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     return 0
 

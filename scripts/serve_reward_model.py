@@ -25,6 +25,7 @@ from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
 from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
+from dschat.terminal import printable
 
 
 def load_scorer(
@@ -94,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
             trust_remote_code=options.trust_remote_code,
         )  # fmt: skip
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
     web.run_app(
