@@ -25,11 +25,10 @@ import torch
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
 from dschat.manifest import read_manifest, unlisted
-from dschat.metrics import stored_arguments
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
 from dschat.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
-from dschat.secrets import redacted_values
+from dschat.secrets import redacted_values, stored_arguments
 from dschat.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
@@ -334,7 +333,8 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
-    with restricted_unpickling(), converted(folder, engines) if resized else nullcontext(folder) as source:
+    source_of = converted(folder, engines) if resized else nullcontext(folder)
+    with restricted_unpickling(f"{folder} is refused: "), source_of as source:
         for name, engine in engines.items():
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:

@@ -8,7 +8,6 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 
 from dschat import launch
-from dschat.secrets import redacted, redacted_values
+from dschat.secrets import redacted, stored_arguments
 from dschat.terminal import printable
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerate")
@@ -98,11 +97,6 @@ class RunLog:
         if not done > 0 or step >= self.total_steps:
             return ""
         return f"  ETA {timedelta(seconds=round(seconds / done * (self.total_steps - step)))}"
-
-
-def stored_arguments(groups: Iterable[Any]) -> dict[str, Any]:
-    """Flag → value of every group, as files may hold it: addresses without passwords and keys."""
-    return redacted_values({name: value for group in groups for name, value in asdict(group).items()})
 
 
 def _keep_until(path: Path, step: int) -> None:

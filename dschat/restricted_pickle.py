@@ -23,8 +23,11 @@ UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeE
 
 
 @contextmanager
-def restricted_unpickling() -> Iterator[None]:
+def restricted_unpickling(refusal: str = "") -> Iterator[None]:
     """Inside, every torch.load of this process is restricted, also where DeepSpeed asks for `weights_only=False`.
+
+    Args:
+        refusal: what the message of the error begins with.
 
     Raises: ValueError for a file that names anything else than tensors and plain containers.
     """
@@ -34,7 +37,7 @@ def restricted_unpickling() -> Iterator[None]:
         with torch.serialization.safe_globals(list(PLAIN_CLASSES)):
             yield
     except pickle.UnpicklingError as error:
-        raise ValueError(_reason(error)) from error
+        raise ValueError(f"{refusal}{_reason(error)}") from error
     finally:
         del os.environ[FORCED]
         os.environ.update({name: value for name, value in before.items() if value is not None})

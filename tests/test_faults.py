@@ -313,6 +313,13 @@ BAD_WEIGHTS = {
     ),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read"),
     "code": (lambda folder: put_code(folder), "would run"),
+    "code in a shard": (lambda folder: put_code(folder, "weights.pkl"), "would run"),
+    "a shard elsewhere": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../model.safetensors"}})
+        ),
+        "names files that do not lie beside it",
+    ),
 }
 
 
@@ -326,9 +333,11 @@ class Runs:
         return os.system, (f"touch {self.path}",)
 
 
-def put_code(folder: Path) -> None:
+def put_code(folder: Path, name: str = "pytorch_model.bin") -> None:
     (folder / "model.safetensors").unlink()
-    torch.save({"weight": Runs(folder / "was_run")}, folder / "pytorch_model.bin")
+    torch.save({"weight": Runs(folder / "was_run")}, folder / name)
+    if name != "pytorch_model.bin":
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
 
 
 @pytest.mark.parametrize("damage, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS.keys())

@@ -86,7 +86,8 @@ def test_formulas_are_parsed_as_sympy_does(text):
 @pytest.mark.parametrize(
     "text",
     ["x.func", "(1).__class__", "f(x)", "eval(x)", "(eval)(x)", "open('x')", "'x'", "x[0]", "x if x else 1",
-     "lambda x: x", "sympify(x)", "__import__", "breakpoint", "x = 1", "x; y", "{x}", "\N{FULLWIDTH LATIN SMALL LETTER E}val(x)"],
+     "lambda x: x", "sympify(x)", "__import__", "breakpoint", "x = 1", "x; y", "{x}",
+     "\N{FULLWIDTH LATIN SMALL LETTER E}val(x)"],
 )  # fmt: skip
 def test_what_is_no_formula_is_refused(text):
     with pytest.raises(ValueError):

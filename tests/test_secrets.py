@@ -7,9 +7,9 @@ import pytest
 from dschat.arguments import RewardArguments
 from dschat.checkpoint import changed_arguments
 from dschat.command_line import SettingsError, raise_together
-from dschat.metrics import RunLog, stored_arguments
+from dschat.metrics import RunLog
 from dschat.rlhf.reward_sources import parse_reward
-from dschat.secrets import redacted
+from dschat.secrets import redacted, stored_arguments
 
 
 @pytest.mark.parametrize(

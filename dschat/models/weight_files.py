@@ -15,7 +15,7 @@ from dschat.restricted_pickle import pickle_problems
 def weight_problems(folder: str | Path) -> list[str]:
     """What makes the weights of a model folder unusable: damaged or missing files, pickles that carry code."""
     folder = Path(folder)
-    problems = []
+    problems, pickles = [], set(folder.glob("pytorch_model*.bin"))
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -28,11 +28,15 @@ def weight_problems(folder: str | Path) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{path} cannot be read ({error}): copy it again")
             continue
+        if not all(isinstance(name, str) and Path(name).name == name for name in shards):
+            problems.append(f"{path} names files that do not lie beside it: get the model anew")
+            continue
+        pickles |= {folder / name for name in shards if not name.endswith(".safetensors") and (folder / name).is_file()}
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
             problems.append(f"{folder} lacks {', '.join(missing)}, which {path.name} names: copy the missing files")
     if not list(folder.glob("*.safetensors")):
-        for path in sorted(folder.glob("pytorch_model*.bin")):
+        for path in sorted(pickles):
             problems += pickle_problems(path)
     return problems
 
