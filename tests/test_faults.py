@@ -460,3 +460,39 @@ engine, *_ = deepspeed.initialize(
 )
 optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + launch.rank()))
 """
+
+
+def test_a_file_that_is_exchanged_behind_the_check_is_not_run_either(programs, tmp_path):
+    """The check reads a file once, DeepSpeed reads it again: loading is restricted by itself."""
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    said = programs.run(script, [tmp_path], log=tmp_path / "log")
+    assert "step-00000001 is refused: it would run posix.mkdir when it is loaded" in said
+    assert not (tmp_path / "was_run").exists()
+
+
+EXCHANGE = """
+import os, sys
+from pathlib import Path
+import torch
+from dschat import checkpoint, launch
+from dschat.deepspeed_config import frozen_config
+from dschat.engines import frozen_engine
+launch.join(seed=1)
+config = frozen_config(dtype="fp32", zero_stage=0, micro_batch_size=1, world_size=1)
+engines = {"model": frozen_engine(torch.nn.Linear(2, 2), config=config)}
+folder = checkpoint.save(sys.argv[1], 1, engines=engines, state={}, keep=1)
+assert checkpoint.find(sys.argv[1], "auto") == folder
+checkpoint.load(folder, engines=engines, same={})
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(sys.argv[1], "was_run")),)
+
+(file,) = (folder / "model").glob("*model_states.pt")
+torch.save({"module": Runs()}, file)
+try:
+    checkpoint.load(folder, engines=engines, same={})
+except ValueError as error:
+    print(error)
+"""
