@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,12 @@ import torch
 
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
-from dschat.models.weight_files import pickle_problems
+from dschat.manifest import read_manifest, unlisted
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
+from dschat.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
+from dschat.secrets import redacted_values, stored_arguments
+from dschat.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
@@ -256,7 +258,7 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
         problems = verify(folder)
         if not problems:
             return folder
-        print(f"warning: {folder} is damaged and passed over ({'; '.join(problems[:3])})", flush=True)
+        print(printable(f"warning: {folder} is damaged and passed over ({'; '.join(problems[:3])})"), flush=True)
     if found:
         raise ValueError(
             f"--resume auto: none of the {len(found)} checkpoints in {output_dir} verifies; --resume never starts anew"
@@ -271,17 +273,17 @@ def newest(output_dir: str | Path) -> Path | None:
 
 
 def verify(folder: str | Path) -> list[str]:
-    """What is wrong with a checkpoint: missing files, other sizes or checksums, code in pickles. [] if nothing.
+    """What is wrong with a checkpoint: files missing, changed or not listed, links, code in pickles. [] if nothing.
 
     Rollouts in the middle of an iteration belong to their ranks, so that the number of processes must be the same.
     """
     folder = Path(folder)
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        files, world_size = manifest["files"], manifest["world_size"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return [f"manifest.json cannot be read ({error})"]
-    problems = []
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    files, world_size = manifest["files"], manifest["world_size"]
+    problems = unlisted(folder, files)
     if world_size != launch.world_size() and "-update-" in folder.name:
         problems.append(
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "
@@ -295,7 +297,7 @@ def verify(folder: str | Path) -> list[str]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         elif _digest(path) != digest:
             problems.append(f"{name} has another checksum")
-        elif path.suffix == ".pt":
+        elif is_pickle(path):
             problems += pickle_problems(path)
     return problems
 
@@ -309,6 +311,8 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     Raises: ValueError when they are not, or when the checkpoint lacks an engine.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError(f"{folder / 'state.json'} holds no JSON object: resume from another checkpoint")
     changed = [
         f"{name} was {state.get(name)} and is {now}"
         for name, now in same.items()
@@ -329,7 +333,8 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
-    with converted(folder, engines) if resized else nullcontext(folder) as source:
+    source_of = converted(folder, engines) if resized else nullcontext(folder)
+    with restricted_unpickling(f"{folder} is refused: "), source_of as source:
         for name, engine in engines.items():
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
@@ -351,7 +356,8 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    then, now = manifest.get("arguments", {}), {k: v for group in groups for k, v in asdict(group).items()}
+    # Of both only what is no secret: manifests of earlier versions hold keys, and a new key makes no other run.
+    then, now = redacted_values(manifest.get("arguments", {})), stored_arguments(groups)
     changed = {
         name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }

@@ -15,9 +15,15 @@ from typing import Any
 import yaml
 from transformers import HfArgumentParser
 
+from dschat.secrets import redacted
+from dschat.terminal import printable
+
 
 class SettingsError(ValueError):
-    """The user's settings cannot work; the message lists every mistake and the way out of each."""
+    """The user's settings cannot work; the message lists every mistake and the way out of each, without secrets."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redacted(message))
 
 
 class SuiteParser(HfArgumentParser):
@@ -143,7 +149,7 @@ def parse(
     raise_together(mistakes)
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(*parsed) if warn else []):
-            print(f"warning: {line}", file=sys.stderr)
+            print(printable(redacted(f"warning: {line}")), file=sys.stderr)
     return tuple(parsed)
 
 

@@ -21,6 +21,7 @@ from torch import distributed as dist
 
 from dschat import watchdog
 from dschat.command_line import SettingsError
+from dschat.terminal import printable
 
 LONGEST_BUILD_SECONDS = 600
 
@@ -31,7 +32,7 @@ def run(main: Callable[[], None]) -> None:
         main()
     except SettingsError as mistakes:
         if is_main_of_node():  # nodes may differ, in the files they see
-            print(mistakes, file=sys.stderr)
+            print(printable(mistakes), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -183,8 +184,10 @@ def _keep_builds_apart() -> None:
     scripts = sysconfig.get_path("scripts")
     if os.path.exists(os.path.join(scripts, "ninja")):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", os.path.join(sys.prefix, "torch_extensions"))
+    builds = Path(sys.prefix, "torch_extensions")
+    mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's own folder, in this user's home
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and mine:
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
 
 
 def _clear_stale_build_locks(builds: Path) -> None:

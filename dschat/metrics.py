@@ -8,7 +8,6 @@ import math
 import platform
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 
 from dschat import launch
+from dschat.secrets import redacted, stored_arguments
+from dschat.terminal import printable
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerate")
 
@@ -51,7 +52,7 @@ class RunLog:
         self.about = {
             "name": name,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "arguments": {key: value for group in groups for key, value in asdict(group).items()},
+            "arguments": stored_arguments(groups),
             "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
             "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
                         "name": get_accelerator().current_device_name()},
@@ -72,7 +73,8 @@ class RunLog:
             for name, value in values.items():
                 self.writer.add_scalar(f"{phase}/{name}", value, step)
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        print(f"[{self.name}] {phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}", flush=True)
+        progress = f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}"
+        print(printable(f"[{self.name}] {progress}"), flush=True)
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], *, phase: str = "train") -> None:
         """Append rollouts to samples.jsonl: mappings with at least prompt, response and score."""
@@ -84,7 +86,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            print(f"[{self.name}] {text}", flush=True)
+            print(printable(redacted(f"[{self.name}] {text}")), flush=True)
 
     def close(self) -> None:
         if self.writer is not None:

@@ -29,13 +29,17 @@ from dschat.deepspeed_config import training_config
 from dschat.engines import trainable_engine
 from dschat.metrics import RunLog
 from dschat.models.causal_lm import load_tokenizer
-from dschat.models.loading import WEIGHT_FILES
+from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
 from dschat.output_folder import claim
+from dschat.terminal import printable
 
 
-def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False) -> list[str]:
+def model_problems(
+    flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False,
+    trust_remote_code: bool = False,
+) -> list[str]:  # fmt: skip
     """What makes a model unusable for sequences of so many tokens, found before anything is loaded.
 
     Args:
@@ -43,6 +47,7 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
         tokens: longest sequence of the run.
         lengths: the flags and values that add up to it, for the message.
         add_eot_token: whether the run adds an end token to the model's tokenizer.
+        trust_remote_code: whether code that the model brings along may run.
     """
     if not path:
         return []  # the group that owns the flag says so
@@ -51,7 +56,10 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
     if looks_local and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
     try:
-        config = AutoConfig.from_pretrained(path)
+        with custom_code_refused(path):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except CustomCodeError as error:
+        return [f"{flag}: {error}"]
     except (OSError, ValueError) as error:
         return [f"{flag} {path}: no model configuration found ({str(error).splitlines()[0]})"]
     problems = []
@@ -59,7 +67,7 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
         problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
     problems += [f"{flag} {path}: {problem}" for problem in (weight_problems(folder) if folder.is_dir() else [])]
     try:
-        load_tokenizer(path, add_eot_token=add_eot_token)
+        load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
     except ValueError as error:
         problems.append(f"{flag} {path}: {error}")
     positions = vars(config).get("max_position_embeddings") or vars(config).get("n_positions")
@@ -79,7 +87,7 @@ def one_model_problems(
     lengths = f"--max_seq_len {model.max_seq_len}"
     problems = model_problems(
         "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len, lengths=lengths,
-        add_eot_token=data.add_eot_token,
+        add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
     problems += contradictions(
         lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
@@ -154,7 +162,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
     raise_together(sorted({problem for problem in problems if problem}))
     if launch.is_main():
-        print(splits.report.summary(), flush=True)
+        print(printable(splits.report.summary()), flush=True)
     return splits
 
 

@@ -18,9 +18,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments.models import TRUST_HELP
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.terminal import printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
@@ -136,7 +138,7 @@ def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, s
         nonlocal answer
         piece = piece if answer else piece.lstrip()
         answer += piece
-        out.write(piece)
+        out.write(printable(piece))
         out.flush()
 
     try:
@@ -187,12 +189,12 @@ def chat(
                 out.write("[forgotten]\n")
                 continue
             if line.startswith("/"):
-                out.write(f"[no command {line.split()[0]}: {HELP}]\n")
+                out.write(printable(f"[no command {line.split()[0]}: {HELP}]\n"))
                 continue
             try:
                 ids, room, dropped = conversation.ask(line)
             except ValueError as error:
-                out.write(f"[{error}]\n")
+                out.write(printable(f"[{error}]\n"))
                 continue
             if dropped:
                 out.write(f"[{dropped} oldest turn(s) forgotten: the model's positions are full]\n")
@@ -212,6 +214,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the same seed and lines give the same answers")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
+    parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     return parser.parse_args(arguments)
 
 
@@ -220,11 +223,13 @@ def main(arguments: list[str] | None = None) -> int:
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
-        tokenizer = load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
         dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
-        model = load_causal_lm(options.model, dtype=dtype, tokenizer=tokenizer).to(accelerator.device_name()).eval()
+        model = load_causal_lm(
+            options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code
+        ).to(accelerator.device_name()).eval()
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     config = vars(model.config)
     positions = config.get("max_position_embeddings") or config.get("n_positions")
@@ -240,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
              out=sys.stdout)  # fmt: skip
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     return 0
 

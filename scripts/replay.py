@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dschat.arguments import PPOArguments
+from dschat.arguments.models import TRUST_HELP
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
@@ -37,16 +38,17 @@ def experiences(folder: Path, processes: int) -> list[Experience]:
     return parts
 
 
-def replay(folder: Path, device: torch.device) -> list[tuple[str, Tensor, Tensor]]:
+def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> list[tuple[str, Tensor, Tensor]]:
     """What the run computed and what comes out now: name, theirs, ours."""
     settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
     metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
     ppo = PPOArguments(**settings["ppo"])
     ranks = experiences(folder, settings["processes"])
-    actor = TokenLogprobs(load_causal_lm(folder / "actor", dtype=torch.float32)).to(device).eval()
+    loading = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+    actor = TokenLogprobs(load_causal_lm(folder / "actor", **loading)).to(device).eval()
     critic = None
     if ppo.trains_critic:
-        critic = TokenScores(load_scalar_head(folder / "critic", dtype=torch.float32)).to(device).eval()
+        critic = TokenScores(load_scalar_head(folder / "critic", **loading)).to(device).eval()
     counts = StepCounts(
         tokens=float(sum(part.trained_mask.sum() for part in ranks)),
         responses=float(sum(part.trained_mask.any(-1).sum() for part in ranks)),
@@ -116,12 +118,15 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="OUTPUT_DIR/dump/step-N of a run with --dump_step N")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="relative to the largest number (default: 1e-3)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     options = parser.parse_args()
     if not (options.folder / "settings.json").is_file():
         parser.error(f"{options.folder} holds no settings.json: name a folder that --dump_step wrote")
     print(f"{'tensor':28} {'difference':>12} {'at':>12} {'size':>12}")
     apart = 0
-    for name, theirs, ours in replay(options.folder, torch.device(options.device)):
+    for name, theirs, ours in replay(
+        options.folder, torch.device(options.device), trust_remote_code=options.trust_remote_code
+    ):
         text, parts = line(name, theirs, ours, options.tolerance)
         print(text)
         apart += parts

@@ -18,28 +18,33 @@ import torch
 from aiohttp import web
 from deepspeed.accelerator import get_accelerator
 
+from dschat.arguments.models import TRUST_HELP
 from dschat.deepspeed_config import DTYPES
 from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
 from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
+from dschat.terminal import printable
 
 
-def load_scorer(path: str, *, dtype: torch.dtype, device: str, max_tokens: int) -> TextScorer:
+def load_scorer(
+    path: str, *, dtype: torch.dtype, device: str, max_tokens: int, trust_remote_code: bool = False
+) -> TextScorer:
     """The saved classifier and its tokenizer.
 
     Args:
         max_tokens: 0: as many as the model can read.
+        trust_remote_code: run Python code that the model brings along.
 
     Raises: ValueError if there is none, it has no scalar head, or max_tokens is negative.
     """
     if max_tokens < 0:
         raise ValueError(f"--max_tokens {max_tokens}: must be at least 0")
-    if not has_scalar_head(path):
+    if not has_scalar_head(path, trust_remote_code=trust_remote_code):
         raise ValueError(f"{path} has no scalar head: its scores would be random. Name what step 2 has written.")
-    tokenizer = load_tokenizer(path)
-    model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer).to(device)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code).to(device)
     longest = longest_sequence(model.config, tokenizer)
     return TextScorer(TokenScores(model), tokenizer, max_tokens=min(max_tokens or longest, longest))
 
@@ -52,6 +57,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
     parser.add_argument("--max_tokens", type=int, default=0, help="longer conversations are cut from the left; "
                         "0: as many as the model can read")  # fmt: skip
+    parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     parser.add_argument("--shutdown_seconds", type=float, default=30.0, help="time that SIGTERM leaves to the answers")
     for limit in dataclasses.fields(Limits):
         parser.add_argument(f"--{limit.name}", type=type(limit.default), default=limit.default,
@@ -86,9 +92,10 @@ def main(arguments: list[str] | None = None) -> int:
         scorer = load_scorer(
             options.model, dtype=DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")],
             device=accelerator.device_name(), max_tokens=options.max_tokens,
+            trust_remote_code=options.trust_remote_code,
         )  # fmt: skip
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(printable(error), file=sys.stderr)
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
     web.run_app(

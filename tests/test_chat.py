@@ -145,6 +145,19 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_what_a_model_writes_is_printed_and_not_obeyed(tokenizer):
+    class Steering:
+        """A tokenizer whose tokens are the halves of an escape sequence: no small one of ours can write them."""
+
+        def decode(self, ids, **_) -> str:
+            return "".join(["\x1b", "[2J\n"][i] for i in ids)
+
+    out = io.StringIO()
+    answer = chat.write_answer(iter([0, 1]), Steering(), stops=[], out=out)
+    assert out.getvalue() == "\\x1b[2J\n\n"
+    assert answer == "\x1b[2J\n", "the conversation goes on with what the model wrote"
+
+
 def test_ctrl_c_at_the_prompt_leaves(monkeypatch):
     entered = itertools.chain(["hello"], itertools.repeat(KeyboardInterrupt))
 

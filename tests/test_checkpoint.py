@@ -51,6 +51,39 @@ DAMAGES = {
     "half a manifest": (lambda folder: os.truncate(folder / "manifest.json", 30), "manifest.json cannot be read"),
     "another manifest": (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json cannot be read"),
     "random state gone": (lambda folder: (folder / "random_rank0.safetensors").unlink(), "random_rank0"),
+    "a file more": (lambda folder: (folder / "more.pt").touch(), "more.pt is not in the manifest"),
+    "a hidden file more": (lambda folder: (folder / ".more").touch(), ".more is not in the manifest"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is not in the manifest"),
+    "a file's link": (lambda folder: put_link(folder, "model.bin"), "model.bin is a link"),
+    "a folder's link": (lambda folder: (folder / "actor").symlink_to(folder.parent), "actor is a link"),
+    "the manifest's link": (lambda folder: put_link(folder, "manifest.json"), "manifest.json cannot be read (a link"),
+}
+
+
+def put_link(folder: Path, name: str) -> None:
+    """The file's content under another folder, and a link to it in its place."""
+    elsewhere = folder.parent.parent / f"{folder.name}-{name}"
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to(elsewhere)
+
+
+DIGEST = "0" * 64
+BAD_MANIFESTS = {
+    "a parent folder": ({"files": {"../secret": [1, DIGEST]}}, "'../secret' is no name of a file in the folder"),
+    "an absolute path": ({"files": {"/etc/passwd": [1, DIGEST]}}, "'/etc/passwd' is no name"),
+    "a detour": ({"files": {"a/../model.bin": [1, DIGEST]}}, "'a/../model.bin' is no name"),
+    "a NUL": ({"files": {"a\0b": [1, DIGEST]}}, "is no name"),
+    "escape codes": ({"files": {"\x1b]0;x\x07": [1, DIGEST]}}, r"'\x1b]0;x\x07' is no name"),
+    "an empty name": ({"files": {"": [1, DIGEST]}}, "'' is no name"),
+    "a list of files": ({"files": ["model.bin"]}, "files must be an object"),
+    "a digest alone": ({"files": {"model.bin": DIGEST}}, "must be its size and SHA-256"),
+    "a text as size": ({"files": {"model.bin": ["1", DIGEST]}}, "must be its size and SHA-256"),
+    "true as size": ({"files": {"model.bin": [True, DIGEST]}}, "must be its size and SHA-256"),
+    "processes as text": ({"world_size": "1"}, "world_size must be an integer"),
+    "a step of 1e999": ({"step": float("inf")}, "step must be an integer"),
+    "a stage as text": ({"zero_stages": {"model": "2"}}, "a ZeRO stage must be an integer"),
+    "stages as a list": ({"zero_stages": [2]}, "zero_stages must be an object"),
+    "arguments as a list": ({"arguments": []}, "arguments must be an object"),
 }
 
 
@@ -78,6 +111,31 @@ def test_damage_is_named_and_the_one_before_is_used(damage, message, tmp_path, c
     damage(older)
     with pytest.raises(ValueError, match="none of the 2 checkpoints .* never starts anew"):
         checkpoint.find(tmp_path, "auto")
+
+
+@pytest.mark.parametrize("change, message", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS.keys())
+def test_a_manifest_that_save_would_not_write_is_refused_in_one_line(change, message, tmp_path):
+    folder = save(tmp_path, 2)
+    manifest = json.loads((folder / "manifest.json").read_text()) | change
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = checkpoint.verify(folder)
+    assert message in problem and "\n" not in problem and problem.isprintable()
+
+
+def test_a_manifest_nested_without_end_is_refused(tmp_path):
+    folder = save(tmp_path, 2)
+    (folder / "manifest.json").write_text("[" * 100_000)
+    (problem,) = checkpoint.verify(folder)
+    assert "manifest.json cannot be read" in problem
+
+
+@pytest.mark.parametrize("name", ["actor.pt", "actor.bin", "actor", "actor.json"])
+def test_code_is_found_in_a_listed_pickle_of_any_name(name, tmp_path):
+    folder = checkpoint.save(
+        tmp_path, 2, engines={}, state={}, keep=2, also=lambda folder: torch.save({"x": os.system}, folder / name)
+    )
+    (problem,) = checkpoint.verify(folder)
+    assert f"{name} is refused: it would run posix.system" in problem
 
 
 def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(tmp_path):

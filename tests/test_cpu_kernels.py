@@ -142,7 +142,18 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path):
     )  # fmt: skip
     with pytest.warns(UserWarning, match="unknown flag"):
         assert cpu_kernels.load.__wrapped__() is None
-    assert not list(tmp_path.glob("*.so"))
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_library_that_others_may_have_written_is_built_anew(monkeypatch, tmp_path):
+    """It has the right name, in a folder of ours, but its mode lets others write to it."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library = cpu_kernels._folder() / f"cpu_kernels-{cpu_kernels._identity()}.so"
+    library.write_bytes(b"not ours")
+    library.chmod(0o666)
+    loaded = cpu_kernels.load.__wrapped__()
+    assert loaded is not None and library.read_bytes()[:4] == b"\x7fELF"
+    assert library.stat().st_mode & 0o777 == 0o700
 
 
 def test_plain_attention_takes_any_bound_of_the_context():

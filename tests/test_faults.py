@@ -313,6 +313,13 @@ BAD_WEIGHTS = {
     ),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be read"),
     "code": (lambda folder: put_code(folder), "would run"),
+    "code in a shard": (lambda folder: put_code(folder, "weights.pkl"), "would run"),
+    "a shard elsewhere": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": {"a": "../model.safetensors"}})
+        ),
+        "names files that do not lie beside it",
+    ),
 }
 
 
@@ -326,9 +333,11 @@ class Runs:
         return os.system, (f"touch {self.path}",)
 
 
-def put_code(folder: Path) -> None:
+def put_code(folder: Path, name: str = "pytorch_model.bin") -> None:
     (folder / "model.safetensors").unlink()
-    torch.save({"weight": Runs(folder / "was_run")}, folder / "pytorch_model.bin")
+    torch.save({"weight": Runs(folder / "was_run")}, folder / name)
+    if name != "pytorch_model.bin":
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
 
 
 @pytest.mark.parametrize("damage, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS.keys())
@@ -341,18 +350,23 @@ def test_bad_weights_are_named_before_they_are_loaded(damage, message, run, mate
     assert not (model / "was_run").exists()
 
 
-def test_a_checkpoint_that_carries_code_is_refused_and_not_run(run, tmp_path):
-    run("sft", max_steps=2, save_interval=1, zero=2)
-    newest = checkpoint.newest(tmp_path / "run")
-    (file,) = newest.glob("model/*optim_states.pt")
-    torch.save({"optimizer_state_dict": Runs(tmp_path / "was_run")}, file)
-    manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][file.relative_to(newest).as_posix()] = (
-        file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
-    )  # fmt: skip
-    (newest / "manifest.json").write_text(json.dumps(manifest))
-    said = run("sft", max_steps=3, zero=2, resume="auto")
-    assert "would run" in said and "step-00000001" in said
+def test_checkpoints_that_carry_code_are_refused_and_not_run(run, tmp_path):
+    """One where the manifest has the changed file's checksum, one where the manifest does not list it any more."""
+    run("sft", max_steps=3, save_interval=1, keep_checkpoints=3, zero=2)
+    _, second, third = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    for folder, listed in ((second, False), (third, True)):
+        (file,) = folder.glob("model/*optim_states.pt")
+        torch.save({"optimizer_state_dict": Runs(tmp_path / "was_run")}, file)
+        manifest = json.loads((folder / "manifest.json").read_text())
+        del manifest["files"][file.relative_to(folder).as_posix()]
+        if listed:
+            manifest["files"][file.relative_to(folder).as_posix()] = (
+                file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
+            )  # fmt: skip
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+    said = run("sft", max_steps=4, zero=2, resume="auto")
+    assert "would run posix.system" in said and "optim_states.pt is not in the manifest" in said
+    assert "going on from" in said and "step-00000001" in said
     assert not (tmp_path / "was_run").exists()
 
 
@@ -445,4 +459,40 @@ engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
 )
 optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + launch.rank()))
+"""
+
+
+def test_a_file_that_is_exchanged_behind_the_check_is_not_run_either(programs, tmp_path):
+    """The check reads a file once, DeepSpeed reads it again: loading is restricted by itself."""
+    script = tmp_path / "exchange.py"
+    script.write_text(EXCHANGE)
+    said = programs.run(script, [tmp_path], log=tmp_path / "log")
+    assert "step-00000001 is refused: it would run posix.mkdir when it is loaded" in said
+    assert not (tmp_path / "was_run").exists()
+
+
+EXCHANGE = """
+import os, sys
+from pathlib import Path
+import torch
+from dschat import checkpoint, launch
+from dschat.deepspeed_config import frozen_config
+from dschat.engines import frozen_engine
+launch.join(seed=1)
+config = frozen_config(dtype="fp32", zero_stage=0, micro_batch_size=1, world_size=1)
+engines = {"model": frozen_engine(torch.nn.Linear(2, 2), config=config)}
+folder = checkpoint.save(sys.argv[1], 1, engines=engines, state={}, keep=1)
+assert checkpoint.find(sys.argv[1], "auto") == folder
+checkpoint.load(folder, engines=engines, same={})
+
+class Runs:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(sys.argv[1], "was_run")),)
+
+(file,) = (folder / "model").glob("*model_states.pt")
+torch.save({"module": Runs()}, file)
+try:
+    checkpoint.load(folder, engines=engines, same={})
+except ValueError as error:
+    print(error)
 """

@@ -124,6 +124,16 @@ def test_a_virtual_environment_builds_into_itself_with_its_own_ninja(environment
     assert environment["TORCH_EXTENSIONS_DIR"] == "/chosen"
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+def test_builds_that_another_user_has_left_in_the_environment_are_not_loaded(environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    environment.pop("TORCH_EXTENSIONS_DIR", None)
+    (tmp_path / "torch_extensions").mkdir()
+    os.chown(tmp_path / "torch_extensions", 12345, 12345)
+    launch._keep_builds_apart()
+    assert "TORCH_EXTENSIONS_DIR" not in environment
+
+
 def test_the_lock_of_a_killed_build_is_removed_and_that_of_a_running_one_is_not(tmp_path, capfd):
     killed, young, running = (tmp_path / f"deepspeed_{name}" / "lock" for name in ("killed", "young", "running"))
     for lock in (killed, young, running):

@@ -327,6 +327,17 @@ def test_a_refusal_says_what_to_do(service, code, part, asked, capsys):
     assert len(service.asked) == asked  # a wrong token is wrong for every row; another mistake may be one row's
 
 
+def test_a_services_text_neither_steers_the_terminal_nor_repeats_our_secrets(service, monkeypatch, capsys):
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "our-token")
+    text = "\x1b[2J\u202e you sent our-token to http://me:pw@host/?key=inner"
+    service.replies = [lambda body: (400, text.encode(), {})] * 2
+    assert scores(f"{service.url}?api_key=outer", ["a"]) == [None]
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and r"\x1b[2J\u202e you sent *** to http://***@host/?key=***" in said
+    assert f"the reward {service.url}?api_key=*** gave no score" in said and "outer" not in said
+    assert service.asked[0][0]["Authorization"] == "Bearer our-token"
+
+
 def test_a_batch_that_is_too_large_is_asked_for_row_by_row(service):
     service.replies = [status(413)]
     assert scores(service.url, ["a", "bbb"]) == [1, 3]

@@ -13,6 +13,7 @@ from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, 
 from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores
+from dschat.models.weight_files import weights_digest
 from dschat.models.weights import export_model, full_weights, pretrained_model
 
 
@@ -128,3 +129,14 @@ def test_two_ranks_with_partitioned_weights_train_and_export_as_one_process_does
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     assert done.stdout.count("all equal") == 2
+
+
+def test_a_hub_models_digest_is_its_name_and_commit_without_running_its_code(tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    snapshot = tmp_path / "models--owner--name" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"auto_map": {"AutoConfig": "own.OwnConfig"}}')
+    (tmp_path / "models--owner--name" / "refs").mkdir()
+    (tmp_path / "models--owner--name" / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert weights_digest("owner/name") == f"owner/name@{commit}"

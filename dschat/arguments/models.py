@@ -8,6 +8,7 @@ from dschat.command_line import flag
 ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
 LORA_HELP = "rank of the adapters; 0: none"
 DROPOUT_HELP = "override every dropout of the model"
+TRUST_HELP = "run the Python code that a model or tokenizer brings along; without it such a model is refused"
 
 
 @dataclass
@@ -24,6 +25,7 @@ class ModelArguments:
     dropout: float | None = flag(None, f"{DROPOUT_HELP}; default: the model's own", at_least=0, below=1)
     zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP)
     lora_dim: int = flag(0, LORA_HELP, at_least=0)
+    trust_remote_code: bool = flag(False, TRUST_HELP)
 
     def problems(self) -> list[str]:
         return [] if self.model_name_or_path else ["--model_name_or_path: name the model to start from"]
@@ -80,6 +82,7 @@ class RLHFModelArguments:
     ema_decay: float = flag(
         0.992, "share of the old average kept at each step", at_least=0, below=1, needs=["enable_ema"]
     )
+    trust_remote_code: bool = flag(False, TRUST_HELP)
 
     def problems(self) -> list[str]:
         problems = []

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from dschat.arguments.models import TRUST_HELP
 from dschat.command_line import flag
 
 
@@ -39,6 +40,7 @@ class PairArguments(SamplingArguments):
     model_name_or_path: str = flag("", "the causal language model that answers")
     num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2)
     pairs_per_prompt: int = flag(1, "at most so many pairs of each prompt's answers", at_least=1)
+    trust_remote_code: bool = flag(False, TRUST_HELP)
 
     def problems(self) -> list[str]:
         needed = [] if self.model_name_or_path else ["--model_name_or_path: is needed"]

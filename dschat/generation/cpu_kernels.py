@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dschat.generation.sampling import SamplingParams
+from dschat.private_folder import is_private_file, private_folder
 
 SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
@@ -223,7 +224,8 @@ def load() -> CPUKernels | None:
     """The kernels of this processor, built if they are not there yet; None, with a warning, where they cannot be."""
     try:
         library = _folder() / f"cpu_kernels-{_identity()}.so"
-        if not library.exists():
+        if not is_private_file(library):
+            library.unlink(missing_ok=True)
             _build(library)
         return CPUKernels(library)
     except (OSError, subprocess.SubprocessError) as error:
@@ -233,13 +235,11 @@ def load() -> CPUKernels | None:
 
 
 def _folder() -> Path:
-    """Where torch's extensions are built, see dschat.launch; else a folder of the environment."""
+    """A folder of this user's own where torch's extensions are built, see dschat.launch, or among temporary files."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         chosen = os.path.join(sys.prefix, "torch_extensions")
-    folder = Path(chosen or os.path.join(tempfile.gettempdir(), f"dschat-{os.getuid()}"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    return private_folder([*([chosen] if chosen else []), tempfile.gettempdir()])
 
 
 def _identity() -> str:
@@ -257,6 +257,7 @@ def _build(library: Path) -> None:
         built = Path(folder, library.name)
         command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        built.chmod(0o700)  # whatever the umask: others must not be able to change what is loaded
         built.rename(library)
 
 

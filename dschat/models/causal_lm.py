@@ -26,6 +26,7 @@ def load_causal_lm(
     dropout: float | None = None,
     gradient_checkpointing: bool = False,
     deepspeed_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before giving it to an engine.
 
@@ -37,6 +38,7 @@ def load_causal_lm(
         gradient_checkpointing: recompute activations of each layer in backward.
         deepspeed_config: the config of the engine to come; under ZeRO stage 3 weights are partitioned as they are
             loaded, which is a collective: all ranks call this together.
+        trust_remote_code: run Python code that the folder or hub name brings along.
 
     Raises:
         ValueError: no model or no weights there, a bad dropout, or a head whose log-probs we would get wrong.
@@ -49,6 +51,7 @@ def load_causal_lm(
         dropout=dropout,
         gradient_checkpointing=gradient_checkpointing,
         deepspeed_config=deepspeed_config,
+        trust_remote_code=trust_remote_code,
     )
     if tokenizer is not None:
         set_generation_tokens(model, tokenizer)

@@ -31,7 +31,27 @@ TOKENIZER_FILES = (
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
 
 
-def load_tokenizer(path: str | Path, *, add_eot_token: bool = False) -> PreTrainedTokenizerBase:
+class CustomCodeError(ValueError):
+    """A model that needs Python code of its own, which the user has not allowed to run."""
+
+
+@contextlib.contextmanager
+def custom_code_refused(path: str | Path) -> Iterator[None]:
+    """Inside, transformers' refusal to run a model's own code becomes a CustomCodeError that names the flag."""
+    try:
+        yield
+    except ValueError as problem:
+        if "trust_remote_code" not in str(problem):
+            raise
+        raise CustomCodeError(
+            f"{path} brings Python code of its own (auto_map in its JSON files), which is not run: read it, and add "
+            "--trust_remote_code if you trust whoever wrote it"
+        ) from problem
+
+
+def load_tokenizer(
+    path: str | Path, *, add_eot_token: bool = False, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """Load a tokenizer that can end a response and has a chat template.
 
     A missing pad token becomes the EOS token: masks are made from lengths here, so the two may be equal. A tokenizer
@@ -41,9 +61,10 @@ def load_tokenizer(path: str | Path, *, add_eot_token: bool = False) -> PreTrain
         path: folder or hub name.
         add_eot_token: add "<|endoftext|>" and make it the EOS token, as DeepSpeed-Chat's flag did. The model then needs
             a row for it: pass this tokenizer to `load_causal_lm`.
+        trust_remote_code: run Python code that the folder or hub name brings along.
 
     Raises:
-        ValueError: no tokenizer files there, or a tokenizer without EOS token.
+        ValueError: no tokenizer files there, a tokenizer without EOS token, or one of custom code that is not trusted.
     """
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -52,7 +73,8 @@ def load_tokenizer(path: str | Path, *, add_eot_token: bool = False) -> PreTrain
             "save the tokenizer into the folder with tokenizer.save_pretrained, or name a folder that has one."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with custom_code_refused(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError as problem:
         raise ValueError(f"no tokenizer could be loaded from {path}: {problem}") from problem
     if add_eot_token:
@@ -69,14 +91,18 @@ def load_tokenizer(path: str | Path, *, add_eot_token: bool = False) -> PreTrain
     return tokenizer
 
 
-def read_config(path: str | Path) -> PreTrainedConfig:
+def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
     """The model's config.
 
     Raises:
-        ValueError: no config there, or one of an architecture that transformers does not know.
+        ValueError: no config there, one of an architecture that transformers does not know, or of custom code that is
+            not trusted (CustomCodeError).
     """
     try:
-        return AutoConfig.from_pretrained(path)
+        with custom_code_refused(path):
+            return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except CustomCodeError:
+        raise
     except (OSError, ValueError) as problem:
         raise ValueError(
             f"{path} is not a model that can be loaded: {problem} "
@@ -94,6 +120,7 @@ def load_pretrained(
     gradient_checkpointing: bool = False,
     deepspeed_config: dict[str, Any] | None = None,
     new_head: bool = False,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load a model with transformers' auto class; the arguments are those of `load_causal_lm`.
 
@@ -110,13 +137,16 @@ def load_pretrained(
             f"{path} has no weights (no {' or '.join(WEIGHT_FILES[::2])}), but training starts from a pretrained "
             "model: save one there with model.save_pretrained, also to start from random weights."
         )
-    config = read_config(path)
+    config = read_config(path, trust_remote_code=trust_remote_code)
     if auto_class.__name__ == "AutoModelForSequenceClassification":
         config.num_labels = 1
     if dropout is not None:
         set_dropout(config, dropout)
     with partitioned_loading(deepspeed_config):
-        model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        with custom_code_refused(path):
+            model, info = auto_class.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+            )
         _require_weights(model, info["missing_keys"], path, new_head=new_head)
         if tokenizer is not None:
             grow_embeddings(model, tokenizer)

@@ -23,13 +23,13 @@ from dschat.tensors import position_ids
 logger = logging.getLogger(__name__)
 
 
-def has_scalar_head(path: str | Path) -> bool:
+def has_scalar_head(path: str | Path, *, trust_remote_code: bool = False) -> bool:
     """True if the folder (or hub name) is a saved classifier, False if it is a model that needs a new head.
 
     Raises:
         ValueError: no model there, or a classifier with more than one output.
     """
-    return _is_classifier(read_config(path), path)
+    return _is_classifier(read_config(path, trust_remote_code=trust_remote_code), path)
 
 
 def _is_classifier(config: PreTrainedConfig, path: str | Path) -> bool:
@@ -51,6 +51,7 @@ def load_scalar_head(
     dropout: float | None = None,
     gradient_checkpointing: bool = False,
     deepspeed_config: dict[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Load an AutoModelForSequenceClassification with num_labels = 1; wrap it in `TokenScores`.
 
@@ -58,13 +59,14 @@ def load_scalar_head(
     1/√(H+1), a function of torch's seed alone. The log says which; `has_scalar_head` answers it beforehand.
 
     Args:
-        path, dtype, tokenizer, dropout, gradient_checkpointing, deepspeed_config: as for `load_causal_lm`; the
-            tokenizer's pad id goes into the config, where plain transformers looks for the last token.
+        path, dtype, tokenizer, dropout, gradient_checkpointing, deepspeed_config, trust_remote_code: as for
+            `load_causal_lm`; the tokenizer's pad id goes into the config, where plain transformers looks for the last
+            token.
 
     Raises:
         ValueError: no model or no weights there, or a classifier with more than one output.
     """
-    had_head = has_scalar_head(path)
+    had_head = has_scalar_head(path, trust_remote_code=trust_remote_code)
     model = load_pretrained(
         AutoModelForSequenceClassification,
         path,
@@ -74,6 +76,7 @@ def load_scalar_head(
         gradient_checkpointing=gradient_checkpointing,
         deepspeed_config=deepspeed_config,
         new_head=not had_head,
+        trust_remote_code=trust_remote_code,
     )
     if tokenizer is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
-import zipfile
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig
+from transformers.utils import cached_file
 
-# What DeepSpeed's checkpoints name beside what torch itself allows. Everything else could run code when it is loaded.
-HARMLESS = frozenset(
-    {
-        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-        "deepspeed.runtime.zero.config.ZeroStageEnum",
-        "deepspeed.utils.tensor_fragment.fragment_address",
-    }
-)
+from dschat.restricted_pickle import pickle_problems
 
 
 def weight_problems(folder: str | Path) -> list[str]:
     """What makes the weights of a model folder unusable: damaged or missing files, pickles that carry code."""
     folder = Path(folder)
-    problems = []
+    problems, pickles = [], set(folder.glob("pytorch_model*.bin"))
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
@@ -39,11 +28,15 @@ def weight_problems(folder: str | Path) -> list[str]:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{path} cannot be read ({error}): copy it again")
             continue
+        if not all(isinstance(name, str) and Path(name).name == name for name in shards):
+            problems.append(f"{path} names files that do not lie beside it: get the model anew")
+            continue
+        pickles |= {folder / name for name in shards if not name.endswith(".safetensors") and (folder / name).is_file()}
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
             problems.append(f"{folder} lacks {', '.join(missing)}, which {path.name} names: copy the missing files")
     if not list(folder.glob("*.safetensors")):
-        for path in sorted(folder.glob("pytorch_model*.bin")):
+        for path in sorted(pickles):
             problems += pickle_problems(path)
     return problems
 
@@ -51,7 +44,7 @@ def weight_problems(folder: str | Path) -> list[str]:
 def weights_digest(path: str) -> str:
     """A name of a model's weights and configuration: the content of a folder's files, the commit of a hub name."""
     if not Path(path).is_dir():
-        return f"{path}@{AutoConfig.from_pretrained(path)._commit_hash}"
+        return f"{path}@{Path(cached_file(path, 'config.json')).parent.name}"  # …/snapshots/COMMIT/config.json
     digest = hashlib.sha256()
     for file in sorted(Path(path).iterdir()):
         if file.name == "config.json" or file.suffix in (".safetensors", ".bin"):
@@ -60,14 +53,3 @@ def weights_digest(path: str) -> str:
                 while block := content.read(1 << 24):
                     digest.update(block)
     return digest.hexdigest()
-
-
-def pickle_problems(path: Path) -> list[str]:
-    """Why a file that torch.save wrote must not be loaded: it names things that are no tensors. Nothing is executed."""
-    try:
-        unsafe = [name for name in torch.serialization.get_unsafe_globals_in_checkpoint(path) if name not in HARMLESS]
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
-        return [f"{path} cannot be read as a file of torch.save ({error})"]
-    if unsafe:
-        return [f"{path} would run {', '.join(unsafe[:3])} when it is loaded: it is refused. Get safetensors instead"]
-    return []

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from dschat.rlhf.reward_functions import Judge, judged
+from dschat.terminal import printable
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds
 
@@ -62,10 +63,8 @@ class Patience:
             found, problem = [None] * count, error
         except Exception as error:  # whatever a user's function raises
             found, problem = self._alone(ask, count, error)
-        print(
-            f"warning: {who} gave no score to {found.count(None)} of {count} responses ({type(problem).__name__}: "
-            f"{problem})", file=sys.stderr, flush=True,
-        )  # fmt: skip
+        message = f"warning: {who} gave no score to {found.count(None)} of {count} responses"
+        print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
         return found
 
     def _insisted(self, call: Callable[[], Any]) -> list[float]:

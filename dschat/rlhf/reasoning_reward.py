@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat.data.reasoning import entry_of, task_of
+from dschat.rlhf.guarded_scorers import guard_scorers
 
 _NO_ANSWERS = ("", "I do not know.")
 
@@ -45,6 +46,7 @@ def _score(answer: str, row: Mapping[str, Any], raised: Counter[tuple[str, str]]
     if answer == row["answer"]:
         return 1.0
     task, entry = task_of(row["reasoning_task"]), entry_of(row)
+    guard_scorers()  # before an answer is scored: some scorers would run it
     scores = []
     for text in (answer, *_NO_ANSWERS):
         try:

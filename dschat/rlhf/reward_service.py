@@ -13,6 +13,8 @@ from typing import Any
 from dschat.rlhf.answers import Answers
 from dschat.rlhf.patience import Unavailable
 from dschat.rlhf.reward_functions import numbers
+from dschat.secrets import HIDDEN, redacted
+from dschat.terminal import printable
 
 TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
 _LONGEST_ANSWER = 64 << 20  # bytes
@@ -56,11 +58,12 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    url = redacted(url)  # from here on it is a name in messages
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=seconds) as reply:
             text = reply.read(_LONGEST_ANSWER)
     except urllib.error.HTTPError as error:
-        raise _refusal(url, error) from error
+        raise _refusal(url, error, token) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise TimeoutError(f"{url} did not answer within {seconds:g} s") from error
@@ -94,17 +97,21 @@ def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
     return numbers(scores, answers.responses, who=url)
 
 
-def _refusal(url: str, error: urllib.error.HTTPError) -> Exception:
-    """What an error status means to the one who asked."""
+def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
+    """What an error status means to the one who asked; a service that repeats our token does not make it public."""
     with error:
         said = error.read(300).decode(errors="replace").strip()
-    message = f"{url} answered {error.code} {error.reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({said})"
+    if token:
+        said = said.replace(token, HIDDEN)
+    said, reason = printable(redacted(said)), printable(error.reason)
+    message = f"{url} answered {error.code} {reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({said})"
     if error.code in (429, 502, 503, 504):
         return Unavailable(message, seconds=_retry_after(error.headers))
     if error.code in (401, 403):
         return PermissionError(message)
     if 300 <= error.code < 400:
-        message = f"{url} redirects to {error.headers.get('Location')}: name that address itself"
+        target = printable(redacted(str(error.headers.get("Location"))))
+        message = f"{url} redirects to {target}: name that address itself"
     return ValueError(message)
 
 

@@ -15,6 +15,7 @@ from dschat.rlhf.patience import Patience
 from dschat.rlhf.reward_functions import RewardFunction, load_judge, named_arguments, opinions, with_options
 from dschat.rlhf.reward_service import service_scores
 from dschat.rlhf.rule_rewards import RULES
+from dschat.secrets import redacted
 
 KINDS = (
     "a folder or hub name of a reward model, FILE.py:FUNCTION, http://… or https://…, or one of the rules "
@@ -44,7 +45,7 @@ class WeightedSource:
 
     def scores(self, answers: Answers, patience: Patience) -> list[float | None]:
         """A function's or service's score of each answer; NaN: it has no opinion; None: it failed."""
-        who = f"the reward {self.entry}"
+        who = f"the reward {redacted(self.entry)}"
 
         def ask(part: slice) -> Any:
             some = answers.part(part)

@@ -16,6 +16,8 @@ from dschat.rlhf.patience import Patience
 from dschat.rlhf.reward_functions import Judge, judged, load_judge
 from dschat.rlhf.reward_model import RewardModel, same_text
 from dschat.rlhf.reward_sources import WeightedSource, model_paths, parse_reward, reward_problems
+from dschat.secrets import redacted
+from dschat.terminal import printable
 
 __all__ = [  # what the steps need of rewards, whichever file it is in
     "Answers",
@@ -113,8 +115,9 @@ class Rewards:
         missing = torch.tensor([score is None for score in found], dtype=torch.bool)
         scores = torch.tensor([torch.nan if score is None else score for score in found], dtype=torch.float32)
         if len(found) and not missing.any() and scores.isnan().all():
-            print(f"warning: the reward {source.entry} has no opinion of any of {len(found)} responses: is its column "
-                  f"there? A row has: {', '.join(answers.rows[0]) or 'none'}", file=sys.stderr, flush=True)  # fmt: skip
+            message = (f"warning: the reward {redacted(source.entry)} has no opinion of any of {len(found)} responses: "
+                       f"is its column there? A row has: {', '.join(answers.rows[0]) or 'none'}")  # fmt: skip
+            print(printable(message), file=sys.stderr, flush=True)
         return scores, missing
 
     @property

@@ -155,6 +155,7 @@ class DeepSpeedRLHFEngine:
                 dropout=dropout,
                 gradient_checkpointing=trained and self.devices.gradient_checkpointing,
                 deepspeed_config=config,
+                trust_remote_code=self.models.trust_remote_code,
             )
         )
 
@@ -168,6 +169,7 @@ class DeepSpeedRLHFEngine:
                 dropout=dropout,
                 gradient_checkpointing=trained and self.devices.gradient_checkpointing,
                 deepspeed_config=config,
+                trust_remote_code=self.models.trust_remote_code,
             )
         )
 
@@ -187,7 +189,7 @@ class DeepSpeedRLHFEngine:
 
     def _reward_model(self, path: str) -> RewardModel:
         config = self._frozen_config(self.models.critic_zero_stage, offload=self.models.offload_reward_model)
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, trust_remote_code=self.models.trust_remote_code)
         engine = frozen_engine(self._scalar_head(path, config, tokenizer, dropout=0.0), config=config)
         return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer)
 

@@ -64,7 +64,8 @@ def rlhf_model_problems(
     """What cannot work among actor, critic and the sources of rewards."""
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
-    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token)
+    trusted = models.trust_remote_code
+    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
     problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens)
     entries = reward_entries(models, rewards)
     if not entries:
@@ -74,13 +75,13 @@ def rlhf_model_problems(
         )
     problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
     for path in [] if problems else model_paths(entries):
-        problems += model_problems("--reward", path, tokens=2, lengths=lengths)
+        problems += model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
         flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"
         problems += named(flag, models.critic_path, tokens=tokens)
     if not problems and ppo.trains_critic:
-        actor = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
-        if load_tokenizer(models.critic_path, add_eot_token=data.add_eot_token).get_vocab() != actor.get_vocab():
+        read = partial(load_tokenizer, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
+        if read(models.critic_path).get_vocab() != read(models.actor_model_name_or_path).get_vocab():
             problems.append(
                 f"--critic_model_name_or_path {models.critic_path}: reads the actor's token ids, but has another "
                 "vocabulary: name a critic with the actor's tokenizer (the actor's own folder will do: it gets a new "

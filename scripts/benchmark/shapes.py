@@ -155,7 +155,7 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: i
     config.eos_token_id = None
     torch.manual_seed(seed)
     with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     model.generation_config = GenerationConfig()
     return model
 

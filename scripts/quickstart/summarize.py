@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from dschat.data.chat_template import encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.terminal import printable
 
 MAX_NEW_TOKENS = 32
 SHOWN = 6
@@ -82,7 +83,7 @@ def stage_seconds(folder: Path) -> dict[str, int]:
 
 def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
     for row, sft, ppo in list(zip(rows, before, after, strict=True))[:SHOWN]:
-        print(f"\n  {row['prompt']}\n    SFT: {sft}\n    PPO: {ppo}")
+        print(printable(f"\n  {row['prompt']}\n    SFT: {sft}\n    PPO: {ppo}"))
     models = [name for name in ("sft", "ppo", "dpo") if f"accuracy_{name}" in summary]
     head = "  ".join(f"{name.upper():>6}" for name in models)
     print(f"\n                  {head}    (held-out prompts, sampled at temperature 1)")

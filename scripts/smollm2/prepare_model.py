@@ -69,13 +69,16 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         ValueError: not the number of parameters that SmolLM2-135M has.
     """
     dense = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, quantization_config=dense)
+    model = AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, quantization_config=dense, trust_remote_code=False
+    )
     if model.num_parameters() != PARAMETERS:
         raise ValueError(
             f"{path} gave {model.num_parameters():,} parameters, SmolLM2-135M has {PARAMETERS:,}: "
             "this transformers reads the file differently; use the versions of constraints.txt"
         )
-    return model.to(torch.bfloat16), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
+    return model.to(torch.bfloat16), tokenizer
 
 
 def without_system_prompt(template: str) -> str:
@@ -98,10 +101,10 @@ def check(folder: Path) -> str:
     Raises:
         ValueError: the tokenizer lost its chat template, or the answer is wrong.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template:
         raise ValueError(f"{folder}: the tokenizer came without a chat template; use the versions of constraints.txt")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=24, do_sample=False)

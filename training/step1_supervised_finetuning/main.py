@@ -50,7 +50,9 @@ def main() -> None:
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "sft"))
     model, supervised, data, optimizer, lora, devices, run = groups
     start(run, devices)
-    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    tokenizer = load_tokenizer(
+        model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
+    )
     options = data_options(
         data, run, max_tokens=model.max_seq_len, train_on_prompt=supervised.train_on_prompt, packing=supervised.packing
     )
@@ -71,6 +73,7 @@ def main() -> None:
             dropout=model.dropout,
             gradient_checkpointing=devices.gradient_checkpointing,
             deepspeed_config=config,
+            trust_remote_code=model.trust_remote_code,
         )
         return TokenLogprobs(network)
 

@@ -40,7 +40,7 @@ def check(
     if preference.ref_model_name_or_path:
         problems += model_problems(
             "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
-            lengths=f"--max_seq_len {model.max_seq_len}",
+            lengths=f"--max_seq_len {model.max_seq_len}", trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
     return problems
 
@@ -62,7 +62,9 @@ def main() -> None:
     groups = parse(GROUPS, description=__doc__, check=check, warn=warn)
     model, preference, data, optimizer, lora, devices, run = groups
     start(run, devices)
-    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    tokenizer = load_tokenizer(
+        model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
+    )
     options = data_options(data, run, max_tokens=model.max_seq_len, phase=2)
     splits = load_splits(preference.kind, tokenizer, options)
     objective = preference_objective(preference, pad_token_id=tokenizer.pad_token_id)
@@ -75,6 +77,7 @@ def main() -> None:
             dropout=0.0 if frozen else model.dropout,
             gradient_checkpointing=devices.gradient_checkpointing and not frozen,
             deepspeed_config=config,
+            trust_remote_code=model.trust_remote_code,
         )
         return TokenLogprobs(network)
 

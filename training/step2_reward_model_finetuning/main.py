@@ -46,7 +46,9 @@ def main() -> None:
     groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "preference"))
     model, reward, data, optimizer, lora, devices, run = groups
     start(run, devices)
-    tokenizer = load_tokenizer(model.model_name_or_path, add_eot_token=data.add_eot_token)
+    tokenizer = load_tokenizer(
+        model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
+    )
     splits = load_splits("preference", tokenizer, data_options(data, run, max_tokens=model.max_seq_len))
     objective = Objective(
         collate=partial(collate_preferences, pad_token_id=tokenizer.pad_token_id),
@@ -63,6 +65,7 @@ def main() -> None:
             dropout=model.dropout,
             gradient_checkpointing=devices.gradient_checkpointing,
             deepspeed_config=config,
+            trust_remote_code=model.trust_remote_code,
         )
         return TokenScores(network)
 

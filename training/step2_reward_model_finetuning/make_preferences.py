@@ -55,7 +55,8 @@ GROUPS = (
 def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, *_: Any) -> list[str]:
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
-                              lengths="--max_prompt_seq_len + --max_answer_seq_len")  # fmt: skip
+                              lengths="--max_prompt_seq_len + --max_answer_seq_len",
+                              trust_remote_code=sampling.trust_remote_code)  # fmt: skip
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")
     if reward.normalize_rewards:
@@ -63,16 +64,21 @@ def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, 
     mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
     paths = [] if mistakes else model_paths(reward.reward)
     return problems + mistakes + [
-        line for path in paths for line in model_problems("--reward", path, tokens=0, lengths="")
+        line for path in paths for line in model_problems(
+            "--reward", path, tokens=0, lengths="", trust_remote_code=sampling.trust_remote_code
+        )
     ]  # fmt: skip
 
 
 def main() -> None:
     sampling, reward, data, devices, run = parse(GROUPS, description=__doc__, check=check)
     device = start(run, devices)
-    tokenizer = load_tokenizer(sampling.model_name_or_path)
+    trusted = sampling.trust_remote_code
+    tokenizer = load_tokenizer(sampling.model_name_or_path, trust_remote_code=trusted)
     prompts = load_splits("prompt", tokenizer, data_options(data, run, max_tokens=sampling.max_prompt_seq_len)).train
-    model = load_causal_lm(sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer).to(device)
+    model = load_causal_lm(
+        sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer, trust_remote_code=trusted
+    ).to(device)
     stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     actor = HybridEngine(model)
     with settings_of_user():
@@ -124,10 +130,12 @@ def reward_of(
         dtype=devices.dtype, zero_stage=0, micro_batch_size=sampling.per_device_generation_batch_size,
         world_size=launch.world_size(),
     )  # fmt: skip
-    models = {}
+    models, trusted = {}, sampling.trust_remote_code
     for path in model_paths(reward.reward):
-        own = load_tokenizer(path)
-        network = TokenScores(load_scalar_head(path, dtype=DTYPES[devices.dtype], tokenizer=own))
+        own = load_tokenizer(path, trust_remote_code=trusted)
+        network = TokenScores(
+            load_scalar_head(path, dtype=DTYPES[devices.dtype], tokenizer=own, trust_remote_code=trusted)
+        )
         models[path] = RewardModel(frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer)
     rewards = Rewards(
         [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,

@@ -41,7 +41,9 @@ def main() -> None:
         judge = load_judge(rollouts.judge) if rollouts.judge else None
         entries = reward_entries(models, rewards)
         sources = [parse_reward(entry) for entry in entries]
-    tokenizer = load_tokenizer(models.actor_model_name_or_path, add_eot_token=data.add_eot_token)
+    tokenizer = load_tokenizer(
+        models.actor_model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=models.trust_remote_code
+    )
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options)
 

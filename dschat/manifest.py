@@ -1,0 +1,83 @@
+"""manifest.json of a checkpoint: read as what a stranger may have written, and compared with the folder's files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+NAME = "manifest.json"
+_LARGEST = 256 << 20  # bytes; 100,000 files take a tenth of it
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, with entries of the right types, and names of files that lie in the folder.
+
+    Raises: ValueError that says in one line what is wrong with it.
+    """
+    path = folder / NAME
+    try:
+        if path.is_symlink() or path.stat().st_size > _LARGEST:
+            raise ValueError("a link, or too large")
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict):
+            raise ValueError("no JSON object")
+        missing = [name for name in ("files", "world_size", "step") if name not in manifest]
+        if missing:
+            raise ValueError(f"no {missing[0]}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{NAME} cannot be read ({error})") from error
+    wrong = _wrong_entries(manifest)
+    if wrong:
+        raise ValueError(f"{NAME} cannot be used: {'; '.join(wrong[:3])}")
+    return manifest
+
+
+def _wrong_entries(manifest: dict[str, Any]) -> list[str]:
+    wrong = []
+    for name, lowest in {"world_size": 1, "step": 0}.items():
+        if type(manifest[name]) is not int or not lowest <= manifest[name] < 2**53:
+            wrong.append(f"{name} must be an integer of at least {lowest}")
+    for name in ("files", "zero_stages", "arguments"):
+        if not isinstance(manifest.get(name, {}), dict):
+            wrong.append(f"{name} must be an object")
+    if wrong:
+        return wrong
+    if any(type(stage) is not int for stage in manifest.get("zero_stages", {}).values()):
+        wrong.append("a ZeRO stage must be an integer")
+    for name, entry in manifest["files"].items():
+        if not _lies_inside(name):
+            wrong.append(f"{name[:200]!r} is no name of a file in the folder")
+        elif not _is_entry(entry):
+            wrong.append(f"the entry of {name[:200]!r} must be its size and SHA-256")
+    return wrong
+
+
+def _lies_inside(name: str) -> bool:
+    """Whether a name stays in its folder, and is written in the one way that `save` writes it."""
+    path = PurePosixPath(name)
+    plain = name.isprintable() and "\\" not in name and name == path.as_posix()
+    return plain and not path.is_absolute() and ".." not in path.parts and name not in ("", ".", NAME)
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, list) and len(entry) == 2 and type(entry[0]) is int and entry[0] >= 0
+        and isinstance(entry[1], str) and re.fullmatch("[0-9a-f]{64}", entry[1]) is not None
+    )  # fmt: skip
+
+
+def unlisted(folder: Path, files: dict[str, Any]) -> list[str]:
+    """A line for everything in a checkpoint's folder that its manifest does not cover: other files, links, pipes."""
+    problems = []
+    for parent, folders, names in os.walk(folder, onerror=lambda error: problems.append(str(error))):
+        for name in sorted([*folders, *names]):
+            path = Path(parent, name)
+            relative = path.relative_to(folder).as_posix()
+            if path.is_symlink():
+                problems.append(f"{relative} is a link")
+            elif not path.is_dir() and relative != NAME and relative not in files:
+                problems.append(f"{relative} is not in the manifest")
+    return problems

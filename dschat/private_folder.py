@@ -1,0 +1,64 @@
+"""Folders for programs that this user builds and then runs: nobody else may have put a file there."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import stat
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def private_folder(parents: Sequence[str | Path]) -> Path:
+    """The folder `dschat-UID` in the first of these parents where it is this user's alone, made if it is not there.
+
+    Where it is another's, a link, or open to others in each of them, it is a fresh one that is removed when the process
+    ends, with a warning: what is built in it is built at every start.
+
+    Raises: OSError where no folder can be made at all.
+    """
+    reasons = []
+    for parent in map(Path, parents):
+        folder = parent / f"dschat-{os.getuid()}"
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.lexists(folder):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            reason = _not_private(folder)
+        except OSError as error:
+            reason = str(error)
+        if reason is None:
+            return folder
+        reasons.append(f"{folder}: {reason}")
+    fresh = Path(tempfile.mkdtemp(prefix="dschat-"))
+    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
+    warnings.warn(f"built operations are kept in {fresh} for this process only ({'; '.join(reasons)})", stacklevel=2)
+    return fresh
+
+
+def is_private_file(path: Path) -> bool:
+    """Whether a file is there, is this user's and no link, and nobody else may write to it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _not_private(folder: Path) -> str | None:
+    """Why others may have put files into a folder, or may put another in its place."""
+    found, parent = folder.lstat(), folder.parent.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return "it is a link or a file"
+    if found.st_uid != os.getuid():
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & 0o022:
+        return f"its mode is {stat.S_IMODE(found.st_mode):o}: others may write there"
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)  # of an earlier version, which left it readable
+    if parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
+        return f"everybody may rename what is in {folder.parent}"
+    return None

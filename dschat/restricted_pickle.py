@@ -1,0 +1,78 @@
+"""Files of torch.save, read by an unpickler that makes tensors and plain containers, and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+# What DeepSpeed's checkpoints name beside what torch itself allows: plain records, whose constructors set fields.
+PLAIN_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+FORCED, FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError, EOFError,
+              AssertionError, MemoryError, RecursionError, pickle.UnpicklingError, zipfile.BadZipFile)  # fmt: skip
+
+
+@contextmanager
+def restricted_unpickling(refusal: str = "") -> Iterator[None]:
+    """Inside, every torch.load of this process is restricted, also where DeepSpeed asks for `weights_only=False`.
+
+    Args:
+        refusal: what the message of the error begins with.
+
+    Raises: ValueError for a file that names anything else than tensors and plain containers.
+    """
+    before = {name: os.environ.pop(name, None) for name in (FORCED, FORBIDDEN)}
+    os.environ[FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals(list(PLAIN_CLASSES)):
+            yield
+    except pickle.UnpicklingError as error:
+        raise ValueError(f"{refusal}{_reason(error)}") from error
+    finally:
+        del os.environ[FORCED]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def pickle_problems(path: Path) -> list[str]:
+    """Why a file of torch.save must not be loaded: it is damaged, or names things that are no tensors.
+
+    It is read by the unpickler that loads it, so that no way of hiding a name passes here and runs there. Storages are
+    not read.
+    """
+    try:
+        with restricted_unpickling():
+            torch.load(path, map_location="meta", weights_only=True)
+    except UNREADABLE as error:
+        return [f"{path} is refused: {_reason(error)}. Get safetensors instead"]
+    return []
+
+
+def _reason(error: BaseException) -> str:
+    """What happened, without torch's advice to load the file anyway."""
+    text = str(error)
+    named = re.search(r"GLOBAL (\S+)", text)
+    if named:
+        return f"it would run {named[1]} when it is loaded"
+    text = text.partition("WeightsUnpickler error:")[2] or text
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    first = first.partition(" In PyTorch")[0][:200]
+    return first if first.startswith("it ") else f"it is no file of torch.save ({first})"
+
+
+def is_pickle(path: Path) -> bool:
+    """Whether torch.load would unpickle a file, whatever its name: archives and pickles by their first bytes."""
+    if path.suffix == ".pt":
+        return True
+    with path.open("rb") as file:
+        start = file.read(4)
+    return start == b"PK\x03\x04" or start[:1] == b"\x80"

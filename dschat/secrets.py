@@ -1,0 +1,60 @@
+"""Passwords and keys in addresses, kept out of files, consoles and messages."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import unquote
+
+HIDDEN = "***"
+# Of services, and of functions in files, whose options stand behind a question mark too.
+_ADDRESS = re.compile(r"(?:\b[a-z][a-z0-9+.\-]*://|\.py:\w+\?)[^\s'\"<>|]+", re.IGNORECASE)
+_WEIGHT = r"@[-+.0-9eE]+$"  # behind the address of a --reward
+_USER = re.compile(rf"(?<=://)(?:[^/?#]*|[^/?#]*:[^?#]*)(?!{_WEIGHT})@")  # a password may hold a /
+_PARAMETER = re.compile(rf"(?P<name>[^?&#;=]*)=(?P<value>[^&#;\s]*?)(?=[&#;\s]|{_WEIGHT}|$)")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_SECRET_WORDS = {
+    "key", "apikey", "accesskey", "token", "accesstoken", "authtoken", "secret", "password", "passwd", "passphrase",
+    "pwd", "auth", "authorization", "sig", "signature", "credential", "credentials", "jwt", "bearer", "session",
+    "sessionid",
+}  # fmt: skip
+# What no person writes: a run of letters and digits that names would break up. Short words and versions are none.
+_OPAQUE = re.compile(r"[A-Za-z0-9]{24}|(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{16}")
+
+
+def redacted(text: str) -> str:
+    """A text whose addresses have *** for passwords, for query values of secret names, and for opaque ones.
+
+    "https://me:pw@host/score?api_key=k&model=7b@0.5" → "https://***@host/score?api_key=***&model=7b@0.5". Two
+    addresses that differ in secrets alone become the same, so that a new key does not make another run.
+    """
+    return _ADDRESS.sub(lambda found: _redacted_address(found[0]), text)
+
+
+def redacted_values(value: Any) -> Any:
+    """The same for every text in lists and mappings, such as the arguments of a run."""
+    if isinstance(value, str):
+        return redacted(value)
+    if isinstance(value, dict):
+        return {name: redacted_values(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redacted_values(entry) for entry in value]
+    return value
+
+
+def stored_arguments(groups: Iterable[Any]) -> dict[str, Any]:
+    """Flag → value of every argument group, as files may hold it: addresses without passwords and keys."""
+    return redacted_values({name: value for group in groups for name, value in asdict(group).items()})
+
+
+def _redacted_address(address: str) -> str:
+    before, mark, query = _USER.sub(f"{HIDDEN}@", address, count=1).partition("?")
+    return before + mark + _PARAMETER.sub(_redacted_parameter, query)
+
+
+def _redacted_parameter(found: re.Match[str]) -> str:
+    words = {word.lower() for word in _WORDS.findall(unquote(found["name"]))}  # max_tokens and tokenizer are no secrets
+    secret = found["value"] and (words & _SECRET_WORDS or _OPAQUE.search(found["value"]))
+    return f"{found['name']}={HIDDEN if secret else found['value']}"

@@ -1,0 +1,77 @@
+"""What is built and then run lies where nobody else can have put it."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from dschat.private_folder import is_private_file, private_folder
+
+NAME = f"dschat-{os.getuid()}"
+AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
+
+
+def give_away(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 12345, 12345)
+
+
+TRAPS = {
+    "a link": lambda folder: folder.symlink_to(folder.parent.parent),
+    "a dangling link": lambda folder: folder.symlink_to(folder.parent / "nowhere"),
+    "a file": lambda folder: folder.touch(),
+    "a folder for all": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+    "a folder for the group": lambda folder: (folder.mkdir(), folder.chmod(0o770)),
+    "a parent for all": lambda folder: (folder.mkdir(mode=0o700), folder.parent.chmod(0o777)),
+}
+
+
+def test_the_first_parent_is_taken_and_its_folder_is_kept(tmp_path):
+    (tmp_path / "first").mkdir()
+    before = os.umask(0)
+    try:
+        folder = private_folder([tmp_path / "first", tmp_path / "second"])
+    finally:
+        os.umask(before)
+    assert folder == tmp_path / "first" / NAME and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "built.so").touch()
+    assert private_folder([tmp_path / "first"]) == folder and (folder / "built.so").exists()
+
+
+def test_a_folder_of_ours_that_others_may_read_is_closed_and_used(tmp_path):
+    (tmp_path / NAME).mkdir()
+    (tmp_path / NAME).chmod(0o755)
+    assert stat.S_IMODE(private_folder([tmp_path]).stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    "trap", [*TRAPS.values(), pytest.param(give_away, marks=AS_ROOT)], ids=[*TRAPS.keys(), "another's folder"]
+)
+def test_a_folder_that_somebody_else_may_have_filled_is_passed_over(trap, tmp_path, monkeypatch):
+    bad, good = tmp_path / "bad", tmp_path / "good"
+    bad.mkdir()
+    trap(bad / NAME)
+    assert private_folder([bad, good]) == good / NAME
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.warns(UserWarning, match=f"{bad / NAME}: "):
+        fresh = private_folder([bad])
+    assert fresh.parent == tmp_path and stat.S_IMODE(fresh.stat().st_mode) == 0o700 and not list(fresh.iterdir())
+
+
+def test_a_file_is_private_if_nobody_else_can_have_written_it(tmp_path):
+    file, link = tmp_path / "built.so", tmp_path / "link.so"
+    assert not is_private_file(file)
+    file.touch(mode=0o700)
+    link.symlink_to(file)
+    assert is_private_file(file) and not is_private_file(link) and not is_private_file(tmp_path)
+    for mode in (0o720, 0o702):
+        file.chmod(mode)
+        assert not is_private_file(file)
+
+
+@AS_ROOT
+def test_anothers_file_is_not_private(tmp_path):
+    (tmp_path / "built.so").touch(mode=0o700)
+    os.chown(tmp_path / "built.so", 12345, 12345)
+    assert not is_private_file(tmp_path / "built.so")

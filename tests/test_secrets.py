@@ -1,0 +1,85 @@
+"""Keys and passwords of addresses reach no file and no message, and a new key makes no other run."""
+
+import json
+
+import pytest
+
+from dschat.arguments import RewardArguments
+from dschat.checkpoint import changed_arguments
+from dschat.command_line import SettingsError, raise_together
+from dschat.metrics import RunLog
+from dschat.rlhf.reward_sources import parse_reward
+from dschat.secrets import redacted, stored_arguments
+
+
+@pytest.mark.parametrize(
+    "address, shown",
+    [
+        ("https://me:pw@host/score", "https://***@host/score"),
+        ("https://token@host:80/score@0.5", "https://***@host:80/score@0.5"),
+        ("http://u:p@ss@host/x", "http://***@host/x"),
+        ("http://u:p/w@host/x", "http://***@host/x"),
+        ("http://h/score?api_key=k&model=7b@0.5", "http://h/score?api_key=***&model=7b@0.5"),
+        ("http://h/score?model=7b&token=a@b@-2e-1", "http://h/score?model=7b&token=***@-2e-1"),
+        ("http://h/?X-Amz-Signature=1;KEY=2#access_token=3", "http://h/?X-Amz-Signature=***;KEY=***#access_token=***"),
+        ("http://h/?to%6ben=s", "http://h/?to%6ben=***"),
+        ("http://h/?k=hf_abcdefghijklmnopqrstuvwxyzABCDEF", "http://h/?k=***"),
+        ("http://h/?k=9f86d081884c7d65", "http://h/?k=***"),
+        ("HTTPS://h/?password=s", "HTTPS://h/?password=***"),
+        ("http://h/?apiKey=s&APIKEY=s&authToken=s", "http://h/?apiKey=***&APIKEY=***&authToken=***"),
+        ("judge.py:judge?api_key=s&bonus=2@0.5", "judge.py:judge?api_key=***&bonus=2@0.5"),
+        ("warning: the reward http://h/?key=s gave 'x'", "warning: the reward http://h/?key=*** gave 'x'"),
+    ],
+)
+def test_secrets_of_addresses_are_hidden(address, shown):
+    assert redacted(address) == shown and redacted(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://127.0.0.1:8000/score", "http://h:80/score@0.5", "https://h/score?model=Qwen2.5-7B-Instruct&max=20@2",
+        "http://h/score?max_tokens=512&tokenizer=gpt2&signal=1&passes=3",
+        "http://h/v1/Skywork-Reward-V2-Llama-3.1-8B", "judge.py:judge?bonus=2@2", "owner/model", "me@host.org",
+    ],
+)  # fmt: skip
+def test_the_rest_of_an_address_and_other_texts_stay(text):
+    assert redacted(text) == text
+
+
+@pytest.fixture
+def rewards() -> RewardArguments:
+    return RewardArguments(reward=["http://host/score?api_key=SECRET@0.5", "length"])
+
+
+def test_run_json_and_the_console_hold_no_key(rewards, tmp_path, capsys):
+    log = RunLog(str(tmp_path), name="ppo", groups=[rewards], total_steps=1)
+    log.say("asking http://host/score?api_key=SECRET")
+    assert json.loads((tmp_path / "run.json").read_text())["arguments"]["reward"] == [
+        "http://host/score?api_key=***@0.5", "length",
+    ]  # fmt: skip
+    assert log.about["arguments"]["reward"][0] == "http://host/score?api_key=***@0.5", "this is what a manifest gets"
+    assert "SECRET" not in capsys.readouterr().out
+    assert rewards.reward[0] == "http://host/score?api_key=SECRET@0.5", "the run itself needs it"
+
+
+def test_a_new_key_is_the_same_run_and_another_address_is_not(rewards, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"arguments": stored_arguments([rewards])}))
+    rewards.reward[0] = "http://host/score?api_key=ROTATED@0.5"
+    assert changed_arguments(tmp_path, (rewards,), anyway=False) == []
+    rewards.reward[0] = "http://elsewhere/score?api_key=ROTATED@0.5"
+    with pytest.raises(ValueError, match=r"--reward was .*host/score\?api_key=\*\*\*") as caught:
+        changed_arguments(tmp_path, (rewards,), anyway=False)
+    assert "ROTATED" not in str(caught.value)
+
+
+def test_a_manifest_of_an_earlier_version_that_holds_the_key_is_the_same_run(rewards, tmp_path):
+    (tmp_path / "manifest.json").write_text(json.dumps({"arguments": {"reward": rewards.reward}}))
+    assert changed_arguments(tmp_path, (rewards,), anyway=False) == []
+
+
+def test_mistakes_in_an_address_do_not_print_its_secrets():
+    with pytest.raises(SettingsError) as caught:
+        raise_together(["--reward http://me:SECRET@host/score: may hold no password", "http://h/?key=SECRET: no flag"])
+    assert "SECRET" not in str(caught.value) and "http://***@host/score" in str(caught.value)
+    assert parse_reward("http://host/score?api_key=SECRET@2").url == "http://host/score?api_key=SECRET"

@@ -1,0 +1,32 @@
+"""Text of strangers on a terminal: printed, not obeyed."""
+
+import pytest
+
+from dschat.terminal import printable
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
+        ("\x9b31m", r"\x9b31m"),  # C1: another way to begin an escape sequence
+        ("safe\rover", r"safe\x0dover"),
+        ("a\x08b\x7f\x00", r"a\x08b\x7f\x00"),
+        ("\u202eevil\u202c \u2066x\u2069", r"\u202eevil\u202c \u2066x\u2069"),
+        ("\u2028", r"\u2028"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_what_a_terminal_obeys_is_made_visible(text, shown):
+    assert printable(text) == shown
+    assert "".join(map(printable, text)) == shown, "pieces of a stream give the same"
+
+
+def test_text_of_any_script_stays():
+    text = "line\n\ttab naïve שלום مرحبا 漢字 👩‍👩‍👧 \u00a0\u200b \\x1b"
+    assert printable(text) == text and printable(ValueError("x")) == "x"
+
+
+@pytest.mark.parametrize("code", [*range(0x20), *range(0x7F, 0xA0)])
+def test_every_control_character_but_newline_and_tab_is_replaced(code):
+    assert printable(chr(code)) == (chr(code) if chr(code) in "\n\t" else f"\\x{code:02x}")
