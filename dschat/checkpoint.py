@@ -26,6 +26,7 @@ import torch
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
 from dschat.models.weight_files import pickle_problems
+from dschat.optimizer_settings import settings_kept
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
 
@@ -303,6 +304,8 @@ def verify(folder: str | Path) -> list[str]:
 def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, Any]:
     """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
 
+    Learning rates, weight decay, betas and the bound of the gradient norm stay those that the engines were built with.
+
     Args:
         same: entries of the state that must be as they were when it was saved; None: whatever they were.
 
@@ -329,7 +332,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
-    with converted(folder, engines) if resized else nullcontext(folder) as source:
+    with settings_kept(engines), converted(folder, engines) if resized else nullcontext(folder) as source:
         for name, engine in engines.items():
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
