@@ -11,7 +11,6 @@ output_dir/checkpoints/latest    the name of the newest complete one
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,18 +21,20 @@ from typing import Any
 
 import deepspeed
 import torch
+from safetensors import SafetensorError
 
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
+from dschat.earlier_runs import bring_back, newest_before, set_aside, step_folders
+from dschat.leftovers import remove_leftovers
 from dschat.models.weight_files import pickle_problems
 from dschat.optimizer_settings import settings_kept
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
-STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
 # What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
-WRITE_ERRORS = (OSError, RuntimeError)
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def save(
@@ -94,6 +95,7 @@ def save(
             engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
         failpoint.reached(f"save_{name}")
     if also is not None:
+        _agree(problems, temporary)  # it may hold collectives: a rank that skipped them would keep the others waiting
         attempt(lambda: also(temporary))
     attempt(lambda: save_random_states(temporary))
     failpoint.reached("save_written")
@@ -129,7 +131,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
     replaced = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(replaced)
-        failpoint.reached("save_replacing")  # what is killed here, `_find` brings back
+        failpoint.reached("save_replacing")  # what is killed here, the next start brings back
     temporary.rename(folder)
     _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -214,32 +216,39 @@ def check_space(folder: Path, needed: int) -> None:
 def find(output_dir: str | Path, resume: str) -> Path | None:
     """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
 
-    A collective: the main rank reads and decides for all. "never" sets checkpoints that are there already aside, so
-    that a later "auto" does not take them for those of the new run.
+    A collective: the main rank reads and decides for all. What a killed process left half written is removed. A run
+    that begins anew sets the checkpoints and records of an earlier one aside, so that nothing of them is lost and a
+    later "auto" does not take them for its own.
 
-    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify.
+    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify; or when files of
+        the folder cannot be moved.
     """
     found, problem = None, None
     if launch.is_main():
         try:
-            found = _set_aside(output_dir) if resume == "never" else _find(output_dir, resume)
+            remove_leftovers(output_dir)
+            found = None if resume == "never" else _find(output_dir, resume)
+            if found is None:
+                _begin_anew(output_dir)
+            else:
+                bring_back(output_dir, found)
         except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: what an earlier run left there cannot be moved ({error})"
     found, problem = launch.from_all_ranks((found, problem))[0]
     if problem:
         raise ValueError(problem)
     return found
 
 
-def _set_aside(output_dir: str | Path) -> None:
-    """Give the checkpoints of an earlier run another folder."""
-    if not _step_folders(output_dir):
-        return
-    number = 1
-    while (aside := Path(output_dir, f"checkpoints-before-{number}")).exists():
-        number += 1
-    Path(output_dir, "checkpoints").rename(aside)
-    print(f"this run starts anew: the checkpoints of the one before are in {aside}", flush=True)
+def _begin_anew(output_dir: str | Path) -> None:
+    """Keep what an earlier run has left, and say where its checkpoints are."""
+    aside, saved = set_aside(output_dir), newest_before(output_dir)
+    parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
+    parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
+    if parts:
+        print(f"this run starts anew, from step 0: {'; '.join(parts)}", flush=True)
 
 
 def _find(output_dir: str | Path, resume: str) -> Path | None:
@@ -248,10 +257,6 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
         if problems:
             raise ValueError(f"--resume {resume} cannot be used: {'; '.join(problems[:5])}")
         return Path(resume)
-    for replaced in Path(output_dir, "checkpoints").glob(".step-*.old"):  # killed before another took its name
-        folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
-        if not folder.exists():
-            replaced.rename(folder)
     found = _step_folders(output_dir)
     for folder in reversed(found):
         problems = verify(folder)
@@ -368,7 +373,7 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
 
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
-    return sorted(path for path in Path(output_dir, "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name))
+    return step_folders(Path(output_dir, "checkpoints"))
 
 
 def _sync_all(folder: Path) -> None:

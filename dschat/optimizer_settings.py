@@ -24,7 +24,7 @@ class OptimizerSettings:
     Attributes:
         groups: of each parameter group, everything but its parameters.
         base_learning_rates: of each group, what the schedule multiplies.
-        max_grad_norm: of DeepSpeed's optimizer wrapper; None where there is none, and the engine's configuration counts.
+        max_grad_norm: of DeepSpeed's optimizer wrapper; None where there is none, and the configuration counts.
     """
 
     groups: list[dict[str, Any]]
@@ -34,7 +34,8 @@ class OptimizerSettings:
     @classmethod
     def of(cls, engine: deepspeed.DeepSpeedEngine) -> OptimizerSettings:
         groups = [
-            {name: value for name, value in group.items() if name not in STATE} for group in engine.optimizer.param_groups
+            {name: value for name, value in group.items() if name not in STATE}
+            for group in engine.optimizer.param_groups
         ]
         return cls(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
 

@@ -65,11 +65,12 @@ class PPORun:
         trainer = self.trainer
         return {"taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state}
 
-    def fit(self, resumed: Path | None) -> None:
+    def fit(self, resumed: Path | None, received: signals.Received) -> None:
         """Run the iterations that are left.
 
         Args:
             resumed: a checkpoint that checkpoint.find has found good.
+            received: signals; it listens from the first iteration on, and does when this returns.
         """
         engine, trainer = self.trainer.engine, self.trainer
         order = order_of_rows(self.batches, self.prompts.train) | {"followers": sorted(engine.followers)}
@@ -86,12 +87,12 @@ class PPORun:
             "step3_rlhf_finetuning", self.groups, self.run, total_steps=self.iterations, finished_steps=first,
             resumed=resumed, changed=changed,
         )  # fmt: skip
-        with signals.noted() as received:
+        with received.listening():
             saving = Saving(self.run, engine.trained, log, received, device=engine.actor.engine.device)
             health = Health(self.run, log, state.get("health"), stop_at_kl=trainer.ppo.stop_at_kl)
             best = Best(self.run, log, state.get("best"))
-            if first == 0 and begun is None:
-                self.look(0, log, best)
+            if (first == 0 and begun is None) or best.begins:
+                self.look(first, log, best)
             for number in range(first, self.iterations):
                 iteration = begun or self.slots.fill(number)
                 begun = None
