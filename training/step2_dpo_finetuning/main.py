@@ -11,6 +11,7 @@ from dschat.deepspeed_config import DTYPES
 from dschat.exporting import export_run
 from dschat.fit import fit
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
+from dschat.output_conflicts import overwritten_models
 from dschat.rlhf.preference import SCORES, preference_objective
 from dschat.rlhf.reference import with_reference_logprobs
 from dschat.set_up import data_options, load_splits, model_problems, one_model_problems, start
@@ -43,6 +44,8 @@ def check(
             "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
             lengths=f"--max_seq_len {model.max_seq_len}",
         )  # fmt: skip
+        reference = ("--ref_model_name_or_path", preference.ref_model_name_or_path)
+        problems += overwritten_models(others[-1].output_dir, [reference])
     return problems
 
 
