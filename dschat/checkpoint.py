@@ -320,7 +320,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     changed = [
         f"{name} was {state.get(name)} and is {now}"
         for name, now in same.items()
-        if now is not None and state.get(name) != now
+        if now is not None and state.get(name, now) != now  # older states have fewer entries
     ]
     if changed:
         raise ValueError(

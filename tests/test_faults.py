@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -251,6 +252,8 @@ def test_changed_flags_are_told_or_refused(run, tmp_path):
     assert "belongs to another run: --seed was 1234, is 99" in said and "--resume_anyway" in said
     said = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
     assert "changed since: " in said and "--max_steps was 3, is 4" in said and "--learning_rate" in said
+    rates = {line["step"]: line["learning_rate"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"}
+    assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the 4 steps of now"
     checkpoint_lines = json.loads((checkpoint.newest(tmp_path / "run") / "manifest.json").read_text())
     assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
 
