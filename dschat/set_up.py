@@ -32,7 +32,7 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
-from dschat.output_conflicts import output_among_data, overwritten_models
+from dschat.output_conflicts import overwritten_models
 from dschat.output_folder import claim
 
 
@@ -86,7 +86,6 @@ def one_model_problems(
         lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
     )
     problems += overwritten_models(run.output_dir, [("--model_name_or_path", model.model_name_or_path)])
-    problems += output_among_data(run.output_dir, [*data.data_path, *data.eval_data_path])
     return problems + data_problems(kind, data_options(data, run, max_tokens=model.max_seq_len))
 
 

@@ -252,15 +252,6 @@ def test_a_folder_that_the_run_reads_is_not_its_output_folder(step, flag, model,
     assert mistakes(step, materials, output, **{flag: str(beside)}) == [], "other folders below it stay as they are"
 
 
-def test_an_output_folder_among_the_data_is_refused(materials, tmp_path):
-    shutil.copy(materials / "sft.jsonl", tmp_path / "rows.jsonl")
-    for output in (tmp_path, tmp_path / "output" / "run"):
-        (line,) = mistakes("sft", materials, output, data_path=tmp_path)
-        assert f"--output_dir {output}: lies in the data folder {tmp_path}" in line
-    assert mistakes("sft", materials, tmp_path / ".runs" / "one", data_path=tmp_path) == [], "hidden, so it is not read"
-    assert mistakes("sft", materials, tmp_path / "run", data_path=tmp_path / "rows.jsonl") == []
-
-
 def test_a_mistaken_command_leaves_nothing_behind(materials, tmp_path):
     output = tmp_path / "output" / "run"
     assert mistakes("sft", materials, output, learning_rate=-1)

@@ -18,7 +18,7 @@ from dschat.arguments import (
 )
 from dschat.data.datasets import data_problems
 from dschat.models.causal_lm import load_tokenizer
-from dschat.output_conflicts import output_among_data, overwritten_models
+from dschat.output_conflicts import overwritten_models
 from dschat.rlhf.reward_sources import model_paths, reward_problems
 from dschat.set_up import contradictions, data_options, model_problems
 
@@ -48,7 +48,6 @@ def rlhf_problems(
         *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
     ]
     problems += overwritten_models(run.output_dir, named)
-    problems += output_among_data(run.output_dir, [*data.data_path, *data.eval_data_path])
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:
