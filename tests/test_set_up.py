@@ -1,11 +1,13 @@
 """What cannot work is found before anything is loaded: every bad input of every step, by the check that main runs."""
 
+import runpy
 import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from programs import MAINS
 from step_materials import flags, tiny_llama, write_materials, write_rows
 from tiny_tokenizers import make_tokenizer
 from transformers import LlamaForCausalLM
@@ -262,3 +264,11 @@ def test_a_mistaken_command_leaves_nothing_behind(materials, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="--output_dir .*file/run: cannot be made .*name another folder"):
         make_output_folder(str(tmp_path / "file" / "run"))
+
+
+def test_the_reference_of_preference_optimisation_is_not_overwritten_either(materials, tmp_path):
+    main = runpy.run_path(str(MAINS["dpo"]))
+    shutil.copytree(materials / "actor", tmp_path / "run")
+    argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")
+    with pytest.raises(SettingsError, match="would overwrite .*run, which --ref_model_name_or_path"):
+        parse(main["GROUPS"], argv, description="", check=main["check"])
