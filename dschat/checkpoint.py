@@ -11,7 +11,6 @@ output_dir/checkpoints/latest    the name of the newest complete one
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,10 +20,14 @@ from typing import Any
 
 import deepspeed
 import torch
+from safetensors import SafetensorError
 
 from dschat import failpoint, launch
 from dschat.arguments import IDENTITY, SILENT
+from dschat.earlier_runs import bring_back, newest_before, set_aside, step_folders
+from dschat.leftovers import remove_leftovers
 from dschat.manifest import read_manifest, unlisted
+from dschat.optimizer_settings import settings_kept
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
 from dschat.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
@@ -32,9 +35,8 @@ from dschat.secrets import redacted_values, stored_arguments
 from dschat.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
-STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
 # What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
-WRITE_ERRORS = (OSError, RuntimeError)
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def save(
@@ -95,6 +97,7 @@ def save(
             engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
         failpoint.reached(f"save_{name}")
     if also is not None:
+        _agree(problems, temporary)  # it may hold collectives: a rank that skipped them would keep the others waiting
         attempt(lambda: also(temporary))
     attempt(lambda: save_random_states(temporary))
     failpoint.reached("save_written")
@@ -130,7 +133,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
     replaced = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(replaced)
-        failpoint.reached("save_replacing")  # what is killed here, `_find` brings back
+        failpoint.reached("save_replacing")  # what is killed here, the next start brings back
     temporary.rename(folder)
     _sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -215,32 +218,39 @@ def check_space(folder: Path, needed: int) -> None:
 def find(output_dir: str | Path, resume: str) -> Path | None:
     """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
 
-    A collective: the main rank reads and decides for all. "never" sets checkpoints that are there already aside, so
-    that a later "auto" does not take them for those of the new run.
+    A collective: the main rank reads and decides for all. What a killed process left half written is removed. A run
+    that begins anew sets the checkpoints and records of an earlier one aside, so that nothing of them is lost and a
+    later "auto" does not take them for its own.
 
-    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify.
+    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify; or when files of
+        the folder cannot be moved.
     """
     found, problem = None, None
     if launch.is_main():
         try:
-            found = _set_aside(output_dir) if resume == "never" else _find(output_dir, resume)
+            remove_leftovers(output_dir)
+            found = None if resume == "never" else _find(output_dir, resume)
+            if found is None:
+                _begin_anew(output_dir)
+            else:
+                bring_back(output_dir, found)
         except ValueError as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: what an earlier run left there cannot be moved ({error})"
     found, problem = launch.from_all_ranks((found, problem))[0]
     if problem:
         raise ValueError(problem)
     return found
 
 
-def _set_aside(output_dir: str | Path) -> None:
-    """Give the checkpoints of an earlier run another folder."""
-    if not _step_folders(output_dir):
-        return
-    number = 1
-    while (aside := Path(output_dir, f"checkpoints-before-{number}")).exists():
-        number += 1
-    Path(output_dir, "checkpoints").rename(aside)
-    print(f"this run starts anew: the checkpoints of the one before are in {aside}", flush=True)
+def _begin_anew(output_dir: str | Path) -> None:
+    """Keep what an earlier run has left, and say where its checkpoints are."""
+    aside, saved = set_aside(output_dir), newest_before(output_dir)
+    parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
+    parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
+    if parts:
+        print(f"this run starts anew, from step 0: {'; '.join(parts)}", flush=True)
 
 
 def _find(output_dir: str | Path, resume: str) -> Path | None:
@@ -249,10 +259,6 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
         if problems:
             raise ValueError(f"--resume {resume} cannot be used: {'; '.join(problems[:5])}")
         return Path(resume)
-    for replaced in Path(output_dir, "checkpoints").glob(".step-*.old"):  # killed before another took its name
-        folder = replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old"))
-        if not folder.exists():
-            replaced.rename(folder)
     found = _step_folders(output_dir)
     for folder in reversed(found):
         problems = verify(folder)
@@ -305,6 +311,8 @@ def verify(folder: str | Path) -> list[str]:
 def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, Any]:
     """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
 
+    Learning rates, weight decay, betas and the bound of the gradient norm stay those that the engines were built with.
+
     Args:
         same: entries of the state that must be as they were when it was saved; None: whatever they were.
 
@@ -316,7 +324,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     changed = [
         f"{name} was {state.get(name)} and is {now}"
         for name, now in same.items()
-        if now is not None and state.get(name) != now
+        if now is not None and state.get(name, now) != now  # older states have fewer entries
     ]
     if changed:
         raise ValueError(
@@ -334,7 +342,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
     source_of = converted(folder, engines) if resized else nullcontext(folder)
-    with restricted_unpickling(f"{folder} is refused: "), source_of as source:
+    with settings_kept(engines), restricted_unpickling(f"{folder} is refused: "), source_of as source:
         for name, engine in engines.items():
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
@@ -371,7 +379,7 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
 
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
-    return sorted(path for path in Path(output_dir, "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name))
+    return step_folders(Path(output_dir, "checkpoints"))
 
 
 def _sync_all(folder: Path) -> None:

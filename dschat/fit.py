@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments, checkpoint, failpoint, launch, signals, watchdog
-from dschat.best import Best
+from dschat.best import Best, check_evaluation_rows
 from dschat.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
@@ -66,6 +66,7 @@ def fit(
     load: Callable[[dict[str, Any]], nn.Module],
     groups: tuple,
     tokenizer: PreTrainedTokenizerBase,
+    received: signals.Received,
 ) -> deepspeed.DeepSpeedEngine:
     """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
 
@@ -74,8 +75,11 @@ def fit(
         load: DeepSpeed configuration → the network.
         groups: every argument group of the step: model, the step's own, data, optimizer, adapters, devices, run.
         tokenizer: exported with the best model.
+        received: signals; it listens from the first step on, and does when this returns.
     """
     model, _, _, optimizer, lora, devices, run = groups
+    with settings_of_user():
+        check_evaluation_rows(run, len(splits.eval))
     batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
     with settings_of_user():
         resumed = checkpoint.find(run.output_dir, run.resume)
@@ -114,12 +118,12 @@ def fit(
             with settings_of_user():
                 best.see(step, values, lambda folder: export_model(engine.module.model, folder, tokenizer))
 
-    with signals.noted() as received:
+    with received.listening():
         saving = Saving(run, {"model": engine}, log, received, device=engine.device)
         health = Health(run, log, state.get("health"))
         best = Best(run, log, state.get("best"))
-        if first == 0:
-            evaluate(0)
+        if first == 0 or best.begins:
+            evaluate(first)
         for step in range(first, total):
             rows, done = batches.step(step), step + 1
             watchdog.phase("update")

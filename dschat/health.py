@@ -60,7 +60,7 @@ class Health:
             )
         for one in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
-            if one and self.skipped_in_a_row == self.run.max_bad_steps:
+            if one and 0 < self.run.max_bad_steps <= self.skipped_in_a_row:
                 good = checkpoint.newest(self.run.output_dir)
                 self.log.say(
                     f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "

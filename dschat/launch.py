@@ -6,7 +6,6 @@ import shutil
 import socket
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,10 +19,9 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from dschat import watchdog
+from dschat.build_locks import clear_stale_build_locks
 from dschat.command_line import SettingsError
 from dschat.terminal import printable
-
-LONGEST_BUILD_SECONDS = 600
 
 
 def run(main: Callable[[], None]) -> None:
@@ -66,7 +64,7 @@ def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool =
         _check_build_tools()
         builds = os.environ.get("TORCH_EXTENSIONS_DIR")
         if builds and local_rank == 0:
-            _clear_stale_build_locks(Path(builds))
+            clear_stale_build_locks(Path(builds))
         _share_cores()
         device = torch.device("cpu")
     else:
@@ -188,33 +186,6 @@ def _keep_builds_apart() -> None:
     mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's own folder, in this user's home
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and mine:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
-
-
-def _clear_stale_build_locks(builds: Path) -> None:
-    """Remove the lock of a build that was killed, for which every later start would wait in silence.
-
-    torch keeps the file open while it compiles. One that nobody here has open may be of another machine on the same
-    disk: it is waited for while it is young.
-    """
-    for lock in builds.glob("deepspeed_*/lock"):
-        if any(_opens(process, lock) for process in Path("/proc").glob("[0-9]*")):
-            continue
-        try:
-            age = time.time() - lock.stat().st_mtime
-        except FileNotFoundError:
-            continue  # its build has just ended
-        if age > LONGEST_BUILD_SECONDS:
-            lock.unlink(missing_ok=True)
-        else:
-            print(f"waiting for another machine to build an operation; if none does, remove {lock}", file=sys.stderr)
-
-
-def _opens(process: Path, file: Path) -> bool:
-    """Whether a process, by its folder in /proc, has the file open; False for those of other users."""
-    try:
-        return any(os.path.realpath(link) == str(file.resolve()) for link in (process / "fd").iterdir())
-    except OSError:
-        return False
 
 
 def _share_cores() -> None:

@@ -1,13 +1,17 @@
 """What a run tells: console with progress and ETA, metrics.jsonl, samples.jsonl, run.json, TensorBoard.
 
-Only the main rank writes; on the others every method does nothing.
+Only the main rank writes; on the others every method does nothing. A record that cannot be written, on a full disk say,
+is left out with one warning: it is no reason to end a run.
 """
 
 import json
 import math
+import os
 import platform
+import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 
-from dschat import launch
+from dschat import failpoint, launch
 from dschat.secrets import redacted, stored_arguments
 from dschat.terminal import printable
 
@@ -42,13 +46,16 @@ class RunLog:
         self.started = time.monotonic()
         self.speaks = launch.is_main()
         self.writer, self.about = None, {}
+        self._failed: set[str] = set()
         if not self.speaks:
             return
         self.folder = Path(output_dir)
+        until = -1 if finished_steps is None else finished_steps
         for file in ("metrics.jsonl", "samples.jsonl"):
-            _keep_until(self.folder / file, -1 if finished_steps is None else finished_steps)
+            self._attempt(file, lambda file=file: _keep_until(self.folder / file, until))
         if tensorboard is not None:
-            self.writer = SummaryWriter(tensorboard, purge_step=None if finished_steps is None else finished_steps + 1)
+            purge = None if finished_steps is None else finished_steps + 1
+            self._attempt("TensorBoard", lambda: setattr(self, "writer", SummaryWriter(tensorboard, purge_step=purge)))
         self.about = {
             "name": name,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -57,7 +64,7 @@ class RunLog:
             "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
                         "name": get_accelerator().current_device_name()},
         }  # fmt: skip
-        (self.folder / "run.json").write_text(json.dumps(self.about, indent=1), encoding="utf-8")
+        self._attempt("run.json", lambda: _replace(self.folder / "run.json", json.dumps(self.about, indent=1).encode()))
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
         """Append one line to metrics.jsonl, one point a metric to TensorBoard, and show the line on the console."""
@@ -67,30 +74,43 @@ class RunLog:
         line = {"step": step, "time": round(seconds, 3), "phase": phase}
         # JSON knows no NaN or infinity: null keeps the file readable and the gap visible.
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._attempt("metrics.jsonl", lambda: _append(self.folder / "metrics.jsonl", json.dumps(line) + "\n"))
         if self.writer is not None:
-            for name, value in values.items():
-                self.writer.add_scalar(f"{phase}/{name}", value, step)
+            self._attempt("TensorBoard", lambda: self._add_scalars(step, values, phase))
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        progress = f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}"
-        print(printable(f"[{self.name}] {progress}"), flush=True)
+        self.say(f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}")
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], *, phase: str = "train") -> None:
         """Append rollouts to samples.jsonl: mappings with at least prompt, response and score."""
         if self.speaks:
-            with (self.folder / "samples.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(
-                    json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows
-                )
+            lines = (json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows)
+            self._attempt("samples.jsonl", lambda: _append(self.folder / "samples.jsonl", "".join(lines)))
 
     def say(self, text: str) -> None:
         if self.speaks:
-            print(printable(redacted(f"[{self.name}] {text}")), flush=True)
+            self._attempt("console", lambda: print(printable(redacted(f"[{self.name}] {text}")), flush=True))
 
     def close(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            self._attempt("TensorBoard", self.writer.close)
+
+    def _attempt(self, record: str, write: Callable[[], object]) -> None:
+        """Write to a record; the first time that it cannot be written is told, the run goes on without these lines."""
+        try:
+            failpoint.reached(f"log_{record}")
+            write()
+        except OSError as error:
+            if record == "TensorBoard":
+                self.writer = None  # its thread has ended, later points cannot be written either
+            if record not in self._failed:
+                self._failed.add(record)
+                with suppress(OSError):
+                    print(f"warning: {record} cannot be written ({error}): the run goes on, what belongs there is lost "
+                          "as long as that lasts", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _add_scalars(self, step: int, values: Mapping[str, float], phase: str) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{phase}/{name}", value, step)
 
     def _remaining(self, step: int, seconds: float) -> str:
         done = step - self.first_step
@@ -99,15 +119,45 @@ class RunLog:
         return f"  ETA {timedelta(seconds=round(seconds / done * (self.total_steps - step)))}"
 
 
+def _append(path: Path, text: str) -> None:
+    """Append whole lines: what can be written in part only is taken back. Raises OSError then."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        size, rest = os.lseek(descriptor, 0, os.SEEK_END), memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give a file another content, or leave it as it is. Raises OSError then."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def _keep_until(path: Path, step: int) -> None:
     """Keep the lines of a jsonl file up to this step, so that a resumed run does not write points twice."""
     if not path.exists():
         return
     kept = []
-    for line in path.read_bytes().split(b"\n"):  # bytes: str.splitlines breaks lines inside of texts too
+    content = path.read_bytes()
+    for line in content.split(b"\n"):  # bytes: str.splitlines breaks lines inside of texts too
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             continue  # a line cut short when the run was killed
-    path.write_bytes(b"".join(kept))
+    new = b"".join(kept)
+    if content.startswith(new):
+        os.truncate(path, len(new))  # which a full disk allows, too
+    else:
+        _replace(path, new)

@@ -41,12 +41,8 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
             raise ValueError(f"{problem}: start as many as its manifest.json says")
         for engine in engines.values():
             engine._config.load_universal_checkpoint = bool(engine.zero_optimization())
-        settings = {name: _group_settings(engine) for name, engine in engines.items()}
         yield temporary
-        for name, engine in engines.items():
-            # DeepSpeed gives every group the settings of the first, and all of them one counter of steps.
-            for group, own in zip(engine.optimizer.param_groups, settings[name], strict=True):
-                group.update(own)
+        for engine in engines.values():  # DeepSpeed gives all parameters one and the same counter of steps
             for state in engine.basic_optimizer.state.values():
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].clone()
@@ -56,14 +52,6 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
         launch.barrier()
         if launch.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _group_settings(engine: deepspeed.DeepSpeedEngine) -> list[dict[str, object]]:
-    """What the configuration says of each parameter group; the learning rate belongs to the schedule."""
-    return [
-        {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-        for group in engine.optimizer.param_groups
-    ]
 
 
 def _convert(folder: Path, output: Path, *, partitioned: bool) -> None:

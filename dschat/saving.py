@@ -100,7 +100,7 @@ class Saving:
         def finishing() -> None:
             try:
                 work()
-            except OSError as error:
+            except checkpoint.WRITE_ERRORS as error:
                 self.log.say(f"warning: the checkpoint cannot be written: {error}. The run goes on unsaved")
 
         # Not a daemon: a run that ends by an exception still completes its checkpoint.

@@ -32,6 +32,7 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
+from dschat.output_conflicts import overwritten_models
 from dschat.output_folder import claim
 from dschat.terminal import printable
 
@@ -92,6 +93,7 @@ def one_model_problems(
     problems += contradictions(
         lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
     )
+    problems += overwritten_models(run.output_dir, [("--model_name_or_path", model.model_name_or_path)])
     return problems + data_problems(kind, data_options(data, run, max_tokens=model.max_seq_len))
 
 
@@ -170,8 +172,22 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
     """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
     device = launch.join(seed=run.seed, collective_timeout=run.collective_timeout, deterministic=devices.deterministic)
     with settings_of_user():
+        make_output_folder(run.output_dir)
         claim(run.output_dir)
     return device
+
+
+def make_output_folder(output_dir: str) -> None:
+    """Make the folder of a run whose settings are good. A collective; raises ValueError if it cannot be made."""
+    problem = None
+    if launch.is_main():
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: cannot be made ({error.strerror}); name another folder"
+    problem = launch.from_all_ranks(problem)[0]
+    if problem:
+        raise ValueError(problem)
 
 
 def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:

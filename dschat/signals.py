@@ -20,10 +20,17 @@ class SavedAndLeft(SystemExit):
 
 
 class Received:
-    """The signal that this rank has received, if any."""
+    """The signal that this rank has received, if any.
+
+    Attributes:
+        number: of the newest signal; 0: none.
+        answer: what is said to a signal of what comes of it.
+    """
 
     def __init__(self) -> None:
         self.number = 0
+        self.answer = "the run is saved at the next step and ends then"
+        self._before: dict[int, Callable | int | None] = {}
 
     def note(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self.number == signal.SIGINT:
@@ -31,17 +38,35 @@ class Received:
         if not self.number:
             name = signal.Signals(number).name
             again = "; once more leaves at once" if number == signal.SIGINT else ""
-            print(f"{name}: the run is saved at the next step and ends then{again}", file=sys.stderr, flush=True)
+            print(f"{name}: {self.answer}{again}", file=sys.stderr, flush=True)
         self.number = number
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """From here on SIGTERM, SIGUSR1 and SIGINT are noted and change nothing else, but for a second SIGINT.
+
+        Behind the block too, where it ends well: what has been trained in it is still to be exported.
+        """
+        for number in ASKED:
+            self._before.setdefault(number, signal.signal(number, self.note))
+        try:
+            yield
+        except BaseException:
+            self.restore()
+            raise
+
+    def restore(self) -> None:
+        """From here on signals do what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
 
 @contextmanager
 def noted() -> Iterator[Received]:
-    """Inside, SIGTERM, SIGUSR1 and SIGINT are noted and change nothing else, but for a second SIGINT."""
+    """A Received that may begin to listen inside, and does no more afterwards."""
     received = Received()
-    before: dict[int, Callable | int | None] = {number: signal.signal(number, received.note) for number in ASKED}
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        received.restore()

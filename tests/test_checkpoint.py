@@ -3,12 +3,14 @@
 import json
 import os
 import random
+import resource
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from dschat import checkpoint
 
@@ -146,6 +148,96 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(tmp_path):
     again = save(tmp_path, 4)
     assert not (again / "stale").exists() and checkpoint.verify(again) == []
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+
+
+def records(output: Path, step: int, text: str = "first") -> None:
+    """What a run beside its checkpoints has written up to this step."""
+    (output / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "of": "{text}"}}\n' for n in range(step + 1)))
+    (output / "samples.jsonl").write_text(f'{{"step": {step}, "of": "{text}"}}\n')
+    (output / "run.json").write_text(json.dumps(text))
+    (output / "best").mkdir(exist_ok=True)
+    (output / "best" / "config.json").write_text(text)
+
+
+def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tmp_path, capsys):
+    save(tmp_path, 5)
+    records(tmp_path, 5)
+    assert checkpoint.find(tmp_path, "never") is None
+    aside = tmp_path / "checkpoints-before-1"
+    (said,) = capsys.readouterr().out.splitlines()
+    assert f"metrics and samples of the run before are in {aside}" in said
+    assert f"--resume {aside / 'step-00000005'}" in said
+    assert sorted(path.name for path in aside.iterdir()) == [
+        "best", "latest", "metrics.jsonl", "run.json", "samples.jsonl", "step-00000005"]  # fmt: skip
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoints-before-1"]
+    records(tmp_path, 0, "second")  # it has evaluated, but not trained: nothing to keep
+    assert checkpoint.find(tmp_path, "auto") is None
+    (said,) = capsys.readouterr().out.splitlines()
+    assert "starts anew" in said and f"--resume {aside / 'step-00000005'}" in said
+    assert len(list(tmp_path.glob("*-before-*"))) == 1
+    records(tmp_path, 1, "second")
+    assert checkpoint.find(tmp_path, "auto") is None
+    assert (tmp_path / "history-before-2" / "run.json").read_text() == '"second"'
+    assert "1, " in (tmp_path / "history-before-2" / "metrics.jsonl").read_text()
+
+
+def test_a_checkpoint_that_was_set_aside_is_gone_on_with_as_if_it_had_not_been(tmp_path):
+    save(tmp_path, 5)
+    records(tmp_path, 5)
+    checkpoint.find(tmp_path, "never")
+    save(tmp_path, 2, text="second")
+    records(tmp_path, 2, "second")
+    aside = tmp_path / "checkpoints-before-1" / "step-00000005"
+    assert checkpoint.find(tmp_path, str(aside)) == aside
+    for name in ("metrics.jsonl", "samples.jsonl", "run.json", "best/config.json"):
+        assert "first" in (tmp_path / name).read_text()
+        assert "second" in (tmp_path / "checkpoints-before-2" / name).read_text()
+    assert not (tmp_path / "checkpoints").exists(), "those of the second run are kept with its records"
+    save(tmp_path, 6)
+    assert checkpoint.find(tmp_path, "auto").name == "step-00000006"
+
+
+def test_what_an_interrupted_start_or_end_left_is_removed_by_the_next(tmp_path):
+    older, newer = save(tmp_path, 3), save(tmp_path, 4)
+    newer.rename(newer.with_name(".step-00000004.old"))  # killed while the new one was to take its name
+    half = [
+        newer.with_name(f".step-00000004.{end}") for end in ("tmp", "universal")] + [
+        older.with_name(".step-00000001.gone"), tmp_path / ".unfinished", tmp_path / "critic" / ".unfinished",
+        tmp_path / "best.unfinished", tmp_path / "best.replaced",
+    ]  # fmt: skip
+    for folder in half:
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("half" if folder.name != "best.replaced" else "the best so far")
+    (tmp_path / ".metrics.jsonl.tmp").touch()
+    (tmp_path / "checkpoints" / ".latest.tmp").touch()
+    assert checkpoint.find(tmp_path, "auto") == newer
+    assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
+    assert (tmp_path / "best" / "config.json").read_text() == "the best so far"
+
+
+def test_a_tensor_file_that_does_not_fit_on_the_disk_is_a_failed_save_and_no_more(tmp_path):
+    """safetensors raises an error of its own, which is no OSError."""
+
+    def full(folder: Path) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    folder = save(tmp_path, 1)
+    with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0: I/O error: No space left"):
+        checkpoint.save(tmp_path, 2, engines={}, state={}, keep=2, also=full)
+    assert names(tmp_path) == ["latest", folder.name]
+
+
+def test_generators_that_do_not_fit_on_the_disk_are_a_failed_save_and_no_more(tmp_path):
+    """The file that safetensors writes is larger than the system allows here, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0"):
+            checkpoint.save(tmp_path, 2, engines={}, state={}, keep=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == []
 
 
 def test_the_newest_are_kept_and_only_they(tmp_path):

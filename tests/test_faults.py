@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -174,6 +175,66 @@ def test_a_full_disk_is_told_and_training_goes_on(fail, run, whole, tmp_path):
     assert names == {"latest", "step-00000004"}, "the failed attempt at step 2 leaves nothing"
 
 
+def test_a_rank_that_cannot_write_its_engine_keeps_nobody_waiting_for_the_average_of_the_actor(run, tmp_path):
+    """Under ZeRO-3 all ranks gather the average to be written: one that has failed before must not stay away."""
+    settings = {"zero": 3, "processes": 2, "enable_ema": True, "save_interval": 1}
+    said = run("ppo", **settings, fail="save_writing:raise@1#1")
+    assert "the checkpoint cannot be written: rank 1" in said and "The run goes on unsaved" in said
+    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
+
+
+def test_records_that_cannot_be_written_cost_their_lines_and_no_training(run, whole, tmp_path):
+    said = run("ppo", fail="log_metrics.jsonl:raise#4,log_samples.jsonl:raise#3")
+    assert said.count("warning: metrics.jsonl cannot be written") == 1
+    assert said.count("warning: samples.jsonl cannot be written") == 1
+    ours, theirs = metrics_of(tmp_path / "run"), metrics_of(whole("ppo"))
+    assert len(theirs) - len(ours) == 1 and all(line in theirs for line in ours)
+    for folder in FOLDERS["ppo"]:
+        mine, other = weights_of(tmp_path / "run" / folder), weights_of(whole("ppo") / folder)
+        assert all(torch.equal(mine[name], other[name]) for name in other)
+
+
+@pytest.mark.parametrize(
+    ("step", "fail"),
+    [("sft", "export_begin:TERM@1,export_weights:INT@0"), ("ppo", "export_weights:TERM@0#2,export_written:USR1@0#1")],
+)
+def test_a_signal_during_the_export_waits_for_its_end(step, fail, run, whole, tmp_path):
+    settings = {"zero": 3, "processes": 2}
+    said = run(step, **settings, fail=fail)
+    assert "the model is exported first, then the run ends" in said
+    assert_same_run(tmp_path / "run", whole(step, **settings), step)
+    assert not list((tmp_path / "run").rglob(".unfinished"))
+
+
+def test_an_export_that_is_killed_leaves_no_model_and_the_next_start_makes_it(run, whole, tmp_path):
+    settings = {"max_steps": 4, "save_interval": 2}
+    run("sft", **settings, fail="export_written", code=-signal.SIGKILL)
+    assert not (tmp_path / "run" / "config.json").exists() and (tmp_path / "run" / ".unfinished").exists()
+    run("sft", **settings, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+    assert not (tmp_path / "run" / ".unfinished").exists()
+
+
+def test_an_export_to_a_full_disk_is_one_message_with_the_command_that_makes_it_later(run, whole, tmp_path):
+    settings = {"max_steps": 4, "save_interval": 2, "processes": 2}
+    said = run("sft", **settings, fail="export_weights:raise", code=1)
+    assert "Traceback" not in said and said.count("the model could not be written") == 1
+    saved = checkpoint.newest(tmp_path / "run")
+    assert f"The last checkpoint is {saved}. Make room" in said and said.rstrip().endswith("--resume auto")
+    assert saved.name == "step-00000004" and checkpoint.verify(saved) == []
+    assert not list((tmp_path / "run").glob("*.safetensors")) and not (tmp_path / "run" / "config.json").exists()
+    run("sft", **settings, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
+
+
+def test_a_best_model_that_cannot_be_written_leaves_the_one_before(run, tmp_path):
+    settings = {"max_steps": 3, "best_metric": "eval_loss", "best_mode": "min", "eval_interval": 1}
+    said = run("sft", **settings, fail="export_weights:raise#2")
+    assert "So the best model is not kept, the one before it is; the run goes on" in said
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] > 1, "a later one is kept again"
+    assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"takes about .* GB.*lower --keep_checkpoints"):
         checkpoint.check_space(tmp_path, 1 << 62)
@@ -251,6 +312,8 @@ def test_changed_flags_are_told_or_refused(run, tmp_path):
     assert "belongs to another run: --seed was 1234, is 99" in said and "--resume_anyway" in said
     said = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
     assert "changed since: " in said and "--max_steps was 3, is 4" in said and "--learning_rate" in said
+    rates = {line["step"]: line["learning_rate"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"}
+    assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the 4 steps of now"
     checkpoint_lines = json.loads((checkpoint.newest(tmp_path / "run") / "manifest.json").read_text())
     assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
 
@@ -429,6 +492,27 @@ def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whol
         (saved,) = folder.glob("step-*")
         assert saved.name == "step-00000002" and checkpoint.verify(saved) == []
         assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_on_a_small_disk_that_fills_up_the_run_ends_with_its_checkpoint_and_one_message(run, whole, tmp_path):
+    """Everything that a run writes, the export above all, on a real one where the machine lets us mount it."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=710k", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        settings = {"max_steps": 4, "save_interval": 2, "keep_checkpoints": 1, "zero": 2}
+        said = run("sft", **settings, code=1)
+        (saved,) = (folder / "checkpoints").glob("step-*")
+        assert checkpoint.verify(saved) == [] and f"The last checkpoint is {saved}. Make room" in said
+        assert "Traceback" not in said and not (folder / "config.json").exists()
+        assert not list(folder.rglob(".unfinished"))
+        subprocess.run(["mount", "-o", "remount,size=4m", folder], check=True)
+        run("sft", **settings, resume="auto")
+        assert_same_run(folder, whole("sft", **settings), "sft")
     finally:
         subprocess.run(["umount", folder], check=True)
 

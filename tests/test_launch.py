@@ -3,7 +3,6 @@
 import os
 import random
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -132,17 +131,3 @@ def test_builds_that_another_user_has_left_in_the_environment_are_not_loaded(env
     os.chown(tmp_path / "torch_extensions", 12345, 12345)
     launch._keep_builds_apart()
     assert "TORCH_EXTENSIONS_DIR" not in environment
-
-
-def test_the_lock_of_a_killed_build_is_removed_and_that_of_a_running_one_is_not(tmp_path, capfd):
-    killed, young, running = (tmp_path / f"deepspeed_{name}" / "lock" for name in ("killed", "young", "running"))
-    for lock in (killed, young, running):
-        lock.parent.mkdir()
-        lock.touch()
-    long_ago = time.time() - launch.LONGEST_BUILD_SECONDS - 1
-    os.utime(killed, (long_ago, long_ago))
-    os.utime(running, (long_ago, long_ago))
-    with running.open():
-        launch._clear_stale_build_locks(tmp_path)
-    assert not killed.exists() and young.exists() and running.exists()
-    assert f"remove {young}" in capfd.readouterr().err

@@ -2,12 +2,16 @@
 
 import json
 import math
+import resource
+from collections import Counter
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from dschat import failpoint
 from dschat.metrics import RunLog
 
 
@@ -124,3 +128,76 @@ def test_a_sample_with_unusual_line_ends_survives_a_resume(tmp_path):
     log_of(tmp_path, finished_steps=1)
     (sample,) = lines(tmp_path / "samples.jsonl")
     assert sample["response"] == odd
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_fills_up_costs_whole_lines_with_one_warning_and_the_run_goes_on(tmp_path, capsys):
+    log = log_of(tmp_path)
+    for step in range(1, 4):
+        log.metrics(step, {"loss": float(step)})
+        log.samples(step, [{"prompt": "p", "response": "r" * 30, "score": 0.0}] * 2)
+    sizes = {name: (tmp_path / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
+    for name, size in sizes.items():
+        with files_of_at_most(size + 20):  # 20 bytes of the next line would fit
+            for step in (4, 5):
+                log.metrics(step, {"loss": float(step)})
+                log.samples(step, [{"prompt": "p", "response": "r" * 30, "score": 0.0}] * 2)
+        assert (tmp_path / name).stat().st_size >= size
+    log.metrics(6, {"loss": 6.0})  # there is room again
+    log.samples(6, [{"prompt": "p", "response": "r", "score": 0.0}])
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")][:3] == [1, 2, 3]
+    assert lines(tmp_path / "metrics.jsonl")[-1]["step"] == lines(tmp_path / "samples.jsonl")[-1]["step"] == 6
+    text = capsys.readouterr()
+    for name in sizes:
+        assert text.err.count(f"warning: {name} cannot be written") == 1
+    assert "train 4/10" in text.out and "train 6/10" in text.out, "the console still says it"
+
+
+def test_a_resume_on_a_full_disk_keeps_the_history(tmp_path, capsys):
+    log = log_of(tmp_path)
+    for step in range(1, 6):
+        log.metrics(step, {"loss": float(step)})
+    written = lines(tmp_path / "metrics.jsonl")
+    with files_of_at_most(10):
+        log_of(tmp_path, finished_steps=3)
+    assert lines(tmp_path / "metrics.jsonl") == written[:3], "cutting the end off needs no room"
+    (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n{"step": 2}\n')
+    with files_of_at_most(10):
+        log_of(tmp_path, finished_steps=3)
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 9}, {"step": 2}], "what cannot be rewritten stays"
+    assert "warning: metrics.jsonl cannot be written" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("record", ["TensorBoard", "run.json"])
+def test_other_records_that_cannot_be_written_are_no_reason_to_end_a_run(record, tmp_path, monkeypatch, capfd):
+    events = str(tmp_path / "events")
+    monkeypatch.setenv(failpoint.VARIABLE, f"log_{record}:raise#1")
+    monkeypatch.setattr(failpoint, "_met", Counter())
+    log = log_of(tmp_path, tensorboard=events)
+    for step in (1, 2):
+        log.metrics(step, {"loss": 3.0})
+    log.close()
+    assert capfd.readouterr().err.count(f"warning: {record} cannot be written") == 1
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2]
+
+
+def test_a_console_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
+    with Path("/dev/full").open("w") as full, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        log = log_of(tmp_path)
+        log.metrics(1, {"loss": 3.0})
+        log.say("still here")
+        with suppress(OSError):
+            full.close()  # what it holds back cannot be written either
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]

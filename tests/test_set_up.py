@@ -1,10 +1,13 @@
 """What cannot work is found before anything is loaded: every bad input of every step, by the check that main runs."""
 
+import runpy
+import shutil
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from programs import MAINS
 from step_materials import flags, tiny_llama, write_materials, write_rows
 from tiny_tokenizers import make_tokenizer
 from transformers import LlamaForCausalLM
@@ -13,7 +16,7 @@ from dschat import arguments
 from dschat.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
 from dschat.rlhf.settings import rlhf_problems, rlhf_warnings
-from dschat.set_up import load_splits, one_model_problems, order_of_rows
+from dschat.set_up import load_splits, make_output_folder, one_model_problems, order_of_rows
 
 COMMON = (
     arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
@@ -220,3 +223,52 @@ def test_the_order_of_rows_tells_two_runs_apart():
     assert first == {"rows": 8, "global_batch_size": 2, "seed": 1}
     for change in ({"lengths": [1] * 9}, {"global_batch_size": 4}, {"seed": 2}):
         assert order_of_rows(GlobalBatches(**(plain | change))) != first
+
+
+OVERWRITTEN = [  # step, flag, the folder of the materials that becomes part of the output folder
+    ("sft", "model_name_or_path", "actor", ""),
+    ("sft", "model_name_or_path", "actor", "best"),
+    ("reward", "model_name_or_path", "reward", ""),
+    ("ppo", "actor_model_name_or_path", "actor", ""),
+    ("ppo", "actor_model_name_or_path", "actor", "actor_ema"),
+    ("ppo", "critic_model_name_or_path", "reward", "critic"),
+    ("ppo", "reward_model_name_or_path", "reward", ""),
+    ("ppo", "reward", "reward", ""),
+    ("ppo", "actor_model_name_or_path", "actor", "checkpoints/exported"),
+]
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["by name", "by link"])
+@pytest.mark.parametrize(("step", "flag", "model", "below"), OVERWRITTEN)
+def test_a_folder_that_the_run_reads_is_not_its_output_folder(step, flag, model, below, linked, materials, tmp_path):
+    folder = tmp_path / "run" / below
+    shutil.copytree(materials / model, folder)
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    output = tmp_path / "link" if linked else tmp_path / "run"
+    (line,) = mistakes(step, materials, output, **{flag: str(folder)})
+    assert f"--output_dir {output}: this run would overwrite {folder}, which --{flag} {folder} reads" in line
+    assert sorted(tmp_path.rglob("*")) == before
+    beside = tmp_path / "run" / "sft"
+    folder.rename(beside) if below else shutil.copytree(folder, beside)
+    assert mistakes(step, materials, output, **{flag: str(beside)}) == [], "other folders below it stay as they are"
+
+
+def test_a_mistaken_command_leaves_nothing_behind(materials, tmp_path):
+    output = tmp_path / "output" / "run"
+    assert mistakes("sft", materials, output, learning_rate=-1)
+    assert mistakes("sft", materials, output) == []
+    assert not (tmp_path / "output").exists()
+    make_output_folder(str(output))
+    assert output.is_dir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--output_dir .*file/run: cannot be made .*name another folder"):
+        make_output_folder(str(tmp_path / "file" / "run"))
+
+
+def test_the_reference_of_preference_optimisation_is_not_overwritten_either(materials, tmp_path):
+    main = runpy.run_path(str(MAINS["dpo"]))
+    shutil.copytree(materials / "actor", tmp_path / "run")
+    argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")
+    with pytest.raises(SettingsError, match="would overwrite .*run, which --ref_model_name_or_path"):
+        parse(main["GROUPS"], argv, description="", check=main["check"])

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores
 from dschat.models.weight_files import weights_digest
-from dschat.models.weights import export_model, full_weights, pretrained_model
+from dschat.models.weights import ExportError, export_model, full_weights, pretrained_model
 
 
 def with_adapters(name, dtype=torch.float32):
@@ -140,3 +142,37 @@ def test_a_hub_models_digest_is_its_name_and_commit_without_running_its_code(tmp
     (tmp_path / "models--owner--name" / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert weights_digest("owner/name") == f"owner/name@{commit}"
+@contextmanager
+def files_of_at_most(size: int):
+    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_an_export_that_does_not_fit_leaves_the_one_before_as_it_was_or_nothing(tmp_path):
+    first, second, tokenizer = tiny_causal_lm("llama"), tiny_causal_lm("llama"), tiny_tokenizer()
+    with torch.no_grad():
+        second.lm_head.weight += 1
+    export_model(first, tmp_path / "model", tokenizer)
+    (tmp_path / "model" / "metrics.jsonl").touch()  # of the run, not of the model
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    for folder in ("model", "new"):
+        with files_of_at_most(10_000), pytest.raises(ExportError, match=f"could not be written to .*{folder}"):
+            export_model(second, tmp_path / folder, tokenizer)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_export_takes_the_place_of_one_with_other_files(tmp_path):
+    model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    export_model(model, tmp_path, tokenizer)
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert not (tmp_path / ".unfinished").exists()
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))

@@ -1,6 +1,7 @@
 """What every step asks: the run, its devices."""
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -51,14 +52,17 @@ class RunArguments:
 
 
 def _unwritable(folder: str) -> list[str]:
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        probe = Path(folder, ".writable")
-        probe.touch()
-        probe.unlink(missing_ok=True)
-    except OSError as error:
-        return [f"--output_dir {folder}: cannot be written ({error.strerror}); name another folder"]
-    return []
+    """Why a folder cannot be made or written; nothing is made for it, since other settings may be wrong."""
+    existing = Path(folder)
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():
+        reason = f"{existing} is no folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        reason = f"no permission to write into {existing}, or it is mounted read-only"
+    else:
+        return []
+    return [f"--output_dir {folder}: cannot be written ({reason}); name another folder"]
 
 
 @dataclass

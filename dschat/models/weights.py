@@ -13,6 +13,9 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat import failpoint
+from dschat.models.unfinished_folder import unfinished_folder
+
 
 def is_partitioned(parameter: Tensor) -> bool:
     """True if ZeRO-3 owns the parameter and its values are spread over the ranks at the moment."""
@@ -164,18 +167,23 @@ def _names_to_keep(model: PreTrainedModel) -> set[str]:
     return set(names.values())
 
 
+class ExportError(RuntimeError):
+    """A model could not be written; nothing of the attempt is left."""
+
+
 def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a plain Hugging Face folder: safetensors in the training dtype, LoRA folded in, config, tokenizer.
 
-    All ranks call it; rank 0 holds one full copy at most and writes, the others wait until the files are there.
+    All ranks call it; rank 0 holds one full copy at most and writes, the others wait until the files are there. They
+    appear together, config.json last: whatever ends the writing, no half of a model is left.
 
     Args:
         module: what `pretrained_model` accepts.
-        folder: made if missing; files of the same names are overwritten.
+        folder: made if missing; files of the same names are replaced.
         tokenizer: saved beside the weights, with its chat template.
 
     Raises:
-        RuntimeError: on every rank, if rank 0 could not write.
+        ExportError: on every rank, if rank 0 could not write.
     """
     model = pretrained_model(module)
     distributed = dist.is_available() and dist.is_initialized()
@@ -193,7 +201,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
         dist.broadcast_object_list(answer, src=0)
         problem = answer[0]
     if problem is not None:
-        raise RuntimeError(f"the model could not be written to {folder}: {problem}")
+        raise ExportError(f"the model could not be written to {folder}: {problem}")
 
 
 def _write_folder(
@@ -201,9 +209,12 @@ def _write_folder(
 ) -> str | None:
     """Save everything; the answer is None or what went wrong, so that all ranks can be told."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)  # save_pretrained would only log that a file is in the way
-        model.save_pretrained(folder, state_dict=state)
-        tokenizer.save_pretrained(folder)
+        with unfinished_folder(folder) as unfinished:
+            failpoint.reached("export_begin")
+            model.save_pretrained(unfinished, state_dict=state)
+            failpoint.reached("export_weights")
+            tokenizer.save_pretrained(unfinished)
+            failpoint.reached("export_written")
     except Exception as error:  # whatever it is, the other ranks are waiting for the answer
         return f"{type(error).__name__}: {error}"
     return None

@@ -63,35 +63,42 @@ class PPORun:
     def state(self) -> dict[str, Any]:
         """What has grown with the run, besides weights: a resumed one goes on with it."""
         trainer = self.trainer
-        return {"taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state}
+        return {
+            "taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state,
+            "temperature": trainer.rollouts.temperature,
+        }  # fmt: skip
 
-    def fit(self, resumed: Path | None) -> None:
+    def fit(self, resumed: Path | None, received: signals.Received) -> None:
         """Run the iterations that are left.
 
         Args:
             resumed: a checkpoint that checkpoint.find has found good.
+            received: signals; it listens from the first iteration on, and does when this returns.
         """
         engine, trainer = self.trainer.engine, self.trainer
-        order = order_of_rows(self.batches, self.prompts.train) | {"followers": sorted(engine.followers)}
+        order = order_of_rows(self.batches, self.prompts.train) | {
+            "followers": sorted(engine.followers),
+            "sequences_per_update": self.dataset.minibatch_size * launch.world_size(),  # the schedule counts updates
+        }
         first, begun, changed, state = 0, None, [], {}
         if resumed:
             with settings_of_user():
                 changed = checkpoint.changed_arguments(resumed, self.groups, anyway=self.run.resume_anyway)
                 state = checkpoint.load(resumed, engines=engine.trained, same=order)
-            first, self.slots.taken, trainer.kl_coef = state["iteration"], state["taken"], state["kl_coef"]
-            trainer.rewards.load_state(state["rewards"])
+                self.load_state(state, changed)
+            first = state["iteration"]
             engine.load_followers(resumed)
             begun = Iteration.load(resumed, engine.actor.engine.device) if state["update"] else None
         log = open_log(
             "step3_rlhf_finetuning", self.groups, self.run, total_steps=self.iterations, finished_steps=first,
             resumed=resumed, changed=changed,
         )  # fmt: skip
-        with signals.noted() as received:
+        with received.listening():
             saving = Saving(self.run, engine.trained, log, received, device=engine.actor.engine.device)
             health = Health(self.run, log, state.get("health"), stop_at_kl=trainer.ppo.stop_at_kl)
             best = Best(self.run, log, state.get("best"))
-            if first == 0 and begun is None:
-                self.look(0, log, best)
+            if (first == 0 and begun is None) or best.begins:
+                self.look(first, log, best)
             for number in range(first, self.iterations):
                 iteration = begun or self.slots.fill(number)
                 begun = None
@@ -110,6 +117,29 @@ class PPORun:
                     break
             saving.finish()
         log.close()
+
+    def load_state(self, state: dict[str, Any], changed: list[str]) -> None:
+        """Go on with what a checkpoint says of the run; --kl_coef counts as it is now, unless --kl_target adapts it.
+
+        Args:
+            changed: flags that have changed since, a line each; one is added for a --kl_coef that has no effect.
+
+        Raises: ValueError if the rollouts of an unfinished iteration do not fit the flags.
+        """
+        trainer = self.trainer
+        now, then = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
+        if state["update"] and then != now:
+            raise ValueError(
+                f"--temperature was {then} and is {now}, but the checkpoint lies in the middle of an iteration, whose "
+                f"rollouts are compared with log-probs under {then}: go on with that, or from a checkpoint between "
+                "two iterations (one without -update- in its name)"
+            )
+        self.slots.taken = state["taken"]
+        trainer.rewards.load_state(state["rewards"])
+        if trainer.ppo.kl_target:
+            trainer.kl_coef = state["kl_coef"]
+            if any(line.startswith("--kl_coef ") for line in changed):
+                changed.append(f"--kl_coef has no effect: --kl_target goes on from {trainer.kl_coef:.6g}")
 
     def update(self, number: int, iteration: Iteration, saving: Saving, state: dict) -> None:
         """Take the updates that are left of an iteration; between two of them the run may be saved, with this state."""
@@ -159,7 +189,7 @@ class PPORun:
     def adapt(self, done: int, metrics: dict[str, float]) -> None:
         """What changes between two iterations: the price of KL, the reference model."""
         trainer, ppo = self.trainer, self.trainer.ppo
-        if ppo.kl_target:
+        if ppo.kl_target and "kl" in metrics:  # rollouts before a resume may have had no reference model
             trainer.kl_coef = adapted_kl_coef(
                 trainer.kl_coef, metrics["kl"], target=ppo.kl_target, horizon=ppo.kl_horizon,
                 responses=round(metrics["responses"]),

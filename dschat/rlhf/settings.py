@@ -18,6 +18,7 @@ from dschat.arguments import (
 )
 from dschat.data.datasets import data_problems
 from dschat.models.causal_lm import load_tokenizer
+from dschat.output_conflicts import overwritten_models
 from dschat.rlhf.reward_sources import model_paths, reward_problems
 from dschat.set_up import contradictions, data_options, model_problems
 
@@ -40,6 +41,13 @@ def rlhf_problems(
     if ppo.trains_critic:
         dims["critic_lora_dim"], stages["critic_zero_stage"] = models.critic_lora_dim, models.critic_zero_stage
     problems += contradictions(lora, devices, dims=dims, stages=stages)
+    named = [
+        ("--actor_model_name_or_path", models.actor_model_name_or_path),
+        ("--critic_model_name_or_path", models.critic_model_name_or_path),
+        ("--reward_model_name_or_path", models.reward_model_name_or_path),
+        *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
+    ]
+    problems += overwritten_models(run.output_dir, named)
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:

@@ -8,15 +8,15 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments, launch
+from dschat import arguments, launch, signals
 from dschat.command_line import parse
 from dschat.data.collators import collate_sft
 from dschat.deepspeed_config import DTYPES
 from dschat.engines import Metrics
+from dschat.exporting import export_run
 from dschat.fit import Batch, Objective, fit
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.packing import choose_packing
-from dschat.models.weights import export_model
 from dschat.rlhf.losses import sft_loss
 from dschat.set_up import data_options, load_splits, one_model_problems, start
 
@@ -77,13 +77,15 @@ def main() -> None:
         )
         return TokenLogprobs(network)
 
-    # Fit and evaluate
-    engine = fit(
-        "step1_supervised_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
-    )  # fmt: skip
+    with signals.noted() as received:
+        # Fit and evaluate
+        engine = fit(
+            "step1_supervised_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
+            received=received,
+        )  # fmt: skip
 
-    # Export
-    export_model(engine.module.model, run.output_dir, tokenizer)
+        # Export
+        export_run({"": engine.module.model}, run.output_dir, tokenizer, received=received)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,15 @@
 from functools import partial
 from typing import Any
 
-from dschat import arguments, launch
+from dschat import arguments, launch, signals
+from dschat.best import check_evaluation_rows
 from dschat.command_line import parse, settings_of_user
 from dschat.data.mismatched import with_mismatched
 from dschat.deepspeed_config import DTYPES
+from dschat.exporting import export_run
 from dschat.fit import fit
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.models.weights import export_model
+from dschat.output_conflicts import overwritten_models
 from dschat.rlhf.preference import SCORES, preference_objective
 from dschat.rlhf.reference import with_reference_logprobs
 from dschat.set_up import data_options, load_splits, model_problems, one_model_problems, start
@@ -42,6 +44,8 @@ def check(
             "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
             lengths=f"--max_seq_len {model.max_seq_len}", trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
+        reference = ("--ref_model_name_or_path", preference.ref_model_name_or_path)
+        problems += overwritten_models(others[-1].output_dir, [reference])
     return problems
 
 
@@ -67,6 +71,8 @@ def main() -> None:
     )
     options = data_options(data, run, max_tokens=model.max_seq_len, phase=2)
     splits = load_splits(preference.kind, tokenizer, options)
+    with settings_of_user():
+        check_evaluation_rows(run, len(splits.eval))
     objective = preference_objective(preference, pad_token_id=tokenizer.pad_token_id)
 
     def load(config: dict[str, Any], *, path: str, frozen: bool) -> TokenLogprobs:
@@ -91,14 +97,16 @@ def main() -> None:
             folder=options.output_path, model=model, optimizer=optimizer, devices=devices, run=run,
         )  # fmt: skip
 
-    # Fit and evaluate
-    engine = fit(
-        "step2_dpo_finetuning", splits, objective, load=partial(load, path=model.model_name_or_path, frozen=False),
-        groups=groups, tokenizer=tokenizer,
-    )  # fmt: skip
+    with signals.noted() as received:
+        # Fit and evaluate
+        engine = fit(
+            "step2_dpo_finetuning", splits, objective,
+            load=partial(load, path=model.model_name_or_path, frozen=False), groups=groups, tokenizer=tokenizer,
+            received=received,
+        )  # fmt: skip
 
-    # Export
-    export_model(engine.module.model, run.output_dir, tokenizer)
+        # Export
+        export_run({"": engine.module.model}, run.output_dir, tokenizer, received=received)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,15 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments, launch
+from dschat import arguments, launch, signals
 from dschat.command_line import parse
 from dschat.data.collators import collate_preferences
 from dschat.deepspeed_config import DTYPES
 from dschat.engines import Metrics
+from dschat.exporting import export_run
 from dschat.fit import Batch, Objective, evaluation_means, fit
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
-from dschat.models.weights import export_model
 from dschat.rlhf.losses import pairwise_loss
 from dschat.set_up import data_options, load_splits, one_model_problems, start
 
@@ -69,13 +69,15 @@ def main() -> None:
         )
         return TokenScores(network)
 
-    # Fit and evaluate
-    engine = fit(
-        "step2_reward_model_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
-    )  # fmt: skip
+    with signals.noted() as received:
+        # Fit and evaluate
+        engine = fit(
+            "step2_reward_model_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
+            received=received,
+        )  # fmt: skip
 
-    # Export
-    export_model(engine.module.model, run.output_dir, tokenizer)
+        # Export
+        export_run({"": engine.module.model}, run.output_dir, tokenizer, received=received)
 
 
 if __name__ == "__main__":

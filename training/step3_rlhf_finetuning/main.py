@@ -1,12 +1,11 @@
 """Step 3: policy optimisation of an actor against rewards, with a KL penalty towards the reference model."""
 
-from pathlib import Path
-
-from dschat import arguments, checkpoint, launch
+from dschat import arguments, checkpoint, launch, signals
+from dschat.best import check_evaluation_rows
 from dschat.command_line import parse, settings_of_user
 from dschat.data.batches import GlobalBatches
+from dschat.exporting import export_run
 from dschat.models.causal_lm import load_tokenizer
-from dschat.models.weights import export_model
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.fit import PPORun
 from dschat.rlhf.patience import Patience
@@ -47,6 +46,8 @@ def main() -> None:
     options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options)
 
+    with settings_of_user():
+        check_evaluation_rows(run, len(prompts.eval))
     prompts_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch_size = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
     updates_per_iteration = ppo.ppo_epochs * prompts_per_rank * ppo.num_samples_per_prompt // minibatch_size
@@ -81,18 +82,16 @@ def main() -> None:
                 minibatch_size=minibatch_size, seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
             )  # fmt: skip
 
-    # Fit, evaluating on the way
-    PPORun(
-        trainer=trainer, dataset=dataset, prompts=prompts, batches=batches, unsupervised=unsupervised,
-        iterations=iterations, updates_per_iteration=updates_per_iteration, evaluation=evaluation, groups=groups,
-    ).fit(resumed)  # fmt: skip
+    with signals.noted() as received:
+        # Fit, evaluating on the way
+        PPORun(
+            trainer=trainer, dataset=dataset, prompts=prompts, batches=batches, unsupervised=unsupervised,
+            iterations=iterations, updates_per_iteration=updates_per_iteration, evaluation=evaluation, groups=groups,
+        ).fit(resumed, received)  # fmt: skip
 
-    # Export
-    export_model(engine.actor.engine.module.model, run.output_dir, tokenizer)
-    if engine.critic is not None:
-        export_model(engine.critic.module.model, Path(run.output_dir, "critic"), tokenizer)
-    if engine.actor_ema is not None:
-        export_model(engine.actor_ema.module.model, Path(run.output_dir, "actor_ema"), tokenizer)
+        # Export
+        models = {"": engine.actor.engine, "critic": engine.critic, "actor_ema": engine.actor_ema}
+        export_run(models, run.output_dir, tokenizer, received=received)
 
 
 if __name__ == "__main__":

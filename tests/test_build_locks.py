@@ -1,0 +1,90 @@
+"""Build locks: which are removed, which are waited for, and for how long."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat import build_locks
+from dschat.build_locks import MACHINES, clear_stale_build_locks
+from dschat.command_line import SettingsError
+
+
+def lock_of(builds: Path, name: str, *, age: float = 0.0) -> Path:
+    lock = builds / f"deepspeed_{name}" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    os.utime(lock, (time.time() - age, time.time() - age))
+    return lock
+
+
+def another_machine(builds: Path, *, age: float = 0.0) -> None:
+    (builds / MACHINES).mkdir()
+    (builds / MACHINES / "elsewhere").touch()
+    os.utime(builds / MACHINES / "elsewhere", (time.time() - age, time.time() - age))
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    def sleep(seconds):
+        raise AssertionError("it waits")
+
+    monkeypatch.setattr(build_locks.time, "sleep", sleep)
+
+
+def test_on_one_machine_a_lock_that_no_process_holds_is_stale_at_once(no_waiting, tmp_path, capfd):
+    killed, young, running = lock_of(tmp_path, "killed", age=700), lock_of(tmp_path, "young"), lock_of(tmp_path, "busy")
+    with running.open():
+        clear_stale_build_locks(tmp_path)
+    assert not killed.exists() and not young.exists()
+    assert running.exists(), "torch waits for its builder, which is alive"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_machine_that_was_here_long_ago_builds_nothing_any_more(no_waiting, tmp_path):
+    lock = lock_of(tmp_path, "young")
+    another_machine(tmp_path, age=10 * 24 * 3600)
+    clear_stale_build_locks(tmp_path)
+    assert not lock.exists()
+
+
+def test_a_lock_that_may_be_another_machines_is_waited_for(tmp_path, monkeypatch, capfd):
+    lock = lock_of(tmp_path, "theirs")
+    another_machine(tmp_path)
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            lock.unlink()  # the build over there has ended
+
+    monkeypatch.setattr(build_locks.time, "sleep", sleep)
+    clear_stale_build_locks(tmp_path)
+    assert len(pauses) == 3
+    assert capfd.readouterr().err.count(f"waiting for another machine or user to build an operation, 600 s at most; if "
+                                        f"none does, remove {lock}") == 1  # fmt: skip
+
+
+@pytest.mark.parametrize("age", [0.0, -5000.0], ids=["", "whose clock is ahead"])
+def test_it_is_waited_for_no_longer_than_a_build_takes(age, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
+    monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
+    lock = lock_of(tmp_path, "theirs", age=age)
+    another_machine(tmp_path)
+    clear_stale_build_locks(tmp_path)
+    assert not lock.exists() and "waiting for another machine" in capfd.readouterr().err
+
+
+def test_a_lock_of_another_user_may_be_held_unseen(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
+    monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
+    lock = lock_of(tmp_path, "theirs")
+
+    def unlink(self, missing_ok=False):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(SettingsError, match=r"left of a build .* \(Permission denied\): remove it, or set TORCH"):
+        clear_stale_build_locks(tmp_path)

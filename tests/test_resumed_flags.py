@@ -1,0 +1,174 @@
+"""Flags that change between a run and its resumption: each has its effect, or is refused; none is only told."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_models
+
+from dschat import arguments, checkpoint, signals
+from dschat.arguments import IDENTITY, SILENT
+from dschat.command_line import SettingsError
+from dschat.data.batches import GlobalBatches
+from dschat.data.datasets import DataSplits
+from dschat.health import Health, TooManyBadSteps
+from dschat.metrics import RunLog
+from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.fit import PPORun
+
+GROUPS = (
+    arguments.ModelArguments, arguments.SupervisedArguments, arguments.RewardModelArguments,
+    arguments.PreferenceArguments, arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments,
+    arguments.RewardArguments, arguments.EvaluationArguments, arguments.DataArguments, arguments.OptimizerArguments,
+    arguments.LoraArguments, arguments.DeviceArguments, arguments.RunArguments,
+)  # fmt: skip
+
+# A checkpoint brings these back with the optimizer and its schedule: test_optimizer_settings proves that flags win.
+OF_THE_OPTIMIZER = """
+    learning_rate actor_learning_rate critic_learning_rate lora_learning_rate weight_decay actor_weight_decay
+    critic_weight_decay adam_beta1 adam_beta2 max_grad_norm max_steps num_train_epochs actor_freeze_steps
+"""
+# What has grown with the run depends on them: tests below, and those of refusals in test_faults and test_set_up.
+GROWN = """
+    kl_coef kl_target best_metric best_mode max_bad_steps temperature per_device_train_batch_size
+    per_device_generation_batch_size per_device_training_batch_size gradient_accumulation_steps zero_stage
+    actor_zero_stage critic_zero_stage enable_ema ref_refresh_interval max_bad_rows data_output_path
+"""
+# Read from the flags at every start and in no checkpoint (test_a_checkpoint_brings_back_...): losses and rewards,
+READ = """
+    centering_coef beta label_smoothing simpo_gamma desirable_weight undesirable_weight sft_coef reference
+    policy_loss loss_aggregation clip_range clip_range_low clip_range_high dual_clip sapo_positive_temperature
+    sapo_negative_temperature entropy_coef kl_in kl_estimator kl_horizon value_clip_range gamma gae_lambda
+    whiten_advantages reward_clip missing_eos_penalty overlong_buffer overlong_factor mask_truncated old_logprobs
+    rollout_correction rollout_correction_cap rollout_correction_floor stop_at_kl dump_step unsup_coef ema_decay
+    reward_timeout reward_retries judge judge_timeout judge_retries top_k top_p
+"""  # … how things are computed, watched and written.
+READ += """
+    per_device_eval_batch_size dropout actor_dropout critic_dropout offload_reference_model offload_reward_model offload
+    gradient_checkpointing deterministic deepspeed_config enable_hybrid_engine rollout_engine generation_slots
+    generation_memory_fraction pin_generation_buffers print_answers print_answers_interval eval_num_samples
+    eval_success_score eval_answer eval_interval eval_iters output_dir save_interval save_minutes keep_checkpoints
+    warn_sigma collective_timeout enable_tensorboard tensorboard_path
+"""
+
+
+def test_of_every_flag_it_is_decided_what_a_change_does():
+    flags = {field.name for group in GROUPS for field in fields(group)}
+    decided = [*OF_THE_OPTIMIZER.split(), *GROWN.split(), *READ.split(), *IDENTITY, *SILENT]
+    assert sorted(decided) == sorted(set(decided)), "each once"
+    assert flags - set(decided) == set(), "what does a resumed run make of it?"
+    assert set(decided) - flags == set()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"))
+
+
+def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict | None = None, **changes) -> PPORun:
+    trainer = make_trainer(models, **{"algorithm": "reinforce++", "kl_coef": 0.2} | changes)
+    dataset = MiniDataset(
+        generation_batches=1, minibatch_size=minibatch_size, ppo_epochs=1, rank=0, world_size=1, seed=5, group_size=1,
+        whiten_advantages=False,
+    )  # fmt: skip
+    rows = eval_rows(trainer, QUESTIONS)
+    settings = arguments.RunArguments(output_dir=str(output), save_interval=1, **(run or {}))
+    return PPORun(
+        trainer=trainer, dataset=dataset, prompts=DataSplits(train=rows, eval=rows.select(range(2)), report=None),
+        batches=GlobalBatches([1] * len(QUESTIONS), global_batch_size=4, seed=3, group_by_length=False),
+        unsupervised=None, iterations=1, updates_per_iteration=4 // minibatch_size,
+        evaluation=arguments.EvaluationArguments(), groups=(trainer.ppo, trainer.rollouts, settings),
+    )  # fmt: skip
+
+
+def fit(run: PPORun, resumed: Path | None) -> PPORun:
+    Path(run.run.output_dir).mkdir(exist_ok=True)
+    with signals.noted() as received:
+        run.fit(resumed, received)
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory) -> Path:
+    """The checkpoint of a finished run of one iteration; a run that resumes it has nothing left to do."""
+    output = tmp_path_factory.mktemp("finished")
+    fit(make_run(models, output), None)
+    return checkpoint.newest(output)
+
+
+@pytest.fixture(scope="module")
+def adapted(models, tmp_path_factory) -> Path:
+    output = tmp_path_factory.mktemp("adapted")
+    run = fit(make_run(models, output, kl_target=1.0, kl_horizon=4.0), None)
+    assert run.trainer.kl_coef == pytest.approx(0.2 * 0.8), "far below its target: lowered by as much as it may be"
+    return checkpoint.newest(output)
+
+
+def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
+    """Whoever adds an entry decides in it what a changed flag does."""
+    state = checkpoint.load(finished, engines={}, same={})
+    identity = {"rows", "global_batch_size", "seed", "content", "followers", "sequences_per_update"}
+    positions = {"iteration", "update", "taken"}
+    assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
+
+
+def test_the_coefficient_of_kl_is_that_of_the_flag(models, finished, tmp_path, capsys):
+    assert fit(make_run(models, tmp_path, kl_coef=0.05), finished).trainer.kl_coef == 0.05
+    said = capsys.readouterr().out
+    assert "--kl_coef was 0.2, is 0.05" in said and "no effect" not in said
+
+
+def test_a_coefficient_that_kl_target_has_adapted_goes_on_and_the_flag_is_said_to_have_no_effect(
+    models, adapted, tmp_path, capsys
+):
+    target = {"kl_target": 1.0, "kl_horizon": 4.0}
+    assert fit(make_run(models, tmp_path / "same", **target), adapted).trainer.kl_coef == pytest.approx(0.16)
+    assert "--kl_coef" not in capsys.readouterr().out
+    assert fit(make_run(models, tmp_path / "changed", kl_coef=0.5, **target), adapted).trainer.kl_coef == pytest.approx(
+        0.16
+    )
+    said = capsys.readouterr().out
+    assert "--kl_coef was 0.2, is 0.5" in said and "--kl_coef has no effect: --kl_target goes on from 0.16" in said
+    assert fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted).trainer.kl_coef == 0.5, "nothing adapts it"
+
+
+def test_updates_of_another_size_are_refused(models, finished, tmp_path):
+    with pytest.raises(SettingsError, match="sequences_per_update was 4 and is 2"):
+        fit(make_run(models, tmp_path, minibatch_size=2), finished)
+
+
+def test_another_temperature_counts_from_the_next_rollout_on_and_not_in_the_middle_of_one(models, finished, tmp_path):
+    run = fit(make_run(models, tmp_path, temperature=0.5), finished)
+    assert run.trainer.rollouts.temperature == 0.5
+    state = checkpoint.load(finished, engines={}, same={})
+    with pytest.raises(ValueError, match="--temperature was 0.7 and is 0.5, but .* in the middle of an iteration"):
+        run.load_state(state | {"update": 1}, [])
+    make_run(models, tmp_path).load_state(state | {"update": 1}, [])
+
+
+def test_a_best_model_by_another_metric_is_sought_anew_and_the_metric_is_checked_at_once(models, tmp_path):
+    fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), None)
+    resumed, best = checkpoint.newest(tmp_path), tmp_path / "best" / "best.json"
+    before = best.read_text()
+    assert "response_length" in before
+    fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), resumed)
+    assert best.read_text() == before, "the same metric: what was best is best"
+    fit(make_run(models, tmp_path, run={"best_metric": "entropy", "best_mode": "min"}), resumed)
+    assert '"step": 1, "entropy"' in best.read_text()
+    with pytest.raises(SettingsError, match="--best_metric accuracy: the evaluation has no such metric; it has"):
+        fit(make_run(models, tmp_path, run={"best_metric": "accuracy"}), resumed)
+
+
+def test_a_lower_bound_of_bad_steps_counts_those_before_the_resumption_too(tmp_path):
+    settings = arguments.RunArguments(output_dir=str(tmp_path), max_bad_steps=3)
+    log = RunLog(str(tmp_path), name="x", groups=(settings,), total_steps=9)
+    health = Health(settings, log, {"skipped_in_a_row": 5, "moments": {}})
+    with pytest.raises(TooManyBadSteps):
+        health.see(7, {}, skipped=[True])
+    Health(arguments.RunArguments(max_bad_steps=0), log, {"skipped_in_a_row": 5, "moments": {}}).see(7, {}, skipped=[1])
