@@ -381,7 +381,7 @@ def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
     groups = (RewardArguments, RolloutArguments)
     for value in ("0", "-3", "nan", "-inf") if name.endswith("timeout") else ("-1", "inf", "nan"):
         with pytest.raises(SettingsError, match=f"--{name} "):
-            parse(groups, [f"--{name}", value], description="")
+            parse(groups, [f"--{name}={value}"], description="")
     if name.endswith("timeout"):
         values = [vars(group).get(name) for group in parse(groups, [f"--{name}", "inf"], description="")]
         assert math.inf in values
