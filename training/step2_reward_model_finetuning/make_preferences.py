@@ -180,12 +180,20 @@ def decisive_settings(
     names = ("model_name_or_path", "num_samples_per_prompt", "pairs_per_prompt", "max_prompt_seq_len",
              "max_answer_seq_len", "temperature", "top_k", "top_p", "judge")  # fmt: skip
     settings = {f"--{name}": vars(sampling)[name] for name in names}
-    settings |= {"--reward": reward.reward, "--dtype": devices.dtype, "--seed": run.seed}
+    settings |= {"--reward": list(map(without_keys, reward.reward)), "--dtype": devices.dtype, "--seed": run.seed}
     content = content_digest(prompts) if launch.is_main() else None  # the main rank decides for all
     return settings | {
         "the model's weights": weights_sample(Path(sampling.model_name_or_path)), "prompts": len(prompts),
         "the prompts' content": content,
     }  # fmt: skip
+
+
+def without_keys(entry: str) -> str:
+    """A reward as settings.json may hold it: a digest for the query string of an address, which may hold a key."""
+    address, mark, query = entry.partition("?")
+    if not mark or not entry.startswith(("http://", "https://")):
+        return entry
+    return f"{address}?#{hashlib.sha256(query.encode()).hexdigest()[:16]}"
 
 
 def weights_sample(folder: Path) -> str:
