@@ -82,11 +82,23 @@ def flag(default: Any, text: str, *, at_least: float | None = None, above: float
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
+    """A group of the same fields in which only some are flags: the others keep their defaults and are not accepted."""
+    dropped = []
+    for field in dataclasses.fields(group):
+        if field.name not in keep:
+            field = copy.copy(field)
+            field.init = False  # the parser passes such fields over
+            dropped.append((field.name, field.type, field))
+    owner = {"_argument_group_name": group._argument_group_name, "__module__": group.__module__}
+    return dataclasses.make_dataclass(name, dropped, bases=(group,), namespace=owner)
+
+
 def out_of_bounds(group: Any) -> list[str]:
     """A line for each field of the group whose number breaks the bounds that its flag() gave."""
     holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
     mistakes = []
-    for field in dataclasses.fields(group):
+    for field in _flags_of(group):
         value, bounds = vars(group)[field.name], field.metadata["bounds"]
         if value is not None and not all(holds[word](value, bound) for word, bound in bounds.items()):
             rule = " and ".join(f"{word} {bound}" for word, bound in bounds.items())
@@ -98,7 +110,7 @@ def without_effect(groups: Sequence[Any]) -> list[str]:
     """A line for each flag that was changed although the flags that it needs are all off (or have other values)."""
     values = {name: value for group in groups for name, value in vars(group).items()}
     lines = []
-    for field in (field for group in groups for field in dataclasses.fields(group)):
+    for field in (field for group in groups for field in _flags_of(group)):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         needed = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
         met = any(str(values[name]) == value if value else values[name] for name, _, value in needed)
@@ -106,6 +118,10 @@ def without_effect(groups: Sequence[Any]) -> list[str]:
             ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in needed)
             lines.append(f"--{field.name} {values[field.name]} has no effect without {ways}")
     return lines
+
+
+def _flags_of(group: Any) -> list[dataclasses.Field]:
+    return [field for field in dataclasses.fields(group) if field.init]  # see subset
 
 
 def parse(

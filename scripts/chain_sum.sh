@@ -22,7 +22,7 @@ TEXT
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 declare -A option=([output]=$root/output/chain_sum [seed]=1 [processes]="" [sft_steps]=40 [iterations]=35 [rl_flags]="")
-numbers=(seed sft_steps iterations)
+declare -A least=([seed]=0 [processes]=1 [sft_steps]=1 [iterations]=1)
 source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
 
@@ -34,7 +34,7 @@ source scripts/stages.sh
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
 ((8 % processes == 0)) || fail "--processes $processes: 8 sums are shared by 1, 2, 4 or 8"
 read -ra rl_flags <<<"${option[rl_flags]}"
-((!fresh)) || rm -rf "$output"/{model,data,sft,level1,level2,level3,stages,logs,summary.json,report.html}
+begin_stages model data sft level1 level2 level3
 
 stage model python scripts/smollm2/prepare_model.py --output "$output/model" --no_system_prompt
 

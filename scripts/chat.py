@@ -22,6 +22,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.script_inputs import SEEDS, exit_on_mistake, number_type
 from dschat.terminal import printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -207,11 +208,16 @@ def chat(
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=HELP)
     parser.add_argument("model", help="folder of an exported model, or a hub name")
-    parser.add_argument("--max_new_tokens", type=int, default=256, help="longest answer, in tokens")
-    parser.add_argument("--temperature", type=float, default=0.7, help="0 takes the likeliest token always")
-    parser.add_argument("--top_p", type=float, default=0.95, help="sample from the likeliest tokens of this share")
-    parser.add_argument("--top_k", type=int, default=0, help="sample from this many likeliest tokens; 0: all")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed and lines give the same answers")
+    parser.add_argument("--max_new_tokens", type=number_type(int, at_least=1), default=256,
+                        help="longest answer, in tokens")  # fmt: skip
+    parser.add_argument("--temperature", type=number_type(float, at_least=0), default=0.7,
+                        help="0 takes the likeliest token always")  # fmt: skip
+    parser.add_argument("--top_p", type=number_type(float, above=0, at_most=1), default=0.95,
+                        help="sample from the likeliest tokens of this share")  # fmt: skip
+    parser.add_argument("--top_k", type=number_type(int, at_least=0), default=0,
+                        help="sample from this many likeliest tokens; 0: all")  # fmt: skip
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
+                        help="the same seed and lines give the same answers")  # fmt: skip
     parser.add_argument("--system", help="system message")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
@@ -220,6 +226,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")  # bytes that are no text in the console's encoding
+    with exit_on_mistake("chat"):
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model and talk until there are no more lines; the exit status."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:

@@ -84,15 +84,15 @@ stamps=()
 for extra in base "${extras[@]}"; do
     stamps+=("$venv/.dschat-$extra-$checksum")
 done
-missing=0
+complete=1
 for stamp in "${stamps[@]}"; do
-    [[ -e $stamp ]] || missing=1
+    [[ -e $stamp ]] || complete=0
 done
 
-if ((missing)); then
+if ((!complete)); then
     say "installing into $venv (a few minutes the first time)"
     wanted=$root
-    ((${#extras[@]} == 0)) || wanted="$root[$(IFS=,; echo "${extras[*]}")]"
+    ((${#extras[@]} == 0)) || wanted="${root}[$(IFS=,; echo "${extras[*]}")]"
     started=$SECONDS
     "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$wanted" >&2 \
         || fail "pip could not install the requirements; its message stands above"

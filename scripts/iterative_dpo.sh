@@ -36,16 +36,24 @@ declare -A option=(
     [dtype]=bf16 [max_prompt]=256 [max_answer]=256 [samples]=4 [pairs]=2 [batch]=64 [processes]=""
     [pair_flags]="" [dpo_flags]=""
 )
-numbers=(rounds seed max_prompt max_answer samples pairs batch)
+declare -A choices=([dtype]="bf16 fp32" [reference]="round first") least=(
+    [rounds]=1 [seed]=0 [max_prompt]=1 [max_answer]=1 [samples]=2 [pairs]=1 [batch]=1 [processes]=1
+)
 source "$root/scripts/options.sh" "$@"
 for name in model prompts judge; do
     [[ -n ${option[$name]} ]] || fail "--$name is needed (--help says what it is)"
 done
-[[ ${option[reference]} =~ ^(round|first)$ ]] || fail "--reference ${option[reference]}: choose round or first"
+judge_file=${option[judge]%%:*}
+[[ -f $judge_file && ${option[judge]} == *.py:?* ]] || fail "--judge ${option[judge]}: wants FILE.py:FUNCTION, a file that is there"
 # Paths are the caller's; the programs run from the root of the repository.
-for name in model prompts judge; do
-    [[ ! -e ${option[$name]%%:*} ]] || option[$name]=$(realpath "${option[$name]%%:*}")${option[$name]#"${option[$name]%%:*}"}
-done
+option[judge]=$(realpath -- "$judge_file"):${option[judge]#*:}
+[[ ! -e ${option[model]} ]] || option[model]=$(realpath -- "${option[model]}")
+prompts=${option[prompts]}
+if [[ -e $prompts ]]; then
+    prompts=$(realpath -- "$prompts")
+elif [[ $prompts == *:* && -e ${prompts%:*} ]]; then # FILE:WEIGHT
+    prompts=$(realpath -- "${prompts%:*}"):${prompts##*:}
+fi
 
 bin=$(bash "$root/scripts/install.sh")
 export PATH="$bin:$PATH" TOKENIZERS_PARALLELISM=false
@@ -55,13 +63,22 @@ processes=${option[processes]:-$((devices > 0 ? devices : 1))}
 ((option[batch] % processes == 0)) || fail "--batch ${option[batch]} is cut over $processes processes: choose a multiple"
 read -ra pair_flags <<<"${option[pair_flags]}"
 read -ra dpo_flags <<<"${option[dpo_flags]}"
-((!fresh)) || rm -rf "$output"/{pairs-*,dpo-*,stages,logs}
+stages=()
+for ((round = 1; round <= option[rounds]; round++)); do
+    stages+=("pairs-$round" "dpo-$round")
+done
+if ((fresh)); then
+    for folder in "$output"/{pairs,dpo}-*; do # of more rounds than there are to be
+        ! is_ours "$folder" || stages+=("$(basename "$folder")")
+    done
+fi
+begin_stages "${stages[@]}"
 
 model=${option[model]}
 for ((round = 1; round <= option[rounds]; round++)); do
     stage "pairs-$round" python training/step2_reward_model_finetuning/make_preferences.py \
         --model_name_or_path "$model" --output_dir "$output/pairs-$round" --seed $((option[seed] + round)) \
-        --data_path "${option[prompts]}" --judge "${option[judge]}" --eval_fraction 0 --dtype "${option[dtype]}" \
+        --data_path "$prompts" --judge "${option[judge]}" --eval_fraction 0 --dtype "${option[dtype]}" \
         --max_prompt_seq_len "${option[max_prompt]}" --max_answer_seq_len "${option[max_answer]}" \
         --num_samples_per_prompt "${option[samples]}" --pairs_per_prompt "${option[pairs]}" "${pair_flags[@]}"
 

@@ -1,26 +1,65 @@
-# Sourced by scripts with options, as `source options.sh "$@"`; needs usage(), the array `option` (its keys are the
-# options, its values their defaults) and `numbers`, the options that are whole numbers. It sets $fresh (--fresh) and
-# fail(), and makes $output, the folder ${option[output]} as a whole path.
+# shellcheck shell=bash disable=SC2034  # other scripts read what is set here
+# Sourced by scripts with options, as `source options.sh "$@"`. It needs usage(), and reads these arrays:
+#   option    option → default. A default "" may stay; every other value must not be empty
+#   least     option → smallest value, of those that are whole numbers (read as decimal: 08 is 8)
+#   choices   option → the words to choose from
+#   switches  switch → 0; those given become 1
+# It sets $fresh (--fresh) and $output, the absolute path of ${option[output]}; and fail(), whole_number(). Every mistake
+# is one message and exit status 2; nothing is made here.
 
 fail() { echo "$(basename "$0" .sh): $1" >&2; exit 2; }
 
+# whole_number NAME VALUE LEAST: the decimal number as $REPLY.
+whole_number() {
+    [[ $2 =~ ^[0-9]{1,9}$ ]] || fail "$1 $2: wants a whole number (of at most 9 digits)"
+    REPLY=$((10#$2))
+    ((REPLY >= $3)) || fail "$1 $2: must be at least $3"
+}
+
+unset CDPATH # cd would go where nobody meant it to
 fresh=0
+declare -p least >/dev/null 2>&1 || declare -A least=()
+declare -p choices >/dev/null 2>&1 || declare -A choices=()
+declare -p switches >/dev/null 2>&1 || declare -A switches=()
+
 while (($#)); do
-    name=${1#--}
     case $1 in
-        --fresh) fresh=1 ;;
         -h | --help) usage; exit 0 ;;
-        *)
-            [[ $1 == --* && -n ${option[$name]+known} ]] || fail "unknown option '$1' (--help lists them)"
-            (($# > 1)) || fail "$1 wants a value"
-            option[$name]=$2
-            shift
-            ;;
     esac
-    shift
+    if [[ $1 == --fresh ]]; then
+        fresh=1
+        shift
+        continue
+    fi
+    [[ $1 =~ ^--([a-z_]+)$ ]] || fail "unknown option '$1' (--help lists them)"
+    name=${BASH_REMATCH[1]}
+    if [[ -n ${switches[$name]+known} ]]; then
+        switches[$name]=1
+        shift
+        continue
+    fi
+    [[ -n ${option[$name]+known} ]] || fail "unknown option '$1' (--help lists them)"
+    (($# > 1)) || fail "$1 wants a value"
+    [[ -n $2 || $name == *_flags ]] || fail "$1 wants a value, not an empty one"
+    [[ $2 != -* || $name == *_flags ]] || fail "$1 $2: wants a value (a path that begins with a dash is written ./$2)"
+    [[ $2 != *$'\n'* ]] || fail "$1: its value has a line break; take it out"
+    option["$name"]=$2
+    shift 2
 done
-for name in "${numbers[@]}"; do
-    [[ ${option[$name]} =~ ^[0-9]+$ ]] || fail "--$name ${option[$name]}: wants a whole number"
+
+for name in "${!least[@]}"; do
+    [[ -n ${option[$name]} ]] || continue
+    whole_number "--$name" "${option[$name]}" "${least[$name]}"
+    option["$name"]=$REPLY
 done
-mkdir -p "${option[output]}"
-output=$(cd "${option[output]}" && pwd)
+for name in "${!choices[@]}"; do
+    [[ " ${choices[$name]} " == *" ${option[$name]} "* ]] || fail "--$name ${option[$name]}: choose from ${choices[$name]}"
+done
+
+output=${option[output]}
+[[ $output == /* ]] || output=$PWD/$output
+parent=$output
+while [[ ! -e $parent && ! -L $parent ]]; do
+    parent=$(dirname -- "$parent")
+done
+[[ -d $parent && -w $parent ]] || fail "--output ${option[output]}: $parent is no folder that can be written; name another"

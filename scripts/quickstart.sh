@@ -19,22 +19,13 @@ TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-seed=1 fresh=0 short=0 dpo=0 output=$root/output/quickstart
-while (($#)); do
-    case $1 in
-        --seed) seed=${2:?--seed wants a number}; shift ;;
-        --output) output=${2:?--output wants a folder}; shift ;;
-        --fresh) fresh=1 ;;
-        --short) short=1 ;;
-        --dpo) dpo=1 ;;
-        -h | --help) usage; exit 0 ;;
-        *) echo "quickstart: unknown option '$1' (--help lists them)" >&2; exit 2 ;;
-    esac
-    shift
-done
-[[ $seed =~ ^[0-9]+$ ]] || { echo "quickstart: --seed $seed: wants a whole number" >&2; exit 2; }
-mkdir -p "$output"
-output=$(cd "$output" && pwd)
+declare -A option=([output]=$root/output/quickstart [seed]=1) least=([seed]=0) switches=([short]=0 [dpo]=0)
+source "$root/scripts/options.sh" "$@"
+seed=${option[seed]} short=${switches[short]} dpo=${switches[dpo]}
+if [[ -n ${PROCESSES:-} ]]; then
+    whole_number PROCESSES "$PROCESSES" 1
+    PROCESSES=$REPLY
+fi
 
 # Sizes. Batches are over all processes.
 sft_steps=400 sft_batch=64 sft_lr=4e-3
@@ -57,11 +48,7 @@ processes=${PROCESSES:-$((devices > 8 ? 8 : devices > 0 ? devices : 1))}
 while ((sft_batch % processes || ppo_minibatch % processes)); do processes=$((processes - 1)); done
 per_device() { echo $(($1 / processes)); }
 
-if ((fresh)); then
-    # Only what this script made: --output may be a folder with other things in it.
-    rm -rf "$output"/{data,model,sft,pairs,reward,ppo,dpo,stages,logs,summary.json,report.html}
-fi
-mkdir -p "$output"/{stages,logs}
+begin_stages data model sft pairs reward ppo dpo
 stage data python scripts/quickstart/arithmetic_chats.py --output "$output/data" --seed "$seed" \
     --sft_examples $((sft_steps * sft_batch)) --pair_prompts $pair_prompts \
     --rl_prompts $((ppo_iterations * ppo_batch)) --eval_prompts $eval_prompts

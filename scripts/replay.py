@@ -10,12 +10,14 @@ that runs with --actor_dropout part at logprobs; gradients of adapters are those
 from __future__ import annotations
 
 import argparse
-import json
+import dataclasses
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -27,22 +29,54 @@ from dschat.rlhf.actor_loss import ActorLoss, StepCounts
 from dschat.rlhf.estimate import estimate_advantages
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.losses import value_loss
+from dschat.script_inputs import existing_folder, exit_on_mistake, number_type, read_json
+
+SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len": int, "kl_coef": (int, float),
+            "ppo": dict}  # fmt: skip
+
+
+def settings_of(folder: Path) -> tuple[dict[str, Any], PPOArguments]:
+    """What the run wrote of its flags. Raises ValueError that names the file, where it is not a dump's."""
+    path = folder / "settings.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no settings.json: name a folder that --dump_step wrote")
+    settings = read_json(path)
+    wrong = [name for name, kind in SETTINGS.items() if not isinstance(settings, dict)
+             or not isinstance(settings.get(name), kind)]  # fmt: skip
+    if wrong or settings["processes"] < 1:
+        wrong = wrong or ["processes"]
+        raise ValueError(f"{path}: {', '.join(wrong)} is missing or wrong: was it written by --dump_step?")
+    unknown = settings["ppo"].keys() - {field.name for field in dataclasses.fields(PPOArguments)}
+    if unknown:
+        raise ValueError(f"{path}: this version knows no flag {', '.join(sorted(unknown))}: replay with the run's own")
+    return settings, PPOArguments(**settings["ppo"])
+
+
+def tensors_of(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file. Raises ValueError that names it."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not readable as safetensors ({error})") from error
 
 
 def experiences(folder: Path, processes: int) -> list[Experience]:
     """The first minibatch of every rank."""
     parts = []
     for rank in range(processes):
-        tensors = load_file(folder / f"iteration_rank{rank}.safetensors")
-        parts.append(Experience(**{n.removeprefix("0."): t for n, t in tensors.items() if n.startswith("0.")}))
+        path = folder / f"iteration_rank{rank}.safetensors"
+        fields = {n.removeprefix("0."): t for n, t in tensors_of(path).items() if n.startswith("0.")}
+        try:
+            parts.append(Experience(**fields))
+        except TypeError as error:
+            raise ValueError(f"{path}: its tensors are not those of an Experience ({error})") from error
     return parts
 
 
 def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> list[tuple[str, Tensor, Tensor]]:
     """What the run computed and what comes out now: name, theirs, ours."""
-    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    metrics = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
-    ppo = PPOArguments(**settings["ppo"])
+    settings, ppo = settings_of(folder)
+    metrics = read_json(folder / "metrics.json")
     ranks = experiences(folder, settings["processes"])
     loading = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
     actor = TokenLogprobs(load_causal_lm(folder / "actor", **loading)).to(device).eval()
@@ -57,7 +91,7 @@ def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = Fals
     rows: list[tuple[str, Tensor, Tensor]] = []
     sums: dict[str, float] = defaultdict(float)
     for rank, whole in enumerate(ranks):
-        theirs = load_file(folder / f"update_rank{rank}.safetensors")
+        theirs = tensors_of(folder / f"update_rank{rank}.safetensors")
         if critic is not None:
             _, returns = estimate_advantages(whole, ppo=ppo)
             rows.append((f"rank {rank} returns", whole.returns, returns * whole.response_mask))
@@ -113,26 +147,33 @@ def line(name: str, theirs: Tensor, ours: Tensor, tolerance: float) -> tuple[str
     return f"{name:28} {worst:12.3g} {where:>12} {size:12.4g}{'   <- parts here' if parts else ''}", parts
 
 
-def main() -> None:
+def device_of(name: str) -> torch.device:
+    """A type for argparse: a device that is there."""
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no device here ({str(error).splitlines()[0]})") from error
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="OUTPUT_DIR/dump/step-N of a run with --dump_step N")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="relative to the largest number (default: 1e-3)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("folder", type=existing_folder, help="OUTPUT_DIR/dump/step-N of a run with --dump_step N")
+    parser.add_argument("--tolerance", type=number_type(float, at_least=0), default=1e-3,
+                        help="relative to the largest number (default: 1e-3)")  # fmt: skip
+    parser.add_argument("--device", type=device_of, default="cpu")
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
-    options = parser.parse_args()
-    if not (options.folder / "settings.json").is_file():
-        parser.error(f"{options.folder} holds no settings.json: name a folder that --dump_step wrote")
+    options = parser.parse_args(arguments)
+    with exit_on_mistake("replay"):
+        rows = replay(options.folder, options.device, trust_remote_code=options.trust_remote_code)
     print(f"{'tensor':28} {'difference':>12} {'at':>12} {'size':>12}")
     apart = 0
-    for name, theirs, ours in replay(
-        options.folder, torch.device(options.device), trust_remote_code=options.trust_remote_code
-    ):
+    for name, theirs, ours in rows:
         text, parts = line(name, theirs, ours, options.tolerance)
         print(text)
         apart += parts
     print("the replay gives what the run gave" if not apart else f"{apart} lines part")
-    sys.exit(bool(apart))
+    return int(bool(apart))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

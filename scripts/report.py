@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dschat.script_inputs import exit_on_mistake, new_file, number_type
+
 TEMPLATE = Path(__file__).with_name("report_template.html")
 PHASES = ("train", "eval")
 
@@ -74,22 +76,22 @@ class Run:
 def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
     """The objects of a jsonl file. A line that is none is skipped and noted; the last may be still being written."""
     if not path.is_file():
-        notes.append(f"{path.name} is missing")
+        notes.append(f"{path.name} is {'a folder' if path.is_dir() else 'missing'}")
         return []
     rows: list[dict] = []
     broken: list[int] = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate(lines, start=1):
+    for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict):
             rows.append(row)
         else:
-            broken.append(number)
+            broken.append(place)
     if broken:
         last = " (the last one: cut off)" if broken == [len(lines)] else ""
         notes.append(f"{path.name}: {len(broken)} unreadable line(s), first at line {broken[0]}{last}")
@@ -111,8 +113,10 @@ def read_run(folder: Path) -> Run:
             run.notes.append("run.json holds no JSON object")
     except FileNotFoundError:
         run.notes.append("run.json is missing")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         run.notes.append(f"run.json is not valid JSON ({error})")
+    except OSError as error:
+        run.notes.append(f"run.json cannot be read ({error.strerror})")
     run.metrics = read_jsonl(folder / "metrics.jsonl", run.notes)
     samples = folder / "samples.jsonl"
     if samples.exists() or not run.name.startswith(("step1", "step2")):  # those two sample nothing
@@ -124,7 +128,10 @@ def number_of(value: Any) -> float | None:
     """`value` when it is a finite number, else None (bool is no number here)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # a whole number beyond floats
+        return None
 
 
 def curves_of(run: Run) -> dict[str, dict[str, list[list[float | None]]]]:
@@ -266,19 +273,27 @@ def page(runs: list[Run], *, samples: int = 24) -> str:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output folder of a run")
-    parser.add_argument("-o", "--output", type=Path, default=Path("report.html"), help="page to write")
-    parser.add_argument("--samples", type=int, default=24, help="prompts in each before/after table")
+    parser.add_argument("-o", "--output", type=new_file, default=Path("report.html"), help="page to write")
+    parser.add_argument("--samples", type=number_type(int, at_least=0), default=24,
+                        help="prompts in each before/after table")  # fmt: skip
     options = parser.parse_args(arguments)
-    runs = [read_run(folder) for folder in options.runs]
+    with exit_on_mistake("report"):
+        return write_report(options.runs, options.output, samples=options.samples)
+
+
+def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
+    """The page of these runs, and what is missing of them on the console; the exit status."""
+    runs = [read_run(folder) for folder in folders]
     for run in runs:
         for note in run.notes:
             print(f"{run.folder}: {note}")
-    if not any(run.info or run.metrics or run.samples for run in runs):
+    if not any(run.metrics or run.samples for run in runs):
         print("nothing to report: give the --output_dir of a run, the folder that holds metrics.jsonl")
         return 2
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(page(runs, samples=options.samples), encoding="utf-8")
-    print(f"wrote {options.output}")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Half of a surrogate pair in a sample is no UTF-8.
+    output.write_text(page(runs, samples=samples), encoding="utf-8", errors="backslashreplace")
+    print(f"wrote {output}")
     return 0
 
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import socket
 import sys
 
 import torch
@@ -25,6 +27,7 @@ from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
 from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
+from dschat.script_inputs import PORTS, exit_on_mistake, number_type
 from dschat.terminal import printable
 
 
@@ -53,14 +56,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", help="folder of a reward model, or a hub name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; default: this machine only")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
+    parser.add_argument("--port", type=number_type(int, **PORTS), default=8000, help="port to listen on; 0: any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
-    parser.add_argument("--max_tokens", type=int, default=0, help="longer conversations are cut from the left; "
-                        "0: as many as the model can read")  # fmt: skip
+    parser.add_argument("--max_tokens", type=number_type(int), default=0,
+                        help="longer conversations are cut from the left; 0: as many as the model reads")  # fmt: skip
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
-    parser.add_argument("--shutdown_seconds", type=float, default=30.0, help="time that SIGTERM leaves to the answers")
+    parser.add_argument("--shutdown_seconds", type=number_type(float, at_least=0), default=30.0,
+                        help="time that SIGTERM leaves to the answers")  # fmt: skip
     for limit in dataclasses.fields(Limits):
-        parser.add_argument(f"--{limit.name}", type=type(limit.default), default=limit.default,
+        parser.add_argument(f"--{limit.name}", type=number_type(type(limit.default)), default=limit.default,
                             help=f"{limit.metadata['help']}; default: {limit.default}")  # fmt: skip
     return parser.parse_args(arguments)
 
@@ -80,8 +84,34 @@ def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
     return found
 
 
+def check_address(host: str, port: int) -> None:
+    """Raise ValueError if nobody can listen there: found before the model is loaded."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"--host {host}: is no address of this machine ({error})") from error
+    problems = []
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as listener:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise ValueError(f"--port {port}: is in use; end the program that has it, or name another") from error
+            problems.append(error.strerror)
+    if len(problems) == len(found):  # of localhost, one address of several may be missing
+        raise ValueError(f"--host {host} --port {port}: cannot listen there ({problems[0]})")
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
+    with exit_on_mistake("serve_reward_model"):
+        return run(options)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the model and serve it until a signal comes; the exit status."""
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
@@ -89,6 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         token = token_of_environment()
         if mistakes := problems(limits, host=options.host, token=token):
             raise ValueError("\n".join(mistakes))
+        check_address(options.host, options.port)
         scorer = load_scorer(
             options.model, dtype=DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")],
             device=accelerator.device_name(), max_tokens=options.max_tokens,

@@ -35,7 +35,10 @@ declare -A option=(
     [sft_steps]=100 [sft_batch]=16 [reward_steps]=60 [reward_batch]=16 [ppo_iterations]=18 [ppo_batch]=32 [answer]=40
     [sft_flags]="" [reward_flags]="" [ppo_flags]=""
 )
-numbers=(seed sft_steps sft_batch reward_steps reward_batch ppo_iterations ppo_batch answer)
+declare -A choices=([dtype]="bf16 fp32") least=(
+    [seed]=0 [processes]=1 [sft_steps]=1 [sft_batch]=1 [reward_steps]=1 [reward_batch]=1 [ppo_iterations]=1
+    [ppo_batch]=1 [answer]=1
+)
 source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
 
@@ -46,20 +49,22 @@ cd "$root"
 source scripts/stages.sh
 
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-# per_device NAME PARTS: an option's batch, for one process, in PARTS micro-batches.
-per_device() {
+# divide NAME PARTS: an option's batch, for one process, in PARTS micro-batches, as $REPLY.
+divide() {
     local batch=${option[$1]} ways=$((processes * $2))
-    ((batch % ways == 0 && batch > 0)) || fail "--$1 $batch is cut into $ways micro-batches ($processes processes x $2): choose a multiple of $ways"
-    echo $((batch / ways))
+    ((batch % ways == 0)) || fail "--$1 $batch is cut into $ways micro-batches ($processes processes x $2): choose a multiple of $ways"
+    REPLY=$((batch / ways))
 }
 # Micro-batches of 8 on the CPU: larger ones spill out of its caches. The gradient does not depend on it.
-sft_micro=$(per_device sft_batch 2) reward_micro=$(per_device reward_batch 2) ppo_rollout=$(per_device ppo_batch 1)
-ppo_micro=$(per_device ppo_batch 4)
+divide sft_batch 2; sft_micro=$REPLY
+divide reward_batch 2; reward_micro=$REPLY
+divide ppo_batch 1; ppo_rollout=$REPLY
+divide ppo_batch 4; ppo_micro=$REPLY
 read -ra sft_flags <<<"${option[sft_flags]}"
 read -ra reward_flags <<<"${option[reward_flags]}"
 read -ra ppo_flags <<<"${option[ppo_flags]}"
 
-((!fresh)) || rm -rf "$output"/{model,data,sft,reward,ppo,stages,logs,summary.json,report.html}
+begin_stages model data sft reward ppo
 common=(--seed "$seed" --dtype "${option[dtype]}" --gradient_accumulation_steps 2)
 
 stage model python scripts/smollm2/prepare_model.py --output "$output/model"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 from pathlib import Path
 from random import Random
 
@@ -15,6 +16,14 @@ def judge(prompts, responses, rows):
 
 def reluctant(responses, rows):
     return [len(response) if row["sign"] > 0 else None for row, response in zip(rows, responses)]
+
+def dead(prompts, responses, rows):
+    raise SystemExit("no more credit")
+
+def fussy(prompts, responses, rows):
+    if any(len(response) % 3 == 0 for response in responses):
+        raise KeyError("three")
+    return judge(prompts, responses, rows)
 
 def indifferent(prompts, responses, rows):
     return [0] * len(responses)
@@ -131,3 +140,83 @@ def test_one_of_judge_and_reward_is_asked_for_and_every_mistake_named(folder, pr
     at = argv.index("--judge")
     text = programs.run(TOOL, [*argv[:at], *argv[at + 2 :]], log=tmp_path / "log-2", code=2)
     assert "--judge and --reward: one of them" in text
+
+
+@pytest.fixture(scope="module")
+def unbroken(folder, programs, tmp_path_factory) -> str:
+    """The pairs of a run that nothing disturbs."""
+    output = tmp_path_factory.mktemp("unbroken")
+    programs.run(TOOL, arguments(folder, output), log=output / "log")
+    return (output / "preferences.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "before", "after"),
+    [
+        ("judged#2", -signal.SIGKILL, 1, 1),
+        ("judged#1", -signal.SIGKILL, 1, 2),
+        ("judged@1#1", None, 2, 1),
+        ("judged:TERM#1", 75, 1, 1),
+        ("judging:TERM@1#1", 75, 2, 2),
+        ("judging:raise#2", 2, 1, 1),
+        ("pairs_written:raise#1", 2, 1, 1),
+        ("pairs_renamed#1", -signal.SIGKILL, 1, 1),
+    ],
+)
+def test_a_run_that_is_disturbed_goes_on_to_the_same_file(
+    fail, code, before, after, folder, unbroken, programs, tmp_path
+):
+    output = tmp_path / "out"
+    final = output / "preferences.jsonl"
+    said = programs.run(TOOL, arguments(folder, output), processes=before, log=tmp_path / "log", code=code,
+                        environment={"DSCHAT_FAILPOINT": fail})  # fmt: skip
+    assert final.exists() == ("renamed" in fail)
+    if code in (2, 75):
+        assert "--resume auto" in said and "Traceback" not in said
+    said = programs.run(TOOL, [*arguments(folder, output), "--resume", "auto"], processes=after, log=tmp_path / "log-2")
+    assert "going on:" in said and "going on: 0 of" not in said
+    assert final.read_text(encoding="utf-8") == unbroken
+    assert not (output / "preferences.part").exists()
+
+
+def test_a_dead_judge_ends_the_run_and_another_judges_the_rest(folder, unbroken, programs, tmp_path):
+    output = tmp_path / "out"
+    judge = tmp_path / "judge.py"
+    mended = (folder / "judge.py").read_text()
+    judge.write_text(mended.replace("def judge(", "def spare(").replace("def dead(", "def judge("))
+    argv = arguments(folder, output, per_device_generation_batch_size=2, judge_retries=0)
+    argv[argv.index("--judge") + 1] = f"{judge}:judge"
+    said = programs.run(TOOL, argv, log=tmp_path / "log", code=2)
+    assert "the judge gave no score to any response in 3 batches one after another" in said
+    assert "SystemExit(no more credit)" in said and "--resume auto" in said and "Traceback" not in said
+    assert not (output / "preferences.jsonl").exists()
+    judge.write_text(mended)
+    programs.run(TOOL, [*argv, "--resume", "auto"], log=tmp_path / "log-2")
+    asked = [json.loads(line)["prompt"] for line in (output / "preferences.jsonl").read_text().splitlines()]
+    assert asked == [json.loads(line)["prompt"] for line in unbroken.splitlines()], "no prompt is missing"
+
+
+def test_answers_that_the_judge_fails_on_are_left_out(folder, programs, tmp_path):
+    programs.run(TOOL, arguments(folder, tmp_path / "out", "fussy"), log=tmp_path / "log")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]
+    assert rows and all(len(row[name]) % 3 for row in rows for name in ("chosen", "rejected"))
+    assert "KeyError: 'three'" in (tmp_path / "log").read_text()
+
+
+def test_a_finished_file_is_not_replaced_and_flags_of_training_are_none_of_this_tool(folder, programs, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "preferences.jsonl").write_text("precious\n")
+    flags = {"save_interval": 1, "max_steps": 3, "num_train_epochs": 2, "offload": True, "deepspeed_config": "x",
+             "enable_tensorboard": True, "eval_interval": 2, "response_column": "x", "judge_timeout": 0}  # fmt: skip
+    said = programs.run(TOOL, arguments(folder, output, **flags), log=tmp_path / "log", code=2)
+    for flag in list(flags)[:-1]:
+        assert f"--{flag} is no flag of this step" in said
+    assert "--judge_timeout 0.0: must be above 0" in said
+    assert "preferences.jsonl is there already" in said and "--overwrite" in said
+    assert (output / "preferences.jsonl").read_text() == "precious\n"
+    programs.run(TOOL, [*arguments(folder, output), "--overwrite", "True"], log=tmp_path / "log-2")
+    made = (output / "preferences.jsonl").read_text()
+    assert "precious" not in made
+    said = programs.run(TOOL, [*arguments(folder, output), "--resume", "auto"], log=tmp_path / "log-3")
+    assert "nothing is left to do" in said and (output / "preferences.jsonl").read_text() == made

@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 
+from dschat.arguments import RewardArguments, RolloutArguments
+from dschat.command_line import SettingsError, parse
 from dschat.rlhf.answers import Answers
-from dschat.rlhf.patience import Patience
+from dschat.rlhf.patience import NoScores, Patience, pause_before_retry
 from dschat.rlhf.reward_functions import load_judge
 from dschat.rlhf.reward_service import service_scores
 from dschat.rlhf.reward_sources import model_paths, parse_reward, reward_problems
 
 FUNCTIONS = """
 import asyncio
+import sys
 import time
 
 def by_name(responses, token_ids, messages, *, bonus=0, strict=False):
@@ -54,6 +57,24 @@ def fussy(responses):
     if "bad" in responses:
         raise KeyError("bad")
     return [2.0] * len(responses)
+
+def leaves(responses):
+    sys.exit("no key")
+
+async def leaves_later(responses):
+    sys.exit(3)
+
+def interrupts(responses):
+    raise KeyboardInterrupt
+
+async def cancels(responses):
+    raise asyncio.CancelledError
+
+class Mine(BaseException):
+    pass
+
+def ends(responses):
+    raise Mine("enough")
 
 def needy(prompts, completions):
     return []
@@ -214,7 +235,7 @@ def test_none_is_no_opinion_and_a_failure_is_none(functions, capsys):
 class Service:
     """An HTTP server that answers as it is told to, and keeps what it was asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.asked: list[tuple[dict, dict]] = []
         self.replies: list[Callable[[dict], tuple[int, Any, dict]]] = []
         service = self
@@ -235,7 +256,7 @@ class Service:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}/score"
         threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
@@ -302,11 +323,95 @@ def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_ask
     assert f"the reward {service.url} gave no score to 2 of 2 responses (Unavailable: " in said and "503" in said
 
 
-def test_one_that_fails_to_say_when_is_asked_so_often_with_growing_pauses(service):
-    service.replies = [status(503), status(502), status(504)]
+def test_a_service_that_does_not_say_when_is_asked_with_growing_pauses_until_the_time_is_up(service):
+    service.replies = [status(503), status(502)]
     started = time.monotonic()
-    assert scores(service.url, ["a"], retries=2) == [None] and len(service.asked) == 3
-    assert 1.5 <= time.monotonic() - started < 4  # 0.5 and 1 s
+    assert scores(service.url, ["a"], retries=0) == [1] and len(service.asked) == 3
+    assert time.monotonic() - started >= 1.5  # 0.5 and 1 s
+    service.replies = [status(504)] * 9
+    assert scores(service.url, ["a"], seconds=0.8, retries=0) == [None]
+    assert len(service.asked) == 3 + 3  # at 0 and 0.5 s, and when the time is up
+
+
+def test_a_service_that_comes_up_late_scores_everything(monkeypatch, capsys):
+    """It is away for longer than the three pauses that two retries would take (0.5 + 1 s, and a request)."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    found: list = []
+    url = f"http://127.0.0.1:{port}/score"
+    client = threading.Thread(target=lambda: found.extend(scores(url, ["a", "bbb"], seconds=120.0, retries=0)))
+    client.start()
+    time.sleep(4.0)
+    late = Service(port)
+    client.join(60)
+    late.server.shutdown()
+    late.server.server_close()
+    assert found == [1, 3] and len(late.asked) == 1
+    said = capsys.readouterr().err
+    assert "is not available" in said and "asked again for 120 s" in said and "no score" not in said
+
+
+def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_up():
+    pauses = [pause_before_retry(None, refusals, left=1e9) for refusals in (*range(6), 10_000)]
+    assert pauses == [0.5, 1, 2, 4, 8, 8, 8]
+    assert pause_before_retry(None, 3, left=0.25) == 0.25 and pause_before_retry(None, 3, left=0.0) is None
+    assert pause_before_retry(None, 3, left=math.inf) == 4
+    # What the service asks for, within reason; none where it wants more than is left.
+    assert [pause_before_retry(asked, 9, left=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
+    assert pause_before_retry(7.0, 0, left=6.9) is None
+
+
+@pytest.mark.parametrize("seconds", [math.inf, 1e300])
+def test_no_limit_is_one_that_functions_and_services_can_be_asked_with(service, functions, seconds, capsys):
+    assert scores(service.url, ["a", "bbb"], seconds=seconds) == [1, 3]
+    assert scores(f"{functions}:by_name", ["ab"], seconds=seconds) == [112]
+    assert scores(f"{functions}:later", ["a", "bb"], seconds=seconds) == [1, 2]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("seconds", "retries"), [(0, 0), (-1.0, 0), (math.nan, 0), (1.0, -1)])
+def test_a_time_that_is_none_is_refused(seconds, retries):
+    with pytest.raises(ValueError, match="above 0"):
+        Patience(seconds=seconds, retries=retries)
+
+
+@pytest.mark.parametrize("name", ["reward_timeout", "judge_timeout", "reward_retries", "judge_retries"])
+def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
+    groups = (RewardArguments, RolloutArguments)
+    for value in ("0", "-3", "nan", "-inf") if name.endswith("timeout") else ("-1", "inf", "nan"):
+        with pytest.raises(SettingsError, match=f"--{name} "):
+            parse(groups, [f"--{name}={value}"], description="")
+    if name.endswith("timeout"):
+        values = [vars(group).get(name) for group in parse(groups, [f"--{name}", "inf"], description="")]
+        assert math.inf in values
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("leaves", "SystemExit(no key)"), ("leaves_later", "SystemExit(3)"), ("interrupts", "KeyboardInterrupt()"),
+     ("cancels", "CancelledError()"), ("ends", "Mine(enough)")],
+)  # fmt: skip
+def test_a_function_that_would_end_the_process_has_failed(functions, name, reason, capsys):
+    assert scores(f"{functions}:{name}", ["a", "b"], retries=1) == [None, None]
+    assert f"gave no score to 2 of 2 responses (RuntimeError: it raised {reason})" in capsys.readouterr().err
+
+
+def test_a_file_that_ends_the_process_when_imported_is_a_mistake_of_the_user(tmp_path):
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit('set API_KEY first')")
+    (line,) = reward_problems([f"{tmp_path}/leaving.py:f"])
+    assert "cannot be imported (SystemExit: set API_KEY first)" in line
+
+
+def test_calls_in_a_row_without_any_score_are_too_many_at_some_point(functions):
+    patience = Patience(seconds=5.0, retries=0, max_failed_calls=2)
+    dead, alive = parse_reward(f"{functions}:leaves"), parse_reward(f"{functions}:fussy")
+    for responses in (["a"], ["bad", "b"], ["bad"], ["b"], ["bad"]):
+        alive.scores(answers_of(responses), patience)  # never two in a row without any
+    dead.scores(answers_of(["a"]), patience)
+    alive.scores(answers_of(["a"]), patience)  # another source
+    with pytest.raises(NoScores, match=r"leaves gave no score to any response in 2 batches .*SystemExit\(no key\)"):
+        dead.scores(answers_of(["a"]), patience)
 
 
 @pytest.mark.parametrize(
@@ -379,6 +484,6 @@ def test_nobody_there_and_nobody_answering_end_in_time(monkeypatch, capsys):
         assert time.monotonic() - started < 3
     assert "TimeoutError" in capsys.readouterr().err
     started = time.monotonic()
-    assert scores(f"http://127.0.0.1:{port}", ["a"], retries=1) == [None]
-    assert 0.5 <= time.monotonic() - started < 3  # one pause
+    assert scores(f"http://127.0.0.1:{port}", ["a"], seconds=0.7) == [None]
+    assert 0.7 <= time.monotonic() - started < 5  # asked until the time is up
     assert "cannot be reached (" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from dschat.arguments.data import DataArguments
 from dschat.arguments.evaluation import EvaluationArguments
 from dschat.arguments.models import ModelArguments, RewardModelArguments, RLHFModelArguments, SupervisedArguments
 from dschat.arguments.optimizer import LoraArguments, OptimizerArguments
+from dschat.arguments.pairs import PairDeviceArguments, PairRunArguments, PromptDataArguments
 from dschat.arguments.ppo import PPOArguments
 from dschat.arguments.preference import PolicyArguments, PreferenceArguments
 from dschat.arguments.rewards import RewardArguments
@@ -23,8 +24,11 @@ __all__ = [
     "OptimizerArguments",
     "PPOArguments",
     "PairArguments",
+    "PairDeviceArguments",
+    "PairRunArguments",
     "PolicyArguments",
     "PreferenceArguments",
+    "PromptDataArguments",
     "RLHFModelArguments",
     "RewardArguments",
     "RewardModelArguments",

@@ -17,9 +17,12 @@ class RewardArguments:
         "last_number, boxed, format, length, repetition, overlong, reasoning_gym",
     )
     reward_timeout: float = flag(
-        300.0, "seconds that a function or service may take for a batch", above=0, needs=["reward"]
-    )
-    reward_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["reward"])
+        300.0,
+        "seconds that a function or service may take for a batch, and that a service is asked again which is away or "
+        "busy; inf: no limit",
+        above=0, needs=["reward"],
+    )  # fmt: skip
+    reward_retries: int = flag(2, "how often one that fails is asked again", at_least=0, needs=["reward"])
     normalize_rewards: bool = flag(
         False, "each source's scores less their running mean, in running standard deviations, before its weight"
     )

@@ -26,6 +26,10 @@ class SamplingArguments:
     judge: str | None = flag(
         None, "FILE.py:FUNCTION(prompts, responses, rows) -> scores; step 3 watches, never trains on it"
     )
+    judge_timeout: float = flag(
+        300.0, "seconds that the judge may take for a batch; inf: no limit", above=0, needs=["judge"]
+    )
+    judge_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["judge"])
 
     def problems(self) -> list[str]:
         if self.judge and not Path(self.judge.partition(":")[0]).is_file():
@@ -62,8 +66,6 @@ class RolloutArguments(SamplingArguments):
         0.8, "share of the device's free memory that keys and values of a rollout may take", above=0, at_most=1
     )
     pin_generation_buffers: bool = flag(False, "keep keys, values, copied weights and captured steps between rollouts")
-    judge_timeout: float = flag(300.0, "seconds that the judge may take for a rollout batch", above=0, needs=["judge"])
-    judge_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["judge"])
     print_answers: bool = flag(False, "print sampled answers to the console")
     print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1, needs=["print_answers"])
 

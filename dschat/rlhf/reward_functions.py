@@ -45,7 +45,9 @@ def _module(path: Path) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's file raises, sys.exit too
         raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error}): mend it first") from error
     return module
 

@@ -11,7 +11,7 @@ from http.client import HTTPException
 from typing import Any
 
 from dschat.rlhf.answers import Answers
-from dschat.rlhf.patience import Unavailable
+from dschat.rlhf.patience import Unavailable, timeout_of
 from dschat.rlhf.reward_functions import numbers
 from dschat.secrets import HIDDEN, redacted
 from dschat.terminal import printable
@@ -40,7 +40,7 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     The environment variable DSCHAT_REWARD_TOKEN, where it is set, goes along as bearer token.
 
     Args:
-        seconds: that the connection may be silent.
+        seconds: that the connection may be silent; inf: no limit.
 
     Returns: scores, NaN for null.
 
@@ -60,7 +60,7 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     url = redacted(url)  # from here on it is a name in messages
     try:
-        with urllib.request.build_opener(_NoRedirects).open(request, timeout=seconds) as reply:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_of(seconds)) as reply:
             text = reply.read(_LONGEST_ANSWER)
     except urllib.error.HTTPError as error:
         raise _refusal(url, error, token) from error

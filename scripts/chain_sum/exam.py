@@ -20,6 +20,7 @@ from dschat.data.chat_template import decode_responses, encode_prompt, stop_toke
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.rlhf.answer_metrics import last_number
+from dschat.script_inputs import existing_folder, exit_on_mistake, number_type, read_json_lines
 
 TERMS = (3, 4, 5, 6)
 SAMPLES = 4
@@ -27,9 +28,9 @@ SAMPLES = 4
 
 def seen_prompts(output: Path) -> set[str]:
     """Every prompt that SFT or a rollout has shown a model."""
-    seen = {json.loads(line)["prompt"] for line in (output / "data" / "sft.jsonl").open(encoding="utf-8")}
+    seen = {row["prompt"] for row in read_json_lines(output / "data" / "sft.jsonl", fields=["prompt"])}
     for samples in output.glob("level*/samples.jsonl"):
-        rows = [json.loads(line) for line in samples.open(encoding="utf-8")]
+        rows = read_json_lines(samples, fields=["prompt", "phase"])
         seen |= {row["prompt"] for row in rows if row["phase"] == "train"}
     return seen
 
@@ -67,12 +68,19 @@ def exam(folder: Path, sums: list[dict], *, samples: int, temperature: float) ->
     return sum(right) / len(right), given[0]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder of the stages, and for summary.json")
-    parser.add_argument("--models", type=Path, nargs="+", required=True, help="exported models, the first one's SFT")
-    parser.add_argument("--sums", type=int, default=50, help="of each length")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=existing_folder, required=True,
+                        help="folder of the stages, and for summary.json")  # fmt: skip
+    parser.add_argument("--models", type=existing_folder, nargs="+", required=True,
+                        help="exported models, the first one's SFT")  # fmt: skip
+    parser.add_argument("--sums", type=number_type(int, at_least=1), default=50, help="of each length")
+    options = parser.parse_args(arguments)
+    with exit_on_mistake("exam"):
+        hold_exam(options)
+
+
+def hold_exam(options: argparse.Namespace) -> None:
     seen = seen_prompts(options.output)
     papers = {terms: unseen_sums(terms, options.sums, seen) for terms in TERMS}
     summary = {}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from pathlib import Path
 
 import reasoning_gym
+
+from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
 
 
 def worked(expression: str) -> str:
@@ -27,15 +28,22 @@ def worked(expression: str) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for sft.jsonl")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=1200)
-    parser.add_argument("--min_terms", type=int, default=2)
-    parser.add_argument("--max_terms", type=int, default=3)
-    parser.add_argument("--max_digits", type=int, default=1)
-    options = parser.parse_args()
+    parser.add_argument("--output", type=new_folder, required=True, help="folder for sft.jsonl")
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=1)
+    parser.add_argument("--rows", type=number_type(int, at_least=1), default=1200)
+    parser.add_argument("--min_terms", type=number_type(int, at_least=2), default=2)
+    parser.add_argument("--max_terms", type=number_type(int, at_least=2), default=3)
+    parser.add_argument("--max_digits", type=number_type(int, at_least=1, at_most=15), default=1)
+    options = parser.parse_args(arguments)
+    if options.min_terms > options.max_terms:
+        parser.error(f"--min_terms {options.min_terms} is more than --max_terms {options.max_terms}")
+    with exit_on_mistake("worked_sums"):
+        write_sums(options)
+
+
+def write_sums(options: argparse.Namespace) -> None:
     sums = reasoning_gym.create_dataset(
         "chain_sum", size=options.rows, seed=options.seed, min_terms=options.min_terms, max_terms=options.max_terms,
         min_digits=1, max_digits=options.max_digits,

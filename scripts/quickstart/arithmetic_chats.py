@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
+
 LARGEST_OPERAND = 9
 HELD_OUT_SHARE = 0.16  # of the operand pairs
 SHARE_CORRECT = 0.6
@@ -167,16 +169,21 @@ def write_jsonl(path: Path, rows: Iterator[dict] | list[dict]) -> int:
     return len(lines)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for the jsonl files")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--sft_examples", type=int, default=25600, help="rows of sft_train.jsonl")
-    parser.add_argument("--pair_prompts", type=int, default=2000, help="rows of prompts_train.jsonl, to make pairs of")
-    parser.add_argument("--rl_prompts", type=int, default=6400, help="rows of prompts_rl.jsonl")
-    parser.add_argument("--eval_prompts", type=int, default=160, help="rows of prompts_eval.jsonl (held-out sums)")
-    options = parser.parse_args()
+    parser.add_argument("--output", type=new_folder, required=True, help="folder for the jsonl files")
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=1)
+    rows = number_type(int, at_least=1)
+    parser.add_argument("--sft_examples", type=rows, default=25600, help="rows of sft_train.jsonl")
+    parser.add_argument("--pair_prompts", type=rows, default=2000, help="rows of prompts_train.jsonl, to make pairs of")
+    parser.add_argument("--rl_prompts", type=rows, default=6400, help="rows of prompts_rl.jsonl")
+    parser.add_argument("--eval_prompts", type=rows, default=160, help="rows of prompts_eval.jsonl (held-out sums)")
+    options = parser.parse_args(arguments)
+    with exit_on_mistake("arithmetic_chats"):
+        write_files(options)
 
+
+def write_files(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     rng = random.Random(options.seed)
     train, held_out = split_operand_pairs(rng)

@@ -6,15 +6,15 @@ python scripts/quickstart/make_model.py --data DIR/sft_train.jsonl --output MODE
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from dschat.data.chat_template import ensure_chat_template
+from dschat.script_inputs import SEEDS, existing_file, exit_on_mistake, new_folder, number_type, read_json_lines
 
 EOS, PAD = "<|end|>", "<|pad|>"
 VOCABULARY_SIZE = 512
@@ -78,19 +78,24 @@ def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCaus
     return LlamaForCausalLM(config)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="jsonl file with a `messages` column")
-    parser.add_argument("--output", type=Path, required=True, help="folder of the model")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-
-    with options.data.open(encoding="utf-8") as lines:
-        conversations = [json.loads(line)["messages"] for line in lines]
-    tokenizer = train_tokenizer(conversations)
-    model = tiny_llama(tokenizer, seed=options.seed)
-    tokenizer.save_pretrained(options.output)
-    model.save_pretrained(options.output)
+    parser.add_argument("--data", type=existing_file, required=True, help="jsonl file with a `messages` column")
+    parser.add_argument("--output", type=new_folder, required=True, help="folder of the model")
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=1)
+    options = parser.parse_args(arguments)
+    with exit_on_mistake("make_model"):
+        conversations = [row["messages"] for row in read_json_lines(options.data, fields=["messages"])]
+        if not conversations:
+            raise ValueError(f"{options.data} has no rows: a tokenizer needs text to learn from")
+        try:
+            tokenizer = train_tokenizer(conversations)
+        except (TypeError, KeyError, AttributeError, TemplateError) as error:
+            raise ValueError(f'{options.data}: its "messages" are no chats ({error})') from error
+        model = tiny_llama(tokenizer, seed=options.seed)
+        options.output.mkdir(parents=True, exist_ok=True)
+        tokenizer.save_pretrained(options.output)
+        model.save_pretrained(options.output)
     print(f"{options.output}: Llama, {model.num_parameters() / 1e6:.2f}M parameters, {len(tokenizer)} tokens")
 
 

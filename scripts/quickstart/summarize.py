@@ -20,15 +20,19 @@ from deepspeed.accelerator import get_accelerator
 from dschat.data.chat_template import encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.script_inputs import (
+    SEEDS,
+    existing_file,
+    existing_folder,
+    exit_on_mistake,
+    new_folder,
+    number_type,
+    read_json_lines,
+)
 from dschat.terminal import printable
 
 MAX_NEW_TOKENS = 32
 SHOWN = 6
-
-
-def read_jsonl(path: Path) -> list[dict]:
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) -> list[str]:
@@ -71,14 +75,21 @@ def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[di
 
 def reward_model_accuracy(run: Path) -> float | None:
     """Held-out pair accuracy of the reward model: the last evaluation that its run wrote."""
-    evaluations = [row for row in read_jsonl(run / "metrics.jsonl") if row["phase"] == "eval" and "accuracy" in row]
-    return round(evaluations[-1]["accuracy"], 4) if evaluations else None
+    rows = read_json_lines(run / "metrics.jsonl", fields=["phase"])
+    evaluations = [row["accuracy"] for row in rows if row["phase"] == "eval" and row.get("accuracy") is not None]
+    return round(evaluations[-1], 4) if evaluations else None
 
 
 def stage_seconds(folder: Path) -> dict[str, int]:
     """Seconds of every finished stage: the first line of its stamp."""
-    stamps = sorted(folder.glob("*"), key=lambda stamp: stamp.stat().st_mtime)
-    return {stamp.name: int(stamp.read_text(encoding="utf-8").splitlines()[0]) for stamp in stamps}
+    stamps = sorted(folder.glob("[!.]*"), key=lambda stamp: stamp.stat().st_mtime)
+    seconds = {}
+    for stamp in stamps:
+        first = stamp.read_text(encoding="utf-8").partition("\n")[0]
+        if not first.isdecimal():
+            raise ValueError(f"{stamp}: no stamp of a stage, which begins with its seconds")
+        seconds[stamp.name] = int(first)
+    return seconds
 
 
 def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
@@ -95,20 +106,29 @@ def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: li
     print(f"  seconds: {', '.join(f'{name} {seconds}' for name, seconds in summary['seconds'].items())}\n")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for summary.json")
-    parser.add_argument("--sft", type=Path, required=True, help="exported model of step 1")
-    parser.add_argument("--ppo", type=Path, required=True, help="exported actor of step 3")
-    parser.add_argument("--dpo", type=Path, help="exported model of step2_dpo_finetuning, if there is one")
-    parser.add_argument("--prompts", type=Path, required=True, help="jsonl with held-out prompts and their answers")
-    parser.add_argument("--reward_run", type=Path, required=True, help="output folder of step 2")
-    parser.add_argument("--stages", type=Path, required=True, help="folder with the stamps of the stages")
-    parser.add_argument("--samples", type=int, default=4, help="responses sampled for each prompt")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    parser.add_argument("--output", type=new_folder, required=True, help="folder for summary.json")
+    parser.add_argument("--sft", type=existing_folder, required=True, help="exported model of step 1")
+    parser.add_argument("--ppo", type=existing_folder, required=True, help="exported actor of step 3")
+    parser.add_argument("--dpo", type=existing_folder, help="exported model of step2_dpo_finetuning, if there is one")
+    parser.add_argument("--prompts", type=existing_file, required=True,
+                        help="jsonl with held-out prompts and their answers")  # fmt: skip
+    parser.add_argument("--reward_run", type=existing_folder, required=True, help="output folder of step 2")
+    parser.add_argument("--stages", type=existing_folder, required=True, help="folder with the stamps of the stages")
+    parser.add_argument("--samples", type=number_type(int, at_least=1), default=4,
+                        help="responses sampled for each prompt")  # fmt: skip
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=1)
+    options = parser.parse_args(arguments)
+    with exit_on_mistake("summarize"):
+        summarize(options)
 
-    rows = read_jsonl(options.prompts)
+
+def summarize(options: argparse.Namespace) -> None:
+    rows = read_json_lines(options.prompts, fields=["prompt", "answer"])
+    if not rows:
+        raise ValueError(f"{options.prompts} has no rows: there is nothing to ask")
+    pair_accuracy, seconds = reward_model_accuracy(options.reward_run), stage_seconds(options.stages)
     sft, before = exam(options.sft, rows, samples=options.samples, seed=options.seed)
     ppo, after = exam(options.ppo, rows, samples=options.samples, seed=options.seed)
     figures = {f"{name}_sft": round(value, 4) for name, value in sft.items()}
@@ -117,11 +137,11 @@ def main() -> None:
         dpo, _ = exam(options.dpo, rows, samples=options.samples, seed=options.seed)
         figures |= {f"{name}_dpo": round(value, 4) for name, value in dpo.items()}
     summary = figures | {
-        "reward_model_accuracy": reward_model_accuracy(options.reward_run),
+        "reward_model_accuracy": pair_accuracy,
         "prompts": len(rows),
         "samples_per_prompt": options.samples,
         "seed": options.seed,
-        "seconds": stage_seconds(options.stages),
+        "seconds": seconds,
     }
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     show(summary, rows, before, after)

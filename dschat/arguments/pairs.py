@@ -1,0 +1,29 @@
+"""What make_preferences.py takes of the groups of a training step: it trains nothing."""
+
+from dataclasses import dataclass, fields
+from typing import ClassVar, Literal
+
+from dschat.arguments.data import DataArguments
+from dschat.arguments.run import DeviceArguments, RunArguments
+from dschat.command_line import flag, subset
+
+_NOT_OF_PROMPTS = ("response_column", "margin_column", "text_column", "add_eot_token")
+
+
+PromptDataArguments = subset(
+    DataArguments, "PromptDataArguments",
+    keep=[field.name for field in fields(DataArguments) if field.name not in _NOT_OF_PROMPTS],
+)  # fmt: skip
+PairDeviceArguments = subset(DeviceArguments, "PairDeviceArguments", keep=["dtype", "deterministic"])
+_Folder = subset(RunArguments, "_Folder", keep=["output_dir", "seed", "collective_timeout", "local_rank"])
+
+
+@dataclass
+class PairRunArguments(_Folder):
+    """What is written, and whether an earlier run is gone on with: nothing is trained, so nothing else of a run."""
+
+    _argument_group_name: ClassVar[str] = "run"
+    resume: Literal["auto", "never"] = flag(
+        "never", "auto: go on with the judged batches of OUTPUT_DIR; never: begin anew, they are moved aside"
+    )
+    overwrite: bool = flag(False, "replace a finished OUTPUT_DIR/preferences.jsonl, once the new one is complete")

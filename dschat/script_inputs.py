@@ -1,0 +1,139 @@
+"""What the programs of scripts/ are given: numbers, files and folders; a mistake is one message and exit status 2.
+
+The types are for argparse, whose message names the flag. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MISTAKE = 2  # exit status, as argparse has it
+PORTS = {"at_least": 0, "at_most": 65535}
+SEEDS = {"at_least": 0, "at_most": 2**63 - 1}
+
+
+@contextmanager
+def exit_on_mistake(program: str) -> Iterator[None]:
+    """Inside, a ValueError or an OSError ends the program with its message and status 2.
+
+    Consoles that cannot show a character get an escape in its place.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    except BrokenPipeError:  # `… | head`: whoever read has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except (ValueError, OSError) as mistake:
+        print(f"{program}: {_described(mistake)}", file=sys.stderr, flush=True)
+        raise SystemExit(MISTAKE) from mistake
+
+
+def number_type(
+    kind: type, *, at_least: float | None = None, at_most: float | None = None, above: float | None = None
+) -> Callable[[str], Any]:
+    """A type for argparse: a finite number within bounds. kind: int or float."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+        rules = [f"at least {at_least}"] * (at_least is not None) + [f"above {above}"] * (above is not None)
+        rules += [f"at most {at_most}"] * (at_most is not None) + ["finite"] * (kind is float)
+        within = (
+            (at_least is None or value >= at_least)
+            and (above is None or value > above)
+            and (at_most is None or value <= at_most)
+            and (kind is int or math.isfinite(value))
+        )
+        if not within:
+            raise argparse.ArgumentTypeError(f"{text}: must be {' and '.join(rules)}")
+        return value
+
+    return read
+
+
+def existing_file(text: str) -> Path:
+    """A type for argparse: a file to read."""
+    path = Path(text)
+    if not text or not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text and path.is_dir()
+                                         else f"there is no file {text!r}")  # fmt: skip
+    return path
+
+
+def existing_folder(text: str) -> Path:
+    """A type for argparse: a folder to read."""
+    path = Path(text)
+    if not text or not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder" if text and path.exists()
+                                         else f"there is no folder {text!r}")  # fmt: skip
+    return path
+
+
+def new_file(text: str) -> Path:
+    """A type for argparse: a file to write, in folders that are there or can be made."""
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text else "names no file")
+    _check_writable(path.parent, text)
+    return path
+
+
+def new_folder(text: str) -> Path:
+    """A type for argparse: a folder to write into, which is there or can be made."""
+    if not text:
+        raise argparse.ArgumentTypeError("names no folder")
+    _check_writable(Path(text), text)
+    return Path(text)
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises ValueError that names it."""
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+
+
+def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The objects of a jsonl file. Raises ValueError that names file and line, also for one without these fields."""
+    rows = []
+    for place, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{place}: not valid JSON ({error})") from error
+        missing = [name for name in fields if not isinstance(row, dict) or name not in row]
+        if missing or not isinstance(row, dict):
+            raise ValueError(f"{path}:{place}: wants a JSON object with {', '.join(fields) or 'fields'}")
+        rows.append(row)
+    return rows
+
+
+def _check_writable(folder: Path, text: str) -> None:
+    """Raise if neither the folder nor the nearest one above it that is there can be written."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: {folder} is no folder that can be written")
+
+
+def _described(mistake: Exception) -> str:
+    if isinstance(mistake, OSError) and mistake.filename is not None and mistake.strerror:
+        return f"{mistake.filename}: {mistake.strerror}"
+    return str(mistake)

@@ -1,0 +1,316 @@
+"""Programs of scripts/ with bad input: status 2, one message with flag, file or line, no traceback, nothing made."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dschat.arguments import PPOArguments
+from dschat.script_inputs import read_json_lines
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+METRIC = '{"step": 1, "time": 1.0, "phase": "eval", "perplexity": 2.0}\n'
+
+
+@cache
+def script(name: str) -> ModuleType:
+    """The program, imported with the files beside it."""
+    path = SCRIPTS / f"{name}.py"
+    before = set(sys.modules)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec = importlib.util.spec_from_file_location(f"script_{name.replace('/', '_')}", path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # dataclasses look theirs up
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+        for beside in {file.stem for file in path.parent.glob("*.py")} - before:  # two folders have files of one name
+            sys.modules.pop(beside, None)
+    return module
+
+
+def outcome(name: str, words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
+    """The exit status, and everything that was printed."""
+    try:
+        code = script(name).main([str(word) for word in words])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr()
+    return (0 if code is None else code), said.out + said.err
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """Files and folders that are not what is wanted, and where nothing may be made besides."""
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "a_file").write_text("text\n")
+    (folder / "empty").mkdir()
+    (folder / "empty.jsonl").touch()
+    (folder / "broken.jsonl").write_text('{"messages": []}\n\n{"messages": \n')
+    (folder / "list.jsonl").write_text('[{"messages": []}]\n')
+    (folder / "deep.jsonl").write_text("[" * 100_000 + "\n")
+    (folder / "bytes.jsonl").write_bytes(b'{"messages": "\xff"}\n')
+    (folder / "other.jsonl").write_text('{"text": "x"}\n')
+    (folder / "no_chat.jsonl").write_text('{"messages": [3]}\n')
+    (folder / "questions.jsonl").write_text('{"prompt": "1 + 1", "answer": 2}\n')
+    stamps = folder / "stamps"
+    stamps.mkdir()
+    (stamps / "sft").write_text("soon\npython …\n")
+    for name, content in {"no_metrics": None, "empty_metrics": "", "broken_metrics": "{\n", "one_metric": METRIC,
+                          "null_metrics": METRIC.replace("2.0", "null") * 2}.items():  # fmt: skip
+        run = folder / name / "sft"
+        run.mkdir(parents=True)
+        (run / "run.json").write_text('{"name": "sft"}')
+        if content is not None:
+            (run / "metrics.jsonl").write_text(content)
+    strange = folder / "strange"
+    (strange / "run.json").mkdir(parents=True)
+    (strange / "metrics.jsonl").mkdir()
+    exam = folder / "exam" / "data"
+    exam.mkdir(parents=True)
+    (exam / "sft.jsonl").write_text('{"prompt": "x"}\n{"response": "y"}\n')
+    write_dumps(folder)
+    return folder
+
+
+def write_dumps(folder: Path) -> None:
+    """Folders like those of --dump_step, each with one thing wrong."""
+    good = {"processes": 1, "temperature": 1.0, "max_answer_seq_len": 8, "kl_coef": 0.1, "ppo": asdict(PPOArguments())}
+    wrong = {
+        "dump_broken": "{", "dump_list": "[]", "dump_bytes": b"\xff", "dump_deep": "[" * 100_000,
+        "dump_few": json.dumps(good | {"ppo": None}), "dump_word": json.dumps(good | {"processes": "two"}),
+        "dump_none": json.dumps(good | {"processes": 0}),
+        "dump_newer": json.dumps(good | {"ppo": good["ppo"] | {"warp": 9}}),
+        "dump_alone": json.dumps(good), "dump_metrics": json.dumps(good), "dump_tensors": json.dumps(good),
+        "dump_fields": json.dumps(good), "dump_model": json.dumps(good),
+    }  # fmt: skip
+    for name, content in wrong.items():
+        (folder / name).mkdir()
+        (folder / name / "settings.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (folder / "dump_metrics" / "metrics.json").write_text("{")
+    for name in ("dump_tensors", "dump_fields", "dump_model"):
+        (folder / name / "metrics.json").write_text("{}")
+    (folder / "dump_tensors" / "iteration_rank0.safetensors").write_bytes(b"not tensors at all")
+    save_file({"0.warp": torch.zeros(1)}, folder / "dump_fields" / "iteration_rank0.safetensors")
+
+
+NO_NUMBERS = ("word", "", "1.5", "nan", "1e3")
+NO_FLOATS = ("word", "", "nan", "inf", "1e999")
+
+
+def numbers(name: str, words: list, flags: dict[str, tuple]) -> list[tuple]:
+    """A case for each value that is none for a whole-number flag, and for those out of its bounds."""
+    return [(name, [*words, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
+            for value in (*NO_NUMBERS, *bad)]  # fmt: skip
+
+
+def floats(name: str, words: list, flags: dict[str, tuple]) -> list[tuple]:
+    return [(name, [*words, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
+            for value in (*NO_FLOATS, *bad)]  # fmt: skip
+
+
+HUGE = 2**63
+REPORT, CHAT, SERVE, REPLAY = "report", "chat", "serve_reward_model", "replay"
+CHATS, MODEL, SUMMARY = "quickstart/arithmetic_chats", "quickstart/make_model", "quickstart/summarize"
+DATA, CONVERT, SMOLLM2 = "smollm2/prepare_data", "smollm2/prepare_model", "smollm2/summarize"
+SUMS, EXAM = "chain_sum/worked_sums", "chain_sum/exam"
+SUMMARY_FLAGS = {"--output": "empty", "--sft": "empty", "--ppo": "empty", "--prompts": "questions.jsonl",
+                 "--reward_run": "one_metric/sft", "--stages": "stamps"}  # fmt: skip
+
+
+def summary_with(**changes: str) -> list[str]:
+    flags = SUMMARY_FLAGS | {f"--{name}": value for name, value in changes.items()}
+    return [word for pair in flags.items() for word in pair]
+
+
+CASES: list[tuple[str, list, str]] = [
+    (REPORT, [], "RUN"),
+    (REPORT, ["missing"], "missing: no such folder"),
+    (REPORT, ["a_file"], "a_file: no such folder"),
+    (REPORT, ["empty"], "nothing to report"),
+    (REPORT, ["no_metrics/sft"], "metrics.jsonl is missing"),
+    (REPORT, ["empty_metrics/sft"], "metrics.jsonl is empty"),
+    (REPORT, ["broken_metrics/sft"], "1 unreadable line(s), first at line 1"),
+    (REPORT, ["strange"], "metrics.jsonl is a folder"),
+    (REPORT, ["one_metric/sft", "-o", "empty"], "'empty' is a folder; name a file"),
+    (REPORT, ["one_metric/sft", "-o", "a_file/page.html"], "a_file is no folder that can be written"),
+    (REPORT, ["one_metric/sft", "-o", ""], "names no file"),
+    *numbers(REPORT, ["one_metric/sft"], {"samples": ("-1",)}),
+    (CHAT, ["missing/model"], "missing/model"),
+    (CHAT, ["./missing"], "./missing"),
+    (CHAT, ["a_file"], "a_file"),
+    (CHAT, ["empty"], "empty"),
+    (CHAT, ["empty", "--dtype", "fp8"], "--dtype"),
+    (CHAT, ["empty", "--warp", "9"], "--warp"),
+    *numbers(CHAT, ["empty"], {"max_new_tokens": (0, -1), "top_k": (-1,), "seed": (-1, HUGE)}),
+    *floats(CHAT, ["empty"], {"temperature": (-0.1,), "top_p": (0, 1.1, -1)}),
+    (SERVE, ["missing/model"], "missing/model"),
+    (SERVE, ["./missing"], "./missing"),
+    (SERVE, ["a_file"], "a_file"),
+    (SERVE, ["empty"], "empty"),
+    (SERVE, ["empty", "--host", "0.0.0.0"], "DSCHAT_REWARD_TOKEN"),
+    (SERVE, ["empty", "--port", "{taken}"], "--port {taken}: is in use"),
+    *numbers(SERVE, ["empty"], {"port": (-1, 65536), "max_tokens": (-1,), "max_batch_rows": (0, -1), "max_queue": (0,),
+                                "max_rows": (0,), "max_body": (0,), "max_held": (0,), "max_batch_tokens": (0,)}),
+    *floats(SERVE, ["empty"], {"shutdown_seconds": (-1,), "max_wait": (-1,), "max_read_seconds": (0, -1)}),
+    (REPLAY, ["missing"], "there is no folder 'missing'"),
+    (REPLAY, ["a_file"], "'a_file' is no folder"),
+    (REPLAY, [""], "there is no folder ''"),
+    (REPLAY, ["empty"], "empty holds no settings.json"),
+    (REPLAY, ["dump_broken"], "dump_broken/settings.json: not valid JSON"),
+    (REPLAY, ["dump_list"], "dump_list/settings.json: processes, temperature"),
+    (REPLAY, ["dump_bytes"], "dump_bytes/settings.json: not valid JSON"),
+    (REPLAY, ["dump_deep"], "dump_deep/settings.json: not valid JSON"),
+    (REPLAY, ["dump_few"], "settings.json: ppo is missing or wrong"),
+    (REPLAY, ["dump_word"], "settings.json: processes is missing or wrong"),
+    (REPLAY, ["dump_none"], "settings.json: processes is missing or wrong"),
+    (REPLAY, ["dump_newer"], "this version knows no flag warp"),
+    (REPLAY, ["dump_alone"], "dump_alone/metrics.json: No such file"),
+    (REPLAY, ["dump_metrics"], "metrics.json: not valid JSON"),
+    (REPLAY, ["dump_tensors"], "iteration_rank0.safetensors: not readable as safetensors"),
+    (REPLAY, ["dump_fields"], "iteration_rank0.safetensors: its tensors are not those of an Experience"),
+    (REPLAY, ["dump_model"], "dump_model/iteration_rank0.safetensors"),
+    (REPLAY, ["empty", "--device", "warp"], "'warp' is no device here"),
+    *floats(REPLAY, ["empty"], {"tolerance": (-1,)}),
+    (CHATS, [], "--output"),
+    (CHATS, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (CHATS, ["--output", "a_file/below"], "a_file is no folder that can be written"),
+    (CHATS, ["--output", ""], "--output: names no folder"),
+    *numbers(CHATS, ["--output", "new"], {"seed": (-1, HUGE), "sft_examples": (0, -1), "pair_prompts": (0,),
+                                          "rl_prompts": (0,), "eval_prompts": (0,)}),
+    *((MODEL, ["--output", "new", "--data", name], part) for name, part in {
+        "missing": "there is no file 'missing'", "empty": "'empty' is a folder; name a file", "": "there is no file ''",
+        "empty.jsonl": "empty.jsonl has no rows", "broken.jsonl": "broken.jsonl:3: not valid JSON",
+        "list.jsonl": "list.jsonl:1: wants a JSON object with messages", "deep.jsonl": "deep.jsonl:1: not valid JSON",
+        "bytes.jsonl": "bytes.jsonl:1: not valid JSON", "other.jsonl": "other.jsonl:1: wants a JSON object",
+        "no_chat.jsonl": "are no chats", "a_file": "a_file:1: not valid JSON",
+    }.items()),
+    (MODEL, ["--output", "a_file", "--data", "other.jsonl"], "a_file is no folder that can be written"),
+    *numbers(MODEL, ["--output", "new", "--data", "other.jsonl"], {"seed": (-1, HUGE)}),
+    (SUMMARY, [], "--output"),
+    (SUMMARY, summary_with(sft="missing"), "--sft: there is no folder 'missing'"),
+    (SUMMARY, summary_with(ppo="a_file"), "--ppo: 'a_file' is no folder"),
+    (SUMMARY, summary_with(dpo="missing"), "--dpo: there is no folder"),
+    (SUMMARY, summary_with(prompts="empty"), "--prompts: 'empty' is a folder"),
+    (SUMMARY, summary_with(prompts="empty.jsonl"), "empty.jsonl has no rows"),
+    (SUMMARY, summary_with(prompts="other.jsonl"), "other.jsonl:1: wants a JSON object with prompt, answer"),
+    (SUMMARY, summary_with(reward_run="empty"), "empty/metrics.jsonl: No such file"),
+    (SUMMARY, summary_with(reward_run="broken_metrics/sft"), "metrics.jsonl:1: not valid JSON"),
+    (SUMMARY, summary_with(), "stamps/sft: no stamp of a stage"),
+    (SUMMARY, summary_with(stages="missing"), "--stages: there is no folder"),
+    *numbers(SUMMARY, summary_with(), {"samples": (0,), "seed": (-1,)}),
+    (DATA, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (DATA, ["--output", "new", "--downloads", "a_file/x"], "--downloads: 'a_file/x'"),
+    *numbers(DATA, ["--output", "new"], {"seed": (-1,), "sft": (-1,), "preferences": (-1,), "prompts": (-1,),
+                                         "eval": (-1,), "max_turns": (1,), "max_chars": (99,)}),
+    (CONVERT, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (CONVERT, ["--output", "new", "--downloads", "a_file"], "--downloads: 'a_file'"),
+    (SMOLLM2, [], "output"),
+    (SMOLLM2, ["missing"], "there is no folder 'missing'"),
+    (SMOLLM2, ["a_file"], "'a_file' is no folder"),
+    (SMOLLM2, ["empty"], "empty/sft/metrics.jsonl: 0 evaluations, two are needed"),
+    (SMOLLM2, ["one_metric"], "1 evaluations, two are needed"),
+    (SMOLLM2, ["broken_metrics"], "broken_metrics/sft/metrics.jsonl:1: not valid JSON"),
+    (SMOLLM2, ["null_metrics"], "an evaluation has no number for perplexity"),
+]  # fmt: skip
+WITH_REASONING_GYM = [
+    (SUMS, [], "--output"),
+    (SUMS, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (SUMS, ["--output", "new", "--min_terms", "4"], "--min_terms 4 is more than --max_terms 3"),
+    *numbers(SUMS, ["--output", "new"], {"seed": (-1,), "rows": (0,), "min_terms": (1,), "max_terms": (1, 0),
+                                         "max_digits": (0, 99)}),
+    (EXAM, ["--output", "missing", "--models", "empty"], "--output: there is no folder"),
+    (EXAM, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
+    (EXAM, ["--output", "exam", "--models"], "--models"),
+    (EXAM, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
+    (EXAM, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
+    *numbers(EXAM, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
+]  # fmt: skip
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def check(cases: list[tuple], place: Path, capsys: pytest.CaptureFixture, fill: Callable[[str], str]) -> None:
+    before = sorted(place.rglob("*"))
+    for name, words, part in cases:
+        code, said = outcome(name, [fill(word) for word in words], capsys)
+        assert code == 2 and fill(part) in said and "Traceback" not in said, (name, words, code, said)
+    assert sorted(place.rglob("*")) == before, "nothing is made"
+
+
+@pytest.mark.parametrize("name", sorted({case[0] for case in CASES}))
+def test_bad_input_is_one_message_and_status_2(name, place, taken, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    check([case for case in CASES if case[0] == name], place, capsys, lambda text: text.replace("{taken}", str(taken)))
+    assert len(CASES) > 250
+
+
+@pytest.mark.parametrize("host", ["no host", "x" * 99, "192.0.2.1"])
+def test_a_reward_server_listens_at_addresses_of_this_machine_only(host, place, monkeypatch, capsys):
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "token")
+    code, said = outcome(SERVE, [place / "empty", "--host", host, "--port", "0"], capsys)
+    assert code == 2 and f"--host {host}" in said and ("is no address" in said or "cannot listen there" in said)
+
+
+@pytest.mark.parametrize("name", [SUMS, EXAM])
+def test_bad_input_of_programs_that_need_reasoning_gym(name, place, monkeypatch, capsys):
+    pytest.importorskip("reasoning_gym")
+    monkeypatch.chdir(place)
+    check([case for case in WITH_REASONING_GYM if case[0] == name], place, capsys, str)
+
+
+def test_a_report_survives_what_json_can_hold(tmp_path, capsys):
+    """Whole numbers beyond floats, half a surrogate pair, nesting: shown or noted, and the rest with them."""
+    (tmp_path / "run.json").write_text('{"name": "n\\udc80", "arguments": ' + "[" * 100_000)
+    huge = "9" * 400
+    rows = [f'{{"step": 1, "loss": 2.5, "time": {huge}}}', f'{{"step": 2, "loss": {huge}}}', "[" * 100_000]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (tmp_path / "samples.jsonl").write_text('{"prompt": "half \\ud800", "response": "\\udfff", "step": 1}\n')
+    code, said = outcome("report", [tmp_path, "-o", tmp_path / "page.html"], capsys)
+    assert code == 0 and "run.json is not valid JSON" in said and "first at line 3" in said
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "half \\ud800" in page and "[1.0, null, 2.5]" in page
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0",
+                                         "PYTHONCOERCECLOCALE": "0"}], ids=["ascii", "C"])  # fmt: skip
+def test_a_console_that_is_not_utf_8_gets_escapes(environment, tmp_path):
+    folder = tmp_path / "Läufe → neu"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    done = subprocess.run(
+        [sys.executable, SCRIPTS / "report.py", folder, "-o", folder / "page.html"], capture_output=True, timeout=120,
+        env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0 and b"Traceback" not in done.stderr, done.stderr
+    assert b"neu: run.json is missing" in done.stdout and b"wrote" in done.stdout and done.stdout.isascii()
+    assert (folder / "page.html").is_file()
+
+
+def test_lines_are_rows_and_blank_ones_are_none(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": "x\u2028y"}\r\n\n{"a": 2, "b": 3}', encoding="utf-8")
+    assert read_json_lines(path, fields=["a"]) == [{"a": "x\u2028y"}, {"a": 2, "b": 3}]
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: wants a JSON object with a, b"):
+        read_json_lines(path, fields=["a", "b"])
