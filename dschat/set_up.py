@@ -160,7 +160,10 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
 
 def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
     """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
-    device = launch.join(seed=run.seed, collective_timeout=run.collective_timeout, deterministic=devices.deterministic)
+    device = launch.join(
+        seed=run.seed, collective_timeout=run.collective_timeout, rendezvous_timeout=run.rendezvous_timeout,
+        deterministic=devices.deterministic,
+    )  # fmt: skip
     with settings_of_user():
         claim(run.output_dir)
     return device
