@@ -56,7 +56,10 @@ def run(main: Callable[[], None]) -> None:
             raise
         traceback.print_exc()
         sys.stderr.flush()
-        _fail("".join(traceback.format_exception_only(error)).strip(), 1)
+        before = watchdog.fail("".join(traceback.format_exception_only(error)).strip(), 1)
+        if before:
+            print(f"rank {rank()}: before that, {before}", file=sys.stderr, flush=True)
+        sys.exit(1)
     watchdog.stop()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -85,18 +85,23 @@ class Watchdog:
         for thread in self._threads:
             thread.join(timeout=5)
 
-    def fail(self, problem: str, status: int) -> None:
-        """This rank ends: stop watching, and have the others end, too, with this status and the reason."""
+    def fail(self, problem: str, status: int) -> str:
+        """This rank ends: stop watching, and have the others end, too, with this status and the reason.
+
+        Returns: the problem of another rank that failed before, which may be the cause; "" if there is none.
+        """
         self._stop.set()
         text = f"rank {self.rank} ({_process()}) has failed in phase {self.phase!r}: {problem}"
         # Not in this thread: a store whose rank is gone may never answer.
         telling = threading.Thread(target=self._tell, args=(Verdict(text, status or 1),), daemon=True)
         telling.start()
         telling.join(timeout=GRACE)
+        return self._verdict.problem if self._verdict and self._verdict.problem != text else ""
 
     def _tell(self, verdict: Verdict) -> None:
         try:
             verdict.publish(self.store)
+            self._verdict = Verdict.read(self.store)
             self._confirm()
         except RuntimeError:
             pass  # rank 0 is gone: whoever talks to its store finds that out
@@ -233,13 +238,18 @@ def stop() -> None:
     _current = None
 
 
-def fail(problem: str, status: int) -> None:
-    """This rank ends before the run does: the other ranks end soon, naming this one and its problem."""
+def fail(problem: str, status: int) -> str:
+    """This rank ends before the run does: the other ranks end soon, naming this one and its problem.
+
+    Returns: what another rank has ended of before; "" if this is the first.
+    """
     global _current
+    before = ""
     if _current is not None:
-        _current.fail(problem, status)
+        before = _current.fail(problem, status)
         _current.close()
     _current = None
+    return before
 
 
 def phase(name: str) -> None:
