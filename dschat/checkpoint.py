@@ -23,7 +23,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import failpoint, launch
+from dschat import failpoint, launch, watchdog
 from dschat.arguments import IDENTITY, SILENT
 from dschat.models.weight_files import pickle_problems
 from dschat.random_states import load_random_states, save_random_states
@@ -88,10 +88,12 @@ def save(
         attempt(make_room)
     _agree(problems, temporary)
     failpoint.reached("save_begin")
-    for name, engine in engines.items():
-        with _catching_writes(engine, problems):
-            engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
-        failpoint.reached(f"save_{name}")
+    with watchdog.following(temporary) if launch.is_main() else nullcontext():
+        for name, engine in engines.items():
+            with _catching_writes(engine, problems):
+                engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
+            failpoint.reached(f"save_{name}")
+    _agree(problems, temporary)  # what `also` gathers, it gathers on all ranks or on none
     if also is not None:
         attempt(lambda: also(temporary))
     attempt(lambda: save_random_states(temporary))
@@ -169,6 +171,7 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
             failpoint.reached("save_writing")
             _numbers_for_enums(state_dict)
             write(state_dict, path)
+            watchdog.progress()
             failpoint.reached("save_one_written")
         except WRITE_ERRORS as error:
             problems.append(f"rank {launch.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
@@ -218,6 +221,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
 
     Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify.
     """
+    watchdog.phase("checkpoint verification")
     found, problem = None, None
     if launch.is_main():
         try:
@@ -329,8 +333,10 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
+    watchdog.phase("resume")
     with converted(folder, engines) if resized else nullcontext(folder) as source:
         for name, engine in engines.items():
+            watchdog.progress()
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
                 raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
@@ -401,4 +407,5 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+            watchdog.progress()
     return digest.hexdigest()

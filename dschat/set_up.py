@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from dschat import launch
+from dschat import launch, watchdog
 from dschat.arguments import (
     DataArguments,
     DeviceArguments,
@@ -32,7 +32,7 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
-from dschat.output_folder import claim
+from dschat.output_folder import check_shared, claim
 
 
 def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False) -> list[str]:
@@ -145,6 +145,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
 
     Raises: SettingsError on every rank, if the data cannot be used.
     """
+    watchdog.phase("data preparation")
     splits, problem = None, None
     with launch.local_main_first():
         try:
@@ -166,6 +167,7 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
     )  # fmt: skip
     with settings_of_user():
         claim(run.output_dir)
+        check_shared(run.output_dir)
     return device
 
 
@@ -175,6 +177,7 @@ def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[s
     Args:
         rows: the prepared rows, whose content counts too; the main rank reads all of it.
     """
+    watchdog.phase("data fingerprint")
     order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
     if rows is not None:
         # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
@@ -212,6 +215,7 @@ def build_trainable(
         offload=devices.offload,
         overrides=devices.deepspeed_config,
     )
+    watchdog.phase("model loading")
     network = load(config)
     if lora_dim:
         add_lora(
@@ -220,6 +224,7 @@ def build_trainable(
     groups = optimizer_groups(
         network, learning_rate=learning_rate, lora_learning_rate=lora.lora_learning_rate, weight_decay=weight_decay
     )
+    watchdog.phase("engine")
     return trainable_engine(
         network,
         config=config,

@@ -13,8 +13,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import distributed as dist
 
@@ -23,6 +25,7 @@ from dschat.verdict import Verdict, confirm, wait_for_readers
 HUNG = 70  # exit status of ranks that left because one hung (EX_SOFTWARE)
 GRACE = 5.0  # seconds in which a rank may fail by itself of what made another one fail
 LATE = 3.0  # seconds that rank 0, which holds the store, waits for the others to read why the run ends
+FOLLOWING_INTERVAL = 5.0  # seconds between two looks at the size of a folder
 CHECKPOINT_THREAD = "checkpoint"  # completes a checkpoint that is on the disk already: worth waiting for
 
 
@@ -256,6 +259,34 @@ def phase(name: str) -> None:
     """This rank begins something else; every call is a sign of progress."""
     if _current is not None:
         _current.enter(name)
+
+
+@contextmanager
+def following(folder: str | Path) -> Iterator[None]:
+    """Inside, bytes that arrive in a folder count as progress: for calls that write for long and report nothing."""
+
+    def follow() -> None:
+        size = -1
+        while not ended.wait(FOLLOWING_INTERVAL):
+            before, size = size, _size(Path(folder))
+            if size != before:
+                progress()
+
+    ended = threading.Event()
+    thread = threading.Thread(target=follow, name="watchdog-following", daemon=True)
+    if _current is not None:
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _size(folder: Path) -> int:
+    try:
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    except OSError:  # files come and go
+        return -1
 
 
 def progress() -> None:

@@ -12,6 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig
 
+from dschat import watchdog
+
 # What DeepSpeed's checkpoints name beside what torch itself allows. Everything else could run code when it is loaded.
 HARMLESS = frozenset(
     {
@@ -59,6 +61,7 @@ def weights_digest(path: str) -> str:
             with file.open("rb") as content:
                 while block := content.read(1 << 24):
                     digest.update(block)
+                    watchdog.progress()
     return digest.hexdigest()
 
 

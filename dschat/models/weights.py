@@ -13,6 +13,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat import watchdog
+
 
 def is_partitioned(parameter: Tensor) -> bool:
     """True if ZeRO-3 owns the parameter and its values are spread over the ranks at the moment."""
@@ -177,6 +179,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
     Raises:
         RuntimeError: on every rank, if rank 0 could not write.
     """
+    watchdog.phase("export")
     model = pretrained_model(module)
     distributed = dist.is_available() and dist.is_initialized()
     writes = not distributed or dist.get_rank() == 0
@@ -185,9 +188,11 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
         if writes:
             # ZeRO-3 frees what it gathered at the next step; a live CPU parameter needs no copy.
             state[name] = tensor.detach().to("cpu", copy=hasattr(tensor, "ds_id"))
+        watchdog.progress()
     problem = None
     if writes:
-        problem = _write_folder(model, Path(folder), tokenizer, state)
+        with watchdog.following(folder):
+            problem = _write_folder(model, Path(folder), tokenizer, state)
     if distributed:
         answer = [problem]
         dist.broadcast_object_list(answer, src=0)

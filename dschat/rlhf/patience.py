@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from dschat import watchdog
 from dschat.rlhf.reward_functions import Judge, judged
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds
@@ -84,6 +85,7 @@ class Patience:
                 if failures > self.retries or time.monotonic() + pause > deadline:
                     raise
                 time.sleep(pause)
+                watchdog.progress()
             except Exception:  # whatever a user's function raises
                 failures += 1
                 if failures > self.retries:
@@ -127,7 +129,10 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
 
     thread = threading.Thread(target=work, daemon=True)  # a run can end while it hangs
     thread.start()
-    thread.join(seconds)
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, 1.0))
+        watchdog.progress()  # the wait has an end of its own
     if raised:
         raise raised[0]
     if not result:

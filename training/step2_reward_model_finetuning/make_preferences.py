@@ -22,7 +22,7 @@ import torch
 from torch import distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from dschat import arguments, launch
+from dschat import arguments, launch, watchdog
 from dschat.command_line import SettingsError, parse, settings_of_user
 from dschat.data.batches import rank_share
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
@@ -33,6 +33,7 @@ from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.patience import Patience
+from dschat.rlhf.reward_model import tokens_read
 from dschat.rlhf.rewards import (
     Answers,
     RewardModel,
@@ -54,17 +55,22 @@ GROUPS = (
 
 def check(sampling: arguments.PairArguments, reward: arguments.RewardArguments, *_: Any) -> list[str]:
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
-    problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
-                              lengths="--max_prompt_seq_len + --max_answer_seq_len")  # fmt: skip
+    lengths = "--max_prompt_seq_len + --max_answer_seq_len"
+    problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths)
+    usable = not problems
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")
     if reward.normalize_rewards:
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
     mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
     paths = [] if mistakes else model_paths(reward.reward)
-    return problems + mistakes + [
-        line for path in paths for line in model_problems("--reward", path, tokens=0, lengths="")
-    ]  # fmt: skip
+    for path in paths:
+        own = model_problems("--reward", path, tokens=0, lengths=lengths)
+        if usable and not own:
+            read = tokens_read(path, sampling.model_name_or_path, tokens=tokens)
+            own = model_problems("--reward", path, tokens=read, lengths=lengths)
+        mistakes = mistakes + own
+    return problems + mistakes
 
 
 def main() -> None:
@@ -84,9 +90,11 @@ def main() -> None:
         micro_batch_size=sampling.per_device_generation_batch_size,
     )  # fmt: skip
     for number, indices in enumerate(share, start=1):
+        watchdog.phase("sampling")
         if indices:  # a rank may be left without prompts at the end
             batch = collate_prompts([prompts[index] for index in indices])
             rollout, answers = sampled_answers(actor, tokenizer, batch, indices, sampling, stop_ids, run.seed)
+            watchdog.phase("judging")
             pairs += scored_pairs(
                 batch["messages"], answers.responses, score(rollout, answers), indices,
                 at_most=sampling.pairs_per_prompt, seed=run.seed,
@@ -94,6 +102,7 @@ def main() -> None:
         if launch.is_main():
             print(f"[make_preferences] {number}/{len(share)} batches, {len(pairs)} pairs on this rank", flush=True)
 
+    watchdog.phase("gathering pairs")
     everyone: list[list[tuple[int, dict]]] = [[] for _ in range(launch.world_size())]
     dist.all_gather_object(everyone, pairs)
     rows = [row for _, row in sorted((pair for part in everyone for pair in part), key=itemgetter(0))]
