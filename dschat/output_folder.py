@@ -83,8 +83,8 @@ def check_shared(output_dir: str | Path) -> None:
         if hosts:
             names = ", ".join(sorted(set(hosts))[:8])
             problem = (
-                f"--output_dir {output_dir}: what rank 0 writes there is not there on {names}: every node must have the "
-                "same folder, since all ranks write its checkpoints; name one on a file system that the nodes share"
+                f"--output_dir {output_dir}: what rank 0 writes there is not there on {names}: every node must have "
+                "the same folder, since all ranks write its checkpoints; name one on a file system that the nodes share"
             )
     if problem:
         raise ValueError(problem)

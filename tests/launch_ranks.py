@@ -1,5 +1,7 @@
 """A program of several ranks for test_launch.py: `launch_ranks.py CASE FOLDER`."""
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -74,6 +76,16 @@ def mistake_of_one() -> None:
     launch.barrier()
 
 
+def terminated() -> None:
+    """A signal to one rank before the loop, which would capture it, has begun."""
+    launch.join(seed=5)
+    launch.barrier()
+    if launch.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        time.sleep(0.1)
+
+
 def gathered() -> None:
     """What is gathered for the main rank only, and what comes from it."""
     launch.join(seed=5)
@@ -83,5 +95,5 @@ def gathered() -> None:
 
 
 if __name__ == "__main__":
-    cases = (together, main_first, mistake, fault, fault_of_one, mistake_of_one, gathered)
+    cases = (together, main_first, mistake, fault, fault_of_one, mistake_of_one, terminated, gathered)
     launch.run({case.__name__: case for case in cases}[CASE])

@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -42,6 +43,12 @@ def test_a_fault_of_one_rank_is_printed_first_and_ends_the_others_which_name_it(
 def test_a_mistake_that_only_one_rank_finds_ends_all_with_status_2(programs, tmp_path):
     text = programs.run(RANKS, ["mistake_of_one", tmp_path], processes=2, log=tmp_path / "log", code=None)
     assert "rank 1 (" in text and "--shade green: choose another" in text
+
+
+def test_a_signal_to_one_rank_before_the_loop_ends_all_with_its_status(programs, tmp_path):
+    text = programs.run(RANKS, ["terminated", tmp_path], processes=2, log=tmp_path / "log", code=128 + signal.SIGTERM)
+    assert text.count("SIGTERM: the run ends here, not saved") == 1 and "rank 1 (" in text
+    assert "Traceback" not in text
 
 
 def test_a_process_that_did_not_join_is_a_group_of_one():
