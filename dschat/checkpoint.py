@@ -22,7 +22,7 @@ import deepspeed
 import torch
 from safetensors import SafetensorError
 
-from dschat import failpoint, launch
+from dschat import failpoint, launch, watchdog
 from dschat.arguments import IDENTITY, SILENT
 from dschat.earlier_runs import bring_back, newest_before, set_aside, step_folders
 from dschat.leftovers import remove_leftovers
@@ -92,10 +92,11 @@ def save(
         attempt(make_room)
     _agree(problems, temporary)
     failpoint.reached("save_begin")
-    for name, engine in engines.items():
-        with _catching_writes(engine, problems):
-            engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
-        failpoint.reached(f"save_{name}")
+    with watchdog.following(temporary) if launch.is_main() else nullcontext():
+        for name, engine in engines.items():
+            with _catching_writes(engine, problems):
+                engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
+            failpoint.reached(f"save_{name}")
     if also is not None:
         _agree(problems, temporary)  # it may hold collectives: a rank that skipped them would keep the others waiting
         attempt(lambda: also(temporary))
@@ -174,6 +175,7 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
             failpoint.reached("save_writing")
             _numbers_for_enums(state_dict)
             write(state_dict, path)
+            watchdog.progress()
             failpoint.reached("save_one_written")
         except WRITE_ERRORS as error:
             problems.append(f"rank {launch.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
@@ -225,6 +227,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
     Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify; or when files of
         the folder cannot be moved.
     """
+    watchdog.phase("checkpoint verification")
     found, problem = None, None
     if launch.is_main():
         try:
@@ -341,9 +344,11 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
                 f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
                 f"stage {then} (1 and 2 keep the same things, the others do not)"
             )
+    watchdog.phase("resume")
     source_of = converted(folder, engines) if resized else nullcontext(folder)
     with settings_kept(engines), restricted_unpickling(f"{folder} is refused: "), source_of as source:
         for name, engine in engines.items():
+            watchdog.progress()
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
                 raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
@@ -415,4 +420,5 @@ def _digest(path: Path) -> str:
     with path.open("rb") as file:
         while block := file.read(1 << 20):
             digest.update(block)
+            watchdog.progress()
     return digest.hexdigest()

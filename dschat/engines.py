@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from dschat import failpoint, launch
+from dschat import failpoint, launch, watchdog
 
 Metrics = dict[str, torch.Tensor]
 
@@ -39,6 +39,7 @@ def trainable_engine(
 
 def frozen_engine(model: nn.Module, *, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
     """A DeepSpeedEngine without optimizer, in evaluation mode, none of its parameters trainable."""
+    watchdog.phase("engine")
     model.requires_grad_(False)
     engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
     engine.eval()
@@ -65,6 +66,7 @@ def optimizer_step(
     for number, micro_loss in enumerate(micro_losses, start=1):
         engine.set_gradient_accumulation_boundary(number == len(micro_losses))
         loss, metrics = micro_loss()
+        watchdog.progress()
         loss = loss * torch.nan if failpoint.reached("loss") else loss
         engine.backward(loss * launch.world_size(), scale_wrt_gas=False)
         for name, value in {"loss": loss, **metrics}.items():

@@ -48,7 +48,7 @@ class Health:
 
         Args:
             metrics: of the step.
-            skipped: of each of its updates, whether it was left out.
+            skipped: of each of its updates that had something to learn from, whether a number of it was not finite.
 
         Raises:
             TooManyBadSteps: --max_bad_steps updates in a row were skipped.
@@ -56,7 +56,7 @@ class Health:
         if any(skipped):
             self.log.say(
                 f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
-                "a gradient was not finite, or there was nothing to learn from; the models are as they were"
+                "a gradient was not finite; the models are as they were"
             )
         for one in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0

@@ -3,14 +3,14 @@
 import os
 import random
 import shutil
-import socket
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import numpy as np
@@ -18,30 +18,61 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
-from dschat import watchdog
+from dschat import signals, watchdog
 from dschat.build_locks import clear_stale_build_locks
 from dschat.command_line import SettingsError
+from dschat.launch_environment import LaunchError, is_first_of_node, launch_variables
+from dschat.rendezvous import open_store
 from dschat.terminal import printable
+
+# The watchdog ends runs that hang. A collective may rightly wait for hours: for a rank that prepares data, say.
+COLLECTIVES_WAIT = timedelta(days=7)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a step's main; a mistake in the settings is one message from each node, not a stack from each rank."""
+    """Run a step's main; a mistake in the settings is one message from each node, not a stack from each rank.
+
+    A rank that fails prints why and has the other ranks end, too. The process group is destroyed only when all ranks
+    come to the end: before, that may wait for ever for ranks in another collective.
+    """
     try:
-        main()
+        with signals.ending_the_run():
+            os.environ.update(launch_variables(os.environ))
+            main()
+            watchdog.phase("end")
+            barrier()
     except SettingsError as mistakes:
-        if is_main_of_node():  # nodes may differ, in the files they see
-            print(printable(mistakes), file=sys.stderr)
-        sys.exit(2)
+        if is_main_of_node() or (isinstance(mistakes, LaunchError) and mistakes.on_this_rank):
+            print(printable(mistakes), file=sys.stderr, flush=True)  # nodes may differ, in the files they see
+        _fail(str(mistakes), 2)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
-    finally:
-        watchdog.stop()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        print("interrupted", file=sys.stderr, flush=True)
+        _fail("interrupted", 130)
+    except SystemExit as leaving:
+        watchdog.fail(f"it left with status {leaving.code}", leaving.code if isinstance(leaving.code, int) else 1)
+        raise
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        before = watchdog.fail("".join(traceback.format_exception_only(error)).strip(), 1)
+        if before:
+            print(f"rank {rank()}: before that, {before}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    watchdog.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool = False) -> torch.device:
+def _fail(problem: str, status: int) -> NoReturn:
+    watchdog.fail(problem, status)
+    sys.exit(status)
+
+
+def join(
+    *, seed: int, collective_timeout: float = 1800.0, rendezvous_timeout: float = 600.0, deterministic: bool = False
+) -> torch.device:
     """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
 
     All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
@@ -49,14 +80,15 @@ def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool =
 
     Args:
         deterministic: take only operations that give the same bits every time, where there are some.
-        collective_timeout: seconds after which a rank that is silent, or stays in one phase, ends the run.
+        collective_timeout: seconds after which a rank that is silent, or a run without progress on any rank, ends.
+        rendezvous_timeout: seconds that ranks may be missing at the start.
 
     Returns: this rank's device.
-    Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing.
+    Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing, or the launcher's
+        variables are (LaunchError), or ranks do not come.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    if "RANK" not in os.environ:
-        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+    os.environ.update(launch_variables(os.environ) or alone)
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
     _keep_builds_apart()
@@ -68,15 +100,11 @@ def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool =
         _share_cores()
         device = torch.device("cpu")
     else:
+        _check_device(local_rank, accelerator.device_count())
         accelerator.set_device(local_rank)
         device = torch.device(accelerator.device_name(local_rank))
     if not dist.is_initialized():
-        backend = accelerator.communication_backend_name()
-        deepspeed.init_distributed(
-            dist_backend="gloo" if accelerator.device_name() == "cpu" else backend,
-            timeout=timedelta(seconds=2 * collective_timeout + 60),  # the watchdog knows more, so it speaks first
-            verbose=False,
-        )
+        _open_group(device, rendezvous_timeout)
     watchdog.start(collective_timeout)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
@@ -84,6 +112,32 @@ def join(*, seed: int, collective_timeout: float = 1800.0, deterministic: bool =
         torch.backends.cudnn.benchmark = False
     seed_all(seed)
     return device
+
+
+def _open_group(device: torch.device, rendezvous_timeout: float) -> None:
+    """Meet the other ranks and make the process group, which DeepSpeed takes over."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # a free port, whatever MASTER_PORT says
+        os.environ["MASTER_PORT"] = str(store.port)
+    else:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = open_store(rank, size, address=address, port=port, seconds=rendezvous_timeout)
+    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    # As DeepSpeed has it: a bound device makes NCCL open its connections at once; one rank has none.
+    bound = {"device_id": device} if device.type == "cuda" and size > 1 else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_WAIT, **bound)
+    deepspeed.init_distributed(dist_backend=backend, timeout=COLLECTIVES_WAIT, verbose=False)
+
+
+def _check_device(local_rank: int, devices: int) -> None:
+    if local_rank >= devices:
+        raise LaunchError(
+            f"LOCAL_RANK {local_rank}, but this process has {devices} device{'s' if devices != 1 else ''}: start "
+            "as many processes on a node as it has devices, and let each of them see all (no --gpus-per-task, no "
+            "CUDA_VISIBLE_DEVICES of its own)",
+            on_this_rank=True,
+        )
 
 
 def seed_all(seed: int) -> None:
@@ -108,7 +162,7 @@ def is_main() -> bool:
 
 def is_main_of_node() -> bool:
     """True on one rank of each node."""
-    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+    return is_first_of_node(os.environ)
 
 
 def barrier() -> None:
@@ -122,6 +176,23 @@ def from_all_ranks(value: Any) -> list[Any]:
     if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
+
+
+def from_main(value: Any) -> Any:
+    """The main rank's value, on every rank."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def lists_on_main(values: list[Any]) -> list[Any]:
+    """What joined_lists gives, on the main rank; [] on the others, which never hold all of it."""
+    if world_size() == 1:
+        return list(values)
+    parts: list[list[Any]] | None = [[]] * world_size() if is_main() else None
+    dist.gather_object(values, parts, dst=0)
+    return [value for part in parts or [] for value in part]
 
 
 def joined_lists(values: list[Any]) -> list[Any]:
@@ -156,12 +227,6 @@ def local_main_first() -> Iterator[None]:
     finally:
         if first:
             barrier()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def _check_build_tools() -> None:

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from dschat import launch
+from dschat import launch, watchdog
 
 
 @contextmanager
@@ -32,7 +32,8 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
         shutil.rmtree(temporary, ignore_errors=True)
         for name, engine in engines.items():
             try:
-                _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
+                with watchdog.following(temporary):
+                    _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
             except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
                 problem = f"{folder} cannot be converted for {launch.world_size()} processes ({name}: {error})"
     problem = launch.from_all_ranks(problem)[0]

@@ -104,5 +104,5 @@ class Saving:
                 self.log.say(f"warning: the checkpoint cannot be written: {error}. The run goes on unsaved")
 
         # Not a daemon: a run that ends by an exception still completes its checkpoint.
-        self._finishing = threading.Thread(target=finishing, name="checkpoint")
+        self._finishing = threading.Thread(target=finishing, name=watchdog.CHECKPOINT_THREAD)
         self._finishing.start()

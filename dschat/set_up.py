@@ -10,7 +10,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from dschat import launch
+from dschat import launch, watchdog
 from dschat.arguments import (
     DataArguments,
     DeviceArguments,
@@ -33,7 +33,7 @@ from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_ref
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.weight_files import weight_problems
 from dschat.output_conflicts import overwritten_models
-from dschat.output_folder import claim
+from dschat.output_folder import check_shared, claim
 from dschat.terminal import printable
 
 
@@ -155,6 +155,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
 
     Raises: SettingsError on every rank, if the data cannot be used.
     """
+    watchdog.phase("data preparation")
     splits, problem = None, None
     with launch.local_main_first():
         try:
@@ -170,10 +171,14 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
 
 def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
     """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
-    device = launch.join(seed=run.seed, collective_timeout=run.collective_timeout, deterministic=devices.deterministic)
+    device = launch.join(
+        seed=run.seed, collective_timeout=run.collective_timeout, rendezvous_timeout=run.rendezvous_timeout,
+        deterministic=devices.deterministic,
+    )  # fmt: skip
     with settings_of_user():
         make_output_folder(run.output_dir)
         claim(run.output_dir)
+        check_shared(run.output_dir)
     return device
 
 
@@ -196,6 +201,7 @@ def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[s
     Args:
         rows: the prepared rows, whose content counts too; the main rank reads all of it.
     """
+    watchdog.phase("data fingerprint")
     order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
     if rows is not None:
         # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
@@ -233,6 +239,7 @@ def build_trainable(
         offload=devices.offload,
         overrides=devices.deepspeed_config,
     )
+    watchdog.phase("model loading")
     network = load(config)
     if lora_dim:
         add_lora(
@@ -241,6 +248,7 @@ def build_trainable(
     groups = optimizer_groups(
         network, learning_rate=learning_rate, lora_learning_rate=lora.lora_learning_rate, weight_decay=weight_decay
     )
+    watchdog.phase("engine")
     return trainable_engine(
         network,
         config=config,

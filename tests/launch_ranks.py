@@ -1,5 +1,7 @@
 """A program of several ranks for test_launch.py: `launch_ranks.py CASE FOLDER`."""
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -56,5 +58,42 @@ def fault() -> None:
     raise KeyError("a fault of ours")
 
 
+def fault_of_one() -> None:
+    """Rank 1 fails while rank 0 does something that knows nothing of it, and while rank 2 waits for both."""
+    launch.join(seed=5)
+    launch.barrier()
+    if launch.rank() == 1:
+        raise KeyError("a fault of ours")
+    while launch.rank() == 0:
+        time.sleep(0.1)
+    launch.barrier()
+
+
+def mistake_of_one() -> None:
+    launch.join(seed=5)
+    if launch.rank() == 1:
+        raise_together(["--shade green: choose another"])
+    launch.barrier()
+
+
+def terminated() -> None:
+    """A signal to one rank before the loop, which would capture it, has begun."""
+    launch.join(seed=5)
+    launch.barrier()
+    if launch.rank() == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        time.sleep(0.1)
+
+
+def gathered() -> None:
+    """What is gathered for the main rank only, and what comes from it."""
+    launch.join(seed=5)
+    found = launch.lists_on_main([{"rank": launch.rank()}] * (launch.rank() + 1))
+    assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if launch.is_main() else [])
+    assert launch.from_main(f"from {launch.rank()}") == "from 0"
+
+
 if __name__ == "__main__":
-    launch.run({"together": together, "main_first": main_first, "mistake": mistake, "fault": fault}[CASE])
+    cases = (together, main_first, mistake, fault, fault_of_one, mistake_of_one, terminated, gathered)
+    launch.run({case.__name__: case for case in cases}[CASE])

@@ -214,7 +214,7 @@ def test_a_step_with_nothing_to_learn_from_is_skipped_and_momentum_moves_nothing
     trainer.train_rlhf(experience)
     before, rate = weights(trainer.engine.actor.engine), trainer.engine.actor.engine.get_lr()
     experience.trained[:] = False
-    assert trainer.train_rlhf(experience) == {"skipped_updates": 1.0}
+    assert trainer.train_rlhf(experience) == {"skipped_updates": 0.0, "updates_without_signal": 1.0}
     assert unchanged(before, trainer.engine.actor.engine) and trainer.engine.actor.engine.get_lr() == rate
 
 

@@ -235,6 +235,16 @@ def test_a_best_model_that_cannot_be_written_leaves_the_one_before(run, tmp_path
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
 
+@pytest.mark.parametrize("fail", ["save_follower:raise@0#1", "save_writing:raise@0#1"])
+def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_other_models(fail, run, tmp_path):
+    """Under ZeRO-3 the moving average and a refreshed reference are gathered while they are saved."""
+    said = run(
+        "ppo", zero=3, processes=2, enable_ema=True, ref_refresh_interval=1, save_interval=1, max_steps=2, fail=fail
+    )
+    assert "the checkpoint cannot be written: rank 0" in said and "The run goes on unsaved" in said
+    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
+
+
 def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"takes about .* GB.*lower --keep_checkpoints"):
         checkpoint.check_space(tmp_path, 1 << 62)
@@ -270,6 +280,18 @@ def test_in_step_3_a_skipped_update_leaves_the_others_and_too_many_stop_the_run(
     assert "3 updates in a row were skipped (--max_bad_steps): the last good checkpoint is" in said
 
 
+def test_a_solved_task_has_nothing_to_learn_from_and_ends_well(run, tmp_path):
+    (tmp_path / "solved.py").write_text("def solved(prompts, responses, rows): return [1.0] * len(prompts)")
+    run(
+        "ppo", algorithm="grpo", num_samples_per_prompt=2, dynamic_sampling=1, max_bad_steps=2,
+        reward=f"{tmp_path / 'solved.py'}:solved", reward_model_name_or_path=None,
+    )  # fmt: skip
+    lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert len(lines) == 2 and all(line["updates_without_signal"] == line["updates"] > 2 for line in lines)
+    assert all(line["skipped_updates"] == 0 for line in lines)
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
 def test_kl_that_reaches_its_bound_ends_the_run_with_an_export(run, tmp_path):
     said = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
     assert "has reached --stop_at_kl 0.0001: ending" in said
@@ -286,6 +308,26 @@ def test_a_rank_that_hangs_is_named_with_its_phase(programs, materials, tmp_path
     )  # fmt: skip
     assert "rank 1 (" in text and "has been silent for" in text and "in phase 'update'" in text
     assert "Rank 0 is in phase" in text and "train_rlhf" in text, "the stack of the rank that waits"
+
+
+SLOW = """
+import runpy, sys, time
+from dschat.data import arrow
+encode = arrow._encode
+def slow(*arguments):
+    time.sleep(0.4)
+    return encode(*arguments)
+arrow._encode = slow
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_preparing_data_for_longer_than_a_rank_may_hang_is_no_hang(programs, materials, tmp_path):
+    (tmp_path / "slow.py").write_text(SLOW)
+    argv = flags("sft", materials, tmp_path / "run", processes=2, collective_timeout=10, max_steps=1,
+                 data_output_path=tmp_path / "arrow")  # fmt: skip
+    programs.run(tmp_path / "slow.py", [MAINS["sft"], *argv], processes=2, log=tmp_path / "log")
 
 
 def test_a_crash_under_the_launcher_leaves_no_process(materials, tmp_path):

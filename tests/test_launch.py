@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from dschat.command_line import SettingsError
 RANKS = Path(__file__).with_name("launch_ranks.py")
 
 
-@pytest.mark.parametrize("case", ["together", "main_first"])
+@pytest.mark.parametrize("case", ["together", "main_first", "gathered"])
 def test_two_ranks(case, programs, tmp_path):
     programs.run(RANKS, [case, tmp_path], processes=2, log=tmp_path / "log")
 
@@ -29,6 +30,24 @@ def test_a_mistake_of_the_user_is_told_once_without_a_stack(programs, tmp_path):
 def test_a_fault_of_ours_shows_its_stack(programs, tmp_path):
     text = programs.run(RANKS, ["fault", tmp_path], processes=2, log=tmp_path / "log", code=1)
     assert "Traceback" in text and "a fault of ours" in text
+
+
+def test_a_fault_of_one_rank_is_printed_first_and_ends_the_others_which_name_it(programs, tmp_path):
+    text = programs.run(RANKS, ["fault_of_one", tmp_path], processes=3, log=tmp_path / "log", code=1)
+    assert text.index("Traceback") < text.index("rank 1 (") and "KeyError: 'a fault of ours'" in text
+    named = text.count("has failed in phase 'start': KeyError: 'a fault of ours'")
+    assert named == 2, "by rank 0, which waits for nobody, and by rank 2, which waits"
+
+
+def test_a_mistake_that_only_one_rank_finds_ends_all_with_status_2(programs, tmp_path):
+    text = programs.run(RANKS, ["mistake_of_one", tmp_path], processes=2, log=tmp_path / "log", code=None)
+    assert "rank 1 (" in text and "--shade green: choose another" in text
+
+
+def test_a_signal_to_one_rank_before_the_loop_ends_all_with_its_status(programs, tmp_path):
+    text = programs.run(RANKS, ["terminated", tmp_path], processes=2, log=tmp_path / "log", code=128 + signal.SIGTERM)
+    assert text.count("SIGTERM: the run ends here, not saved") == 1 and "rank 1 (" in text
+    assert "Traceback" not in text
 
 
 def test_a_process_that_did_not_join_is_a_group_of_one():

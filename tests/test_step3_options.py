@@ -228,3 +228,18 @@ def test_a_best_metric_that_no_evaluation_has_ends_the_run_before_it_trains(sett
     said = run("run", code=2, **settings)
     assert message in said and "Traceback" not in said
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_reward_model_that_reads_the_actors_ids_needs_positions_for_all_of_them(programs, tmp_path, tiny_tokenizer):
+    write_materials(tmp_path, tiny_tokenizer)
+    for name in ("reward", "other_reward"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        (tmp_path / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    settings = {"algorithm": "grpo", "num_samples_per_prompt": 2, "max_steps": 1}
+    said = programs.run(
+        MAINS["ppo"], flags("ppo", tmp_path, tmp_path / "run", **settings), log=tmp_path / "log", code=2
+    )
+    assert f"{tmp_path / 'reward'} has 16 positions" in said and "= 32 tokens" in said
+    # With a tokenizer of its own it reads the end of a conversation that is too long.
+    argv = flags("ppo", tmp_path, tmp_path / "run", **settings, reward_model_name_or_path=tmp_path / "other_reward")
+    programs.run(MAINS["ppo"], argv, log=tmp_path / "log-2")

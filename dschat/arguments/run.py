@@ -35,7 +35,10 @@ class RunArguments:
     )
     warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
     collective_timeout: float = flag(
-        1800.0, "seconds that a rank may be silent, or in one phase, before the run ends with a report", above=0
+        1800.0, "seconds that a rank may be silent, or all without progress, before the run ends with a report", above=0
+    )
+    rendezvous_timeout: float = flag(
+        600.0, "seconds that ranks may be missing when a run starts, before it ends and names them", above=0
     )
     resume_anyway: bool = flag(False, "resume although flags have changed that make another run of it")
     enable_tensorboard: bool = flag(False, "write TensorBoard event files")

@@ -26,6 +26,8 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
 
+from dschat import watchdog
+
 from .encoding import FEATURES, Encoded, Encoder
 from .files import SourceRow
 from .mixing import assign
@@ -131,6 +133,7 @@ def _encoded_rows(
         # can be multiplied by a number of samples, and is exact as a JSON number.
         first_index = (zlib.crc32(f"{Path(source.name).name}/{own_split}".encode()) & 0xFFFF) << 32
         for index, row in enumerate(source.rows(own_split)):
+            watchdog.progress()
             report.add_read(row.fields or {})
             split: str | None = own_split
             if own_split == "train":
@@ -220,4 +223,5 @@ def content_digest(rows: Dataset) -> str:
         with pyarrow.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:
             writer.write_table(table.replace_schema_metadata().combine_chunks())
         digest.update(sink.getvalue())
+        watchdog.progress()
     return digest.hexdigest()[:16]

@@ -21,6 +21,8 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from datasets.arrow_writer import ArrowWriter
 
+from dschat import watchdog
+
 from .encoding import FEATURES
 
 WINDOW = 1024  # conversations that are packed together: rows are nearly full, and one window is held in memory
@@ -70,6 +72,7 @@ def _write(file: Path, conversations: Dataset, capacity: int, seed: int) -> None
     with ArrowWriter(features=PACKED_FEATURES, path=str(file), writer_batch_size=100) as writer:
         for start in range(0, len(order), WINDOW):
             window = conversations[order[start : start + WINDOW].tolist()]  # column → values
+            watchdog.progress()
             for items in pack(window["length"], capacity=capacity):
                 lengths = [window["length"][item] for item in items]
                 joined = {

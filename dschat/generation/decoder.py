@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from dschat import watchdog
 from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
 from dschat.generation.fused_modules import faster_forwards
 from dschat.generation.kv_pool import PooledModel
@@ -86,7 +87,7 @@ class Decoder:
         """Decode a request that has been checked."""
         responses = Responses(request, self._device, reuse=self._responses)
         for _ in self._steps(request, responses):
-            pass
+            watchdog.progress()
         self._responses = responses  # its tensors are where graphs write
         return responses.rollout(request)
 

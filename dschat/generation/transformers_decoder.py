@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from dschat import watchdog
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout, left_pad
 from dschat.generation.sampling import SamplingParams, sample_tokens
@@ -39,6 +40,7 @@ class TokenChooser(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """input_ids: [R, P+t], scores: [R, V] → scores that leave the drawn token alone."""
+        watchdog.progress()
         position = input_ids.shape[1] - self.prompt_length
         live, responses = self.live, self.responses
         cells = torch.where(live, responses.first_cell(self.rows) + position, responses.unwanted)

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
+from transformers.utils import logging as transformers_logging
 
+from dschat import watchdog
 from dschat.data.chat_template import ensure_chat_template
 from dschat.models.weights import full_shape
 
@@ -142,7 +145,8 @@ def load_pretrained(
         config.num_labels = 1
     if dropout is not None:
         set_dropout(config, dropout)
-    with partitioned_loading(deepspeed_config):
+    watchdog.phase("model loading")
+    with partitioned_loading(deepspeed_config), _counting_weights():
         with custom_code_refused(path):
             model, info = auto_class.from_pretrained(
                 path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
@@ -191,6 +195,32 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
 def is_zero3(deepspeed_config: dict[str, Any] | None) -> bool:
     """True if this DeepSpeed config partitions parameters."""
     return bool(deepspeed_config) and deepspeed_config.get("zero_optimization", {}).get("stage") == 3
+
+
+class _WeightsLoaded(tqdm):
+    """A progress bar of transformers' whose every step is a sign of life."""
+
+    def update(self, n: float | None = 1) -> bool | None:
+        watchdog.progress()
+        return super().update(n)
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in super().__iter__():
+            watchdog.progress()
+            yield item
+
+
+@contextlib.contextmanager
+def _counting_weights() -> Iterator[None]:
+    """Inside, weights that transformers loads count as progress of this rank."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    before = transformers_logging.set_tqdm_hook(
+        lambda _, args, kwargs: _WeightsLoaded(*args, **kwargs | {"disable": not shown or kwargs.get("disable")})
+    )
+    try:
+        yield
+    finally:
+        transformers_logging.set_tqdm_hook(before)
 
 
 @contextlib.contextmanager

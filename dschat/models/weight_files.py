@@ -9,6 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
+from dschat import watchdog
 from dschat.restricted_pickle import pickle_problems
 
 
@@ -52,4 +53,5 @@ def weights_digest(path: str) -> str:
             with file.open("rb") as content:
                 while block := content.read(1 << 24):
                     digest.update(block)
+                    watchdog.progress()
     return digest.hexdigest()

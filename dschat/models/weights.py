@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat import failpoint
+from dschat import failpoint, watchdog
 from dschat.models.unfinished_folder import unfinished_folder
 
 
@@ -185,6 +185,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
     Raises:
         ExportError: on every rank, if rank 0 could not write.
     """
+    watchdog.phase("export")
     model = pretrained_model(module)
     distributed = dist.is_available() and dist.is_initialized()
     writes = not distributed or dist.get_rank() == 0
@@ -193,9 +194,11 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
         if writes:
             # ZeRO-3 frees what it gathered at the next step; a live CPU parameter needs no copy.
             state[name] = tensor.detach().to("cpu", copy=hasattr(tensor, "ds_id"))
+        watchdog.progress()
     problem = None
     if writes:
-        problem = _write_folder(model, Path(folder), tokenizer, state)
+        with watchdog.following(folder):
+            problem = _write_folder(model, Path(folder), tokenizer, state)
     if distributed:
         answer = [problem]
         dist.broadcast_object_list(answer, src=0)

@@ -106,7 +106,7 @@ def evaluate(
     success_score: float = 1.0,
     answer: str = "last_number",
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics over held-out prompts, and the samples. ({}, []) without rows.
+    """Metrics over held-out prompts, and on the main rank the samples of all. ({}, []) without rows.
 
     Args:
         batch_size: prompts per device and rollout.
@@ -128,13 +128,15 @@ def evaluate(
                                     judged=trainer.judge is not None))  # fmt: skip
         samples += trainer.samples if share else []
     trainer.take_seconds()
-    samples = launch.joined_lists(samples)
     if not sums:
         return {}, []
+    samples = launch.lists_on_main(samples)
     metrics = experience_metrics(sums)
     if n > 1:
         groups = [samples[first : first + n] for first in range(0, len(samples), n)]
-        metrics |= answer_metrics(groups, success=success_score, how=answer)
+        # Only the main rank has all samples, and every rank needs the metrics.
+        found = answer_metrics(groups, success=success_score, how=answer) if launch.is_main() else {}
+        metrics |= launch.from_main(found)
     return metrics, samples
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat import checkpoint, launch, signals
+from dschat import checkpoint, launch, signals, watchdog
 from dschat.arguments import EvaluationArguments, RunArguments
 from dschat.best import Best
 from dschat.command_line import settings_of_user
@@ -105,8 +105,8 @@ class PPORun:
                 self.update(number, iteration, saving, order | {"health": health.state, "best": best.state})
                 done = number + 1
                 metrics = self.tell(done, iteration, log)
-                skipped = [bool(update["skipped_updates"]) for update in iteration.updates]
-                health.see(done, metrics, skipped=skipped)
+                learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
+                health.see(done, metrics, skipped=[bool(update["skipped_updates"]) for update in learned])
                 self.adapt(done, metrics)
                 last = done == self.iterations or health.ends_early
                 if last or (self.run.eval_interval and done % self.run.eval_interval == 0):
@@ -175,11 +175,14 @@ class PPORun:
         if self.trainer.ppo.kl_target:
             metrics["kl_coef"] = self.trainer.kl_coef
         metrics["skipped_updates"] = sum(update["skipped_updates"] for update in iteration.updates)
+        if "updates_without_signal" in metrics:
+            metrics["updates_without_signal"] = sum("updates_without_signal" in update for update in iteration.updates)
         if metrics["seconds_rollout"]:  # a run that was resumed behind the rollout has not timed it
             tokens = metrics["response_length"] * metrics["responses"]
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
         log.metrics(done, metrics)
-        samples = launch.joined_lists(iteration.samples)
+        watchdog.phase("logging")
+        samples = launch.lists_on_main(iteration.samples)  # [] on the ranks that write nothing
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from dschat import watchdog
 from dschat.rlhf.reward_functions import Judge, judged
 from dschat.terminal import printable
 
@@ -110,6 +111,7 @@ class Patience:
                     print(f"warning: {who} is not available ({error}); it is asked again for {self.seconds:g} s",
                           file=sys.stderr, flush=True)  # fmt: skip
                 time.sleep(pause)
+                watchdog.progress()
             except Exception:  # whatever a user's function raises
                 failures += 1
                 if failures > self.retries:
@@ -176,7 +178,10 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
 
     thread = threading.Thread(target=work, daemon=True)  # a run can end while it hangs
     thread.start()
-    thread.join(timeout_of(seconds))
+    deadline = time.monotonic() + timeout_of(seconds)
+    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
+        thread.join(min(left, 1.0))
+        watchdog.progress()  # the wait has an end of its own
     if raised:
         # Signals reach the main thread only, so that this KeyboardInterrupt too is the call's own.
         if not isinstance(raised[0], Exception):

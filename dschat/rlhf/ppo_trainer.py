@@ -159,9 +159,10 @@ class DeepSpeedPPOTrainer:
             unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
             freeze_actor: the critic alone.
 
-        Returns: metrics of the whole step, the same on all ranks. With --old_logprobs rollout the gap between decoder
-            and actor too: of the first step after an experience, in which the weights are still those that sampled,
-            and as it was there in the metrics of later steps.
+        Returns: metrics of the whole step, the same on all ranks. Where no row of any rank has something to learn from
+            nothing is updated: skipped_updates 0 and updates_without_signal 1. With --old_logprobs rollout the gap
+            between decoder and actor too: of the first step after an experience, in which the weights are still those
+            that sampled, and as it was there in the metrics of later steps.
         """
         return self.timed("update", lambda: self._train_rlhf(minibatch, unsupervised or [], freeze_actor))
 
@@ -172,7 +173,7 @@ class DeepSpeedPPOTrainer:
         parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
         if not counts.tokens and not unsupervised:  # momentum alone must not move the models
-            return {"skipped_updates": 1.0}
+            return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics = {} if freeze_actor else self._step_of_actor(parts, unsupervised, counts)
         if self.engine.critic is not None:
             metrics = self._step_of_critic(parts, counts) | metrics
@@ -337,6 +338,7 @@ class DeepSpeedPPOTrainer:
     def _samples(self, answers: Answers, prompts: Prompts, scores: Scores) -> list[dict[str, Any]]:
         opinions = [None] * len(answers)
         if self.judge:
+            watchdog.phase("judging")
             patience = Patience(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
             opinions = patience.opinions(self.judge, answers.messages, answers.responses, answers.rows)
         parts = {name: [None if x != x else x for x in part.tolist()] for name, part in scores.parts.items()}

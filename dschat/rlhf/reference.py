@@ -64,6 +64,7 @@ def with_reference_logprobs(
         splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
     )
     cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
+    watchdog.phase("reference fingerprint")
     file = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}.safetensors")
     tables = _read(file)
     if not all(launch.from_all_ranks(tables is not None)):

@@ -13,6 +13,7 @@ from dschat.data.chat_template import Message, decode_responses, encode_conversa
 from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
 from dschat.generation import Rollout
+from dschat.models.loading import load_tokenizer
 
 
 def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -25,6 +26,18 @@ def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> b
         and one.eos_token_id == other.eos_token_id
         and (not one.is_fast or one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())
     )
+
+
+def tokens_read(
+    path: str, actor_path: str, *, tokens: int, add_eot_token: bool = False, trust_remote_code: bool = False
+) -> int:
+    """Tokens that a reward model must have positions for.
+
+    Those of prompt and response where it reads the actor's ids. Where it has a tokenizer of its own, longer
+    conversations are cut, and two are enough.
+    """
+    actor = load_tokenizer(actor_path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
+    return tokens if same_text(load_tokenizer(path, trust_remote_code=trust_remote_code), actor) else 2
 
 
 class RewardModel:

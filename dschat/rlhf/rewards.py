@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dschat import watchdog
 from dschat.generation import Rollout
 from dschat.launch import sum_over_ranks
 from dschat.rlhf.answers import Answers, prompt_text
@@ -92,6 +93,7 @@ class Rewards:
         device = rollout.sequences.device
         columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
         for source in self.sources.values():
+            watchdog.progress()
             scores, missing = self._scores_of(source, rollout, answers)
             columns.append(scores.to(device))
             failed |= missing.to(device)

@@ -6,10 +6,11 @@ from typing import Any
 
 import deepspeed
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from dschat import launch
+from dschat import failpoint, launch, watchdog
 from dschat.arguments import (
     DeviceArguments,
     LoraArguments,
@@ -126,15 +127,28 @@ class DeepSpeedRLHFEngine:
                 average.data.lerp_(parameter.data.to(average.dtype), 1 - decay)
 
     def save_followers(self, folder: Path) -> None:
-        """Write every follower, whole, into a checkpoint's folder; every rank calls it."""
+        """Write every follower, whole, into a checkpoint's folder; every rank calls it.
+
+        Raises:
+            OSError: the main rank could not write one. All ranks have gathered all of them by then: a rank that left
+                before would leave the others waiting.
+        """
+        problems = []
         for kind, engine in self.followers.items():
             state = {}
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter]):
+                    watchdog.progress()
                     if launch.is_main():
                         state[name] = parameter.detach().to("cpu", copy=True)
-            if launch.is_main():
-                save_file(state, folder / f"{kind}.safetensors")
+            if launch.is_main() and not problems:
+                try:
+                    failpoint.reached("save_follower")
+                    save_file(state, folder / f"{kind}.safetensors")
+                except (OSError, RuntimeError, SafetensorError) as error:
+                    problems.append(f"{kind}.safetensors: {error}")
+        if problems:
+            raise OSError(problems[0])
 
     @torch.no_grad()
     def load_followers(self, folder: Path) -> None:

@@ -19,6 +19,7 @@ from dschat.arguments import (
 from dschat.data.datasets import data_problems
 from dschat.models.causal_lm import load_tokenizer
 from dschat.output_conflicts import overwritten_models
+from dschat.rlhf.reward_model import tokens_read
 from dschat.rlhf.reward_sources import model_paths, reward_problems
 from dschat.set_up import contradictions, data_options, model_problems
 
@@ -83,7 +84,14 @@ def rlhf_model_problems(
         )
     problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
     for path in [] if problems else model_paths(entries):
-        problems += model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
+        own = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
+        if not own and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
+            read = tokens_read(
+                path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=data.add_eot_token,
+                trust_remote_code=trusted,
+            )  # fmt: skip
+            own = model_problems("--reward", path, tokens=read, lengths=lengths, trust_remote_code=trusted)
+        problems += own
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
         flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"
         problems += named(flag, models.critic_path, tokens=tokens)

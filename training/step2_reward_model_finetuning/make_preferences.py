@@ -35,6 +35,7 @@ from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
 from dschat.rlhf.patience import NoScores, Patience
+from dschat.rlhf.reward_model import tokens_read
 from dschat.rlhf.rewards import (
     Answers,
     RewardModel,
@@ -59,9 +60,11 @@ def check(
     _devices: arguments.PairDeviceArguments, run: arguments.PairRunArguments,
 ) -> list[str]:  # fmt: skip
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
-    problems = model_problems("--model_name_or_path", sampling.model_name_or_path, tokens=tokens,
-                              lengths="--max_prompt_seq_len + --max_answer_seq_len",
-                              trust_remote_code=sampling.trust_remote_code)  # fmt: skip
+    lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
+    problems = model_problems(
+        "--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths, trust_remote_code=trusted
+    )
+    usable = not problems
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")
     final = Path(run.output_dir, FINAL)
@@ -71,11 +74,13 @@ def check(
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
     mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
     paths = [] if mistakes else model_paths(reward.reward)
-    return problems + mistakes + [
-        line for path in paths for line in model_problems(
-            "--reward", path, tokens=0, lengths="", trust_remote_code=sampling.trust_remote_code
-        )
-    ]  # fmt: skip
+    for path in paths:
+        own = model_problems("--reward", path, tokens=0, lengths=lengths, trust_remote_code=trusted)
+        if usable and not own:
+            read = tokens_read(path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trusted)
+            own = model_problems("--reward", path, tokens=read, lengths=lengths, trust_remote_code=trusted)
+        mistakes = mistakes + own
+    return problems + mistakes
 
 
 def main() -> None:
@@ -102,9 +107,9 @@ def main() -> None:
 
     def judge(indices: list[int]) -> JudgedBatch:
         batch = collate_prompts([prompts[index] for index in indices])
-        watchdog.phase("rollout")
+        watchdog.phase("sampling")
         rollout, answers = sampled_answers(actor, tokenizer, batch, indices, sampling, stop_ids, run.seed)
-        watchdog.phase("scoring")
+        watchdog.phase("judging")
         scores = score(rollout, answers)
         pairs = scored_pairs(
             batch["messages"], answers.responses, scores, indices, at_most=sampling.pairs_per_prompt, seed=run.seed

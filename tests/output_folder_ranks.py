@@ -1,0 +1,22 @@
+"""Two ranks for test_output_folder.py: first with one folder, then each with its own, as on two nodes."""
+
+import sys
+from pathlib import Path
+
+from dschat import launch, output_folder
+from dschat.command_line import settings_of_user
+
+
+def main() -> None:
+    launch.join(seed=1)
+    root = Path(sys.argv[1])
+    output_folder.check_shared(root)
+    output_folder.VISIBLE_WITHIN = 0.5
+    own = root / f"node-{launch.rank()}"
+    own.mkdir()
+    with settings_of_user():
+        output_folder.check_shared(own)
+
+
+if __name__ == "__main__":
+    launch.run(main)

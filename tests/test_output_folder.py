@@ -1,0 +1,62 @@
+"""One run in a folder, and one folder for a run."""
+
+import errno
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dschat import output_folder
+
+RANKS = Path(__file__).with_name("output_folder_ranks.py")
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_locked():
+    yield
+    for file in output_folder._held.values():
+        file.close()
+    output_folder._held.clear()
+
+
+def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
+    output_folder.claim(tmp_path)
+    other = f"from dschat import output_folder; output_folder.claim({str(tmp_path)!r})"
+    said = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+    assert said.returncode and f"another run is writing there (process {os.getpid()} on" in said.stderr
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
+def test_a_file_system_without_locks_draws_a_warning_and_the_run_goes_on(code, monkeypatch, tmp_path, capsys):
+    def refuse(_file, _operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    output_folder.claim(tmp_path)
+    assert f"cannot lock files ({os.strerror(code)})" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_another_machine_holds_is_another_run(code, monkeypatch, tmp_path):
+    def refuse(_file, _operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (tmp_path / ".lock").write_text("process 7 on elsewhere")
+    with pytest.raises(ValueError, match="another run is writing there .process 7 on elsewhere."):
+        output_folder.claim(tmp_path)
+
+
+def test_a_folder_in_which_nothing_can_be_written_is_named(tmp_path):
+    (tmp_path / ".lock").mkdir()
+    with pytest.raises(ValueError, match="cannot be written there"):
+        output_folder.claim(tmp_path)
+
+
+def test_every_rank_has_to_find_the_same_folder(programs, tmp_path):
+    said = programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log", code=2)
+    assert said.count("what rank 0 writes there is not there on") == 1 and "Traceback" not in said
+    assert not list(tmp_path.rglob(".shared-*"))

@@ -1,0 +1,129 @@
+"""Ranks that meet, ranks that do not come, and ranks that are too many."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+from torch import distributed as dist
+
+from dschat.launch_environment import LaunchError
+from dschat.rendezvous import meet, open_store
+
+
+def together(*calls) -> list[str]:
+    """What each call, in a thread of its own, raised."""
+    said = [""] * len(calls)
+
+    def run(number: int) -> None:
+        try:
+            calls[number]()
+        except LaunchError as error:
+            said[number] = str(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not any(thread.is_alive() for thread in threads)
+    return said
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def ranks_meet(store: dist.Store, rank: int, world_size: int, seconds: float = 30.0):
+    return lambda: meet(store, rank, world_size, seconds=seconds, asked=seconds)
+
+
+def test_all_ranks_meet():
+    store = dist.HashStore()
+    assert together(*(ranks_meet(store, rank, 3) for rank in range(3))) == ["", "", ""]
+
+
+def test_ranks_that_do_not_come_are_listed_by_every_other():
+    store = dist.HashStore()
+    said = together(*(ranks_meet(store, rank, 5, seconds=0.5) for rank in (0, 2)))
+    assert all(text.startswith("ranks 1, 3, 4 of 5 did not join within 0 s (--rendezvous_timeout)") for text in said)
+
+
+def test_a_rank_that_is_there_twice_is_one_too_many():
+    store = dist.HashStore()
+    meet(store, 0, 1, seconds=5, asked=5)
+    (said,) = together(ranks_meet(store, 0, 1))
+    assert said.startswith("RANK 0 was given to two processes")
+
+
+def test_ranks_that_disagree_about_the_world_do_not_wait_for_each_other():
+    port = free_port()
+
+    def rank(number: int, world_size: int):
+        return lambda: open_store(number, world_size, address="127.0.0.1", port=port, seconds=60)
+
+    started = time.monotonic()
+    said = together(rank(0, 3), rank(1, 2))
+    assert said == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same for all"] * 2
+    assert time.monotonic() - started < 50, "the time for missing ranks was not waited for"
+
+
+def test_a_port_that_is_in_use_is_named():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"MASTER_PORT {port} is in use on this host"):
+            open_store(0, 2, address="127.0.0.1", port=port, seconds=5)
+
+
+def test_an_address_that_is_none_and_a_rank_0_that_is_not_there_are_named():
+    for rank in (0, 1):
+        with pytest.raises(LaunchError, match="MASTER_ADDR no.such.host.invalid: no such host"):
+            open_store(rank, 2, address="no.such.host.invalid", port=29500, seconds=5)
+    with pytest.raises(LaunchError, match=r"rank 1 found no rank 0 at 127.0.0.1:\d+ within 1 s"):
+        open_store(1, 2, address="127.0.0.1", port=free_port(), seconds=1)
+
+
+def test_under_torchrun_its_agent_holds_the_store_and_each_attempt_meets_anew(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert together(
+            *(lambda r=r: open_store(r, 2, address="127.0.0.1", port=agent.port, seconds=30) for r in range(2))
+        ) == ["", ""]  # fmt: skip
+
+
+def test_a_rank_that_is_interrupted_while_it_waits_takes_the_others_along(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text("from dschat import launch\nlaunch.run(lambda: launch.join(seed=1, rendezvous_timeout=100))\n")
+    plain = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script], stderr=subprocess.PIPE, text=True, env=plain | {"RANK": rank, "LOCAL_RANK": rank}
+        )
+        for rank in "01"
+    ]
+    store = None
+    deadline = time.monotonic() + 60
+    while store is None and time.monotonic() < deadline:
+        time.sleep(0.2)
+        try:
+            socket.create_connection(("127.0.0.1", int(plain["MASTER_PORT"])), timeout=1).close()
+            store = dist.TCPStore("127.0.0.1", int(plain["MASTER_PORT"]), wait_for_workers=False)
+        except OSError:
+            continue
+    store.wait(["rendezvous/0/joined/0", "rendezvous/0/joined/1"], timedelta(seconds=60))
+    started[1].send_signal(signal.SIGTERM)
+    said = [process.communicate(timeout=60)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 128 + signal.SIGTERM]
+    assert "rank 1 has ended" in said[0] and "SIGTERM: the run ends here" in said[1]
+    assert "Traceback" not in "".join(said)
