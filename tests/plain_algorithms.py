@@ -73,8 +73,10 @@ def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: P
         baseline = mean if algorithm == "reinforce++_baseline" else 0.0
         if algorithm == "remax":
             baseline = worth(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
-        returns = [sum(s["gamma"] ** (k - t) * rewards[k] for k in range(t, length)) for t in range(length)]
-        return torch.stack(returns) - baseline
+        centred = rewards.clone()
+        centred[-1] -= baseline  # where the score stands
+        returns = [sum(s["gamma"] ** (k - t) * centred[k] for k in range(t, length)) for t in range(length)]
+        return torch.stack(returns)
     if algorithm == "rloo":
         value = whole[i] - (sum(whole) - whole[i]) / (n - 1)
     elif algorithm == "opo":

@@ -164,11 +164,10 @@ def test_no_pairs_cost_nothing_and_keep_the_graph(name):
     assert loss == 0 and all(value == 0 for value in metrics.values()) and columns[0].grad.eq(0).all()
 
 
-def test_response_log_probs_are_sums_or_means_over_the_mask_and_nothing_else():
+def test_response_log_probs_are_sums_over_the_mask_and_nothing_else():
     logprobs = torch.tensor([[float("nan"), -1.0, -3.0, float("inf")], [-1.0, -2.0, -3.0, -6.0], [1.0, 1.0, 1.0, 1.0]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
     assert sequence_logprobs(logprobs, mask).tolist() == [-4.0, -12.0, 0.0]
-    assert sequence_logprobs(logprobs, mask, mean=True).tolist() == [-2.0, -3.0, 0.0]
 
 
 def test_odds_of_a_response_that_is_certain_stay_finite():

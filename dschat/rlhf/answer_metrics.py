@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
+from dschat.data.marked_answers import last_boxed, last_tagged
+
 Extraction = Literal["last_number", "boxed", "text", "tag"]
 
 # A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
@@ -22,7 +24,6 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _DECORATION = re.compile(
     r"\\(?:(?:left|right|displaystyle)(?![A-Za-z])|[,!;: ])|\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{,\}|[$\s]|\\%|%"
 )
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a brace behind a backslash is a sign of a set
 
 
 def extract_answer(text: str, how: Extraction) -> str | None:
@@ -40,7 +41,7 @@ def extract_answer(text: str, how: Extraction) -> str | None:
     if how == "boxed":
         found = last_boxed(text)
     elif how == "tag":
-        found = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [None])[-1]
+        found = last_tagged(text)
     return None if found is None else (plain_math(found) if how == "boxed" else plain_text(found)) or None
 
 
@@ -73,19 +74,6 @@ def exact_number(value: object) -> Fraction | None:
     if isinstance(value, (int, float)):
         return Fraction(value) if isinstance(value, int) else Fraction(str(value)) if math.isfinite(value) else None
     return _value(value.strip()) if _NUMBER.fullmatch(value.strip()) else None
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{…} of a text holds, braces inside it included; None without one that is closed."""
-    opened: list[int | None] = []  # where the boxes begin that are not closed yet; None for other braces
-    last = (-1, -1)
-    for brace in _BRACES.finditer(text):
-        if brace[0] == "}":
-            start = opened.pop() if opened else None
-            last = last if start is None else max(last, (start, brace.start()))
-        elif brace[0] == "{" or brace[0].startswith("\\boxed"):
-            opened.append(None if brace[0] == "{" else brace.end())
-    return None if last[0] < 0 else text[slice(*last)]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

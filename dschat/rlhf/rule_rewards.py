@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import torch
+
+from dschat.rlhf.advantages import overlong_penalty
 from dschat.rlhf.answer_metrics import exact_number, last_boxed, last_number, plain_math, plain_text
 
 Scores = list[float | None]
@@ -112,12 +115,10 @@ def overlong(token_ids: Sequence[Sequence[int]], max_tokens: int, *, buffer: int
 
     Source: Yu et al. 2025, DAPO, eq. 13 (arXiv:2503.14476).
     """
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"buffer={buffer}: wants the tokens at the end that are punished, 1 to {max_tokens}")
     if factor <= 0:
         raise ValueError(f"factor={factor}: must be above 0; it is what the longest response loses")
-    over = [len(ids) - (max_tokens - buffer) for ids in token_ids]
-    return [-factor * min(tokens, buffer) / buffer if tokens > 0 else 0.0 for tokens in over]
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    return overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer, factor=factor).tolist()
 
 
 def reasoning_gym(prompts: Sequence[str], responses: Sequence[str], rows: Sequence[dict]) -> Scores:
