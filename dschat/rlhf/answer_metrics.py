@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from dschat.data.marked_answers import last_boxed, last_tagged
+from dschat.rlhf.latex_answers import clean_latex, one_line
 
 Extraction = Literal["last_number", "boxed", "text", "tag"]
 
@@ -20,10 +21,6 @@ _NUMBER = re.compile(
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
 )
 _LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_DECORATION = re.compile(
-    r"\\(?:(?:left|right|displaystyle)(?![A-Za-z])|[,!;: ])|\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{,\}|[$\s]|\\%|%"
-)
 
 
 def extract_answer(text: str, how: Extraction) -> str | None:
@@ -52,13 +49,10 @@ def plain_text(text: str, *, case: bool = False) -> str:
 
 
 def plain_math(text: str) -> str:
-    """A formula without its dollars, spaces, sizes and \\text{}; a number as a fraction in lowest terms."""
-    previous, text = None, text.strip().rstrip(".")
-    while previous != text:  # from the inside out
-        previous, text = text, _FRACTION.sub(_one_line, text)
-        text = _DECORATION.sub(lambda match: match[1] or "", text)
-    number = exact_number(text)
-    return text if number is None else str(number)
+    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms."""
+    latex = one_line(clean_latex(text))
+    number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
+    return re.sub(r"\\?%", "", latex) if number is None else str(number)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -101,11 +95,11 @@ def majority(answers: Sequence[str | None]) -> int | None:
     return answers.index(counts.most_common(1)[0][0]) if counts else None
 
 
-def _one_line(fraction: re.Match) -> str:
-    """\\frac{a}{b} as a/b, with brackets where without them another number would be read."""
-    above, below = (part if re.fullmatch(r"-?\w+", part) else f"({part})" for part in fraction.groups())
-    mixed = fraction.string[: fraction.start()][-1:].isdigit()
-    return f"{'+' if mixed else ''}{above}/{below}"
+def _scientific(latex: str) -> Fraction | None:
+    """The value of a number such as 1.5\\times10^{3}."""
+    match = re.fullmatch(r"([-+]?[\d.]+)\\(?:times|cdot)10\^\{?(-?\d{1,3})\}?", latex)
+    factor = exact_number(match[1]) if match else None
+    return None if factor is None else factor * Fraction(10) ** int(match[2])
 
 
 def _value(text: str) -> Fraction | None:
