@@ -13,6 +13,7 @@ import pytest
 from dschat.rlhf import math_verify_process
 from dschat.rlhf.answer_metrics import plain_math
 from dschat.rlhf.latex_answers import clean_latex, one_line
+from dschat.rlhf.math_equality import equal_answers
 from dschat.rlhf.math_verify_process import Comparison, MathVerifyProcess
 from dschat.rlhf.reward_sources import reward_problems
 from dschat.rlhf.rule_rewards import RULES
@@ -179,6 +180,15 @@ def test_one_process_is_used_again_and_outlives_a_comparison_that_was_ended(proc
     process._process.wait()
     assert process.compare([RIGHT]) == [None] and process.compare([RIGHT]) == [True]
     assert process._process.pid != program
+
+
+@pytest.mark.parametrize("part", [r"\frac{1}{", "1,234 ", r"\pi ", "1 ", r"\,", "{,}", r"\text{", "5^"])
+def test_a_long_text_is_compared_at_once_and_as_it_is_written(part):
+    text = part * (200_000 // len(part))  # whose spelling would take minutes
+    longer = text + text[: len(part)] + "2"
+    assert equal_answers([(text, text.replace(" ", "  ")), (text, longer), (longer, "5")]) == [True, False, False]
+    short = part * (1900 // len(part))
+    assert equal_answers([(short, short), (short, "5")]) == [True, False]
 
 
 def test_memory_is_limited_too(process):

@@ -20,6 +20,7 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
 )
+LONGEST_FORMULA = 2000  # characters
 _LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
 
 
@@ -49,7 +50,12 @@ def plain_text(text: str, *, case: bool = False) -> str:
 
 
 def plain_math(text: str) -> str:
-    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms."""
+    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms.
+
+    One of more than LONGEST_FORMULA characters is only rid of its white space: finding its spelling would take seconds.
+    """
+    if len(text) > LONGEST_FORMULA:
+        return "".join(text.split())
     latex = one_line(clean_latex(text))
     number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
     return re.sub(r"\\?%", "", latex) if number is None else str(number)

@@ -11,12 +11,11 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-from dschat.rlhf.answer_metrics import exact_number, plain_math
+from dschat.rlhf.answer_metrics import LONGEST_FORMULA, exact_number, plain_math
 from dschat.rlhf.latex_answers import clean_latex
 from dschat.rlhf.math_verify_process import Comparison, MathVerifyProcess
 from dschat.rlhf.units import split_unit
 
-_LONGEST_FORMULA = 2000  # characters
 _DECIMALS = 6  # of an irrational number or a fraction that is written as a decimal, beyond leading zeros
 _GREEK = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "kappa", "mu", "nu", "rho", "sigma", "tau", "phi", "psi")
 _STAND_INS = [rf"\{name} " for name in _GREEK]
@@ -46,7 +45,7 @@ def decided_by_form(given: str, wanted: str) -> bool | None:
     """True or False where how they are written decides; None where their meaning has to be compared."""
     if plain_math(given) == plain_math(wanted):
         return True
-    if max(len(given), len(wanted)) > _LONGEST_FORMULA:
+    if max(len(given), len(wanted)) > LONGEST_FORMULA:
         return False
     (ours, our_unit), (theirs, their_unit) = (split_unit(clean_latex(text)) for text in (given, wanted))
     if our_unit and their_unit and our_unit != their_unit:
