@@ -205,7 +205,7 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
         return returns
     if baseline.shape != rewards.shape[:1]:
         raise ValueError(f"baseline has shape {tuple(baseline.shape)}, but it is one number per response, [B].")
-    discounts = gamma ** tokens_after(response_mask).clamp(min=0).to(returns.dtype)  # [B, T]; 0⁰ is 1
+    discounts = gamma ** tokens_after(response_mask).to(returns.dtype)  # [B, T]; 0⁰ is 1
     return torch.where(response_mask, returns - discounts * at_least_float32(baseline).unsqueeze(-1), 0.0)
 
 
