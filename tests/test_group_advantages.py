@@ -51,6 +51,13 @@ def test_group_advantages_by_hand(name):
     assert found.dtype == torch.float32
 
 
+def test_a_spread_as_small_as_epsilon_is_not_blown_up():
+    # 0 and 2e-6: ∓1e-6 from the mean, deviation √2·1e-6: 1 / (√2 + 1)
+    rewards = torch.tensor([[0.0], [2e-6]], dtype=torch.float64)
+    found = grpo(rewards, torch.ones(2, 1).bool(), group_size=2)
+    torch.testing.assert_close(found, torch.tensor([[-1.0], [1.0]], dtype=torch.float64) / (2**0.5 + 1))
+
+
 def in_plain_words(name: str, rewards: list[Fraction], lengths: list[int]) -> list[float]:
     """A group's advantages in exact fractions, one response after the other."""
     found = []
