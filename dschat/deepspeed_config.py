@@ -45,17 +45,17 @@ def training_config(
     return _merged(config, overrides)
 
 
-def frozen_config(*, dtype: str, zero_stage: int, micro_batch_size: int, world_size: int, offload: bool = False,
-                  overrides: str | None = None) -> dict[str, Any]:  # fmt: skip
+def frozen_config(
+    *, dtype: str, zero_stage: int, micro_batch_size: int, world_size: int, offload: bool = False
+) -> dict[str, Any]:
     """The configuration of a model that only answers: partitioned under stage 3 (or when offloaded), else whole."""
-    config = {
+    return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "train_batch_size": micro_batch_size * world_size,
         "steps_per_print": 2**31,
         **_precision(dtype),
         "zero_optimization": _zero(3 if zero_stage == 3 or offload else 0, offload),
     }
-    return _merged(config, overrides)
 
 
 def _precision(dtype: str) -> dict[str, Any]:

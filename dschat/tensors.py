@@ -6,6 +6,8 @@ stays float64. Nothing a caller passes in is written to.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,27 +37,6 @@ def require_mask(mask: Tensor, **tensors: Tensor) -> None:
                 f"{name} has shape {tuple(x.shape)}, but its mask has {tuple(mask.shape)}: they must be equal, "
                 "broadcasting would count the wrong positions. Slice or expand one of them first."
             )
-
-
-def masked_mean(x: Tensor, mask: Tensor, dim: int | tuple[int, ...] | None = None) -> Tensor:
-    """Mean of x over the True positions of mask.
-
-    Args:
-        x: [...] float.
-        mask: [...] bool, the shape of x, True where x counts. What stands under False, NaN and inf included, changes
-            neither value nor gradient.
-        dim: dimension(s) to reduce; None reduces all of them.
-
-    Returns:
-        The mean, float32 (float64 for float64); 0 with zero gradient where nothing counts.
-
-    Raises:
-        ValueError: mask is not bool, or its shape is not that of x.
-    """
-    require_mask(mask, x=x)
-    kept = torch.where(mask, at_least_float32(x), 0.0)
-    dims = tuple(range(x.dim())) if dim is None else dim
-    return kept.sum(dim=dims) / mask.sum(dim=dims).clamp(min=1)
 
 
 @torch.no_grad()
@@ -149,7 +130,8 @@ def linear_logprobs(
         labels: [N] long in [0, V).
         bias: [V] float, of the head.
         temperature: > 0, that of the distribution the labels were sampled from.
-        with_entropy: also return the entropy of each row's distribution.
+        with_entropy: also return the entropy of each row's distribution; tokens that a bias of −inf (or a weight) makes
+            impossible add nothing to it, nor to a gradient.
         chunk_size: rows of logits alive at a time, ≥ 1.
         scale: multiplies the logits (a model's logit_scale, or 1 / logits_scaling).
         softcap: the model's final_logit_softcapping; None applies none.
@@ -176,7 +158,7 @@ def linear_logprobs(
             logits, factor = torch.tanh(logits * (scale / softcap)), softcap / temperature
         every = F.log_softmax(logits if factor == 1 else logits * factor, dim=-1)  # [n, V]
         logprobs = every.gather(-1, labels.unsqueeze(-1)).squeeze(-1)  # [n]
-        return (logprobs, -(every.exp() * every).sum(dim=-1)) if with_entropy else (logprobs,)
+        return (logprobs, _Entropy.apply(every)) if with_entropy else (logprobs,)
 
     if hidden.shape[0] <= chunk_size:
         results = score(hidden, weight, bias, labels)
@@ -187,6 +169,27 @@ def linear_logprobs(
         ]
         results = tuple(torch.cat(column) for column in zip(*pieces, strict=True))
     return results if with_entropy else results[0]
+
+
+class _Entropy(torch.autograd.Function):
+    """−Σ p·log p over the last dimension of log-probs [..., V]; a token of log-prob −inf adds nothing, as p·log p → 0.
+
+    By hand because autograd multiplies 0 by −inf, in the value and in the gradient; and one tensor is kept, not two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor) -> Tensor:
+        ctx.save_for_backward(logprobs)
+        terms = logprobs.exp().mul_(logprobs)
+        return -terms.masked_fill_(logprobs == -torch.inf, 0.0).sum(dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (logprobs,) = ctx.saved_tensors
+        p, sign = logprobs.exp(), -gradient.unsqueeze(-1)
+        # d(p·log p) / d log p = p·log p + p
+        slope = (sign * logprobs).mul_(p).masked_fill_(p == 0, 0.0)
+        return slope.add_(p.mul_(sign))
 
 
 _WORD = 0xFFFFFFFF

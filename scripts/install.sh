@@ -11,7 +11,7 @@ Installs dschat (editable) with requirements.txt at the versions of constraints.
   test      pytest, pytest-xdist, ruff
   smollm2   gguf
   reasoning reasoning-gym: generated tasks
-  math      math-verify: answers in \boxed{}
+  math      nothing more: math-verify comes with requirements.txt
 
 The environment is $VENV if set, else the active virtualenv, else .venv in the repository (made if it is absent).
 PYTHON chooses the interpreter that makes it (3.10 to 3.13). pip's own variables are honoured: on a machine without a

@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-bin=$(bash scripts/install.sh test reasoning math)
+bin=$(bash scripts/install.sh test reasoning)
 export PATH="$bin:$PATH"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # One thread a worker, and threads that sleep while they wait: the workers share the cores.

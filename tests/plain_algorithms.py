@@ -16,11 +16,14 @@ from transformers import PreTrainedModel
 Settings = dict[str, Any]
 
 
-def divergence(new: Tensor, ref: Tensor, estimator: str) -> Tensor:
-    delta = new - ref
+def divergence(new: Tensor, ref: Tensor, s: Settings) -> Tensor:
+    delta, estimator = new - ref, s["kl_estimator"]
+    k3 = torch.exp(-delta) - 1 + delta
+    if s.get("kl_clip"):
+        k3 = torch.where(k3 > s["kl_clip"], s["kl_clip"], k3)
     if estimator == "k3+":
-        return (delta**2 / 2) - (delta**2 / 2).detach() + divergence(new, ref, "k3").detach()
-    return {"k1": delta, "k2": delta**2 / 2, "k3": torch.exp(-delta) - 1 + delta}[estimator]
+        return (delta**2 / 2) - (delta**2 / 2).detach() + k3.detach()
+    return {"k1": delta, "k2": delta**2 / 2, "k3": k3}[estimator]
 
 
 @torch.no_grad()
@@ -51,7 +54,7 @@ def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, re
     for row in rows:
         old, entropy = logprobs(actor, row, s["temperature"])
         ref_logprobs, _ = logprobs(ref, row, s["temperature"])
-        kl = divergence(old, ref_logprobs, s["kl_estimator"])
+        kl = divergence(old, ref_logprobs, s)
         rewards = -s["kl_coef"] * kl if s["kl_in"] == "reward" else torch.zeros_like(kl)
         rewards[-1] += worth(row, reward, s)
         row.known = {"old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "kl": kl,
@@ -73,8 +76,10 @@ def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: P
         baseline = mean if algorithm == "reinforce++_baseline" else 0.0
         if algorithm == "remax":
             baseline = worth(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
-        returns = [sum(s["gamma"] ** (k - t) * rewards[k] for k in range(t, length)) for t in range(length)]
-        return torch.stack(returns) - baseline
+        centred = rewards.clone()
+        centred[-1] -= baseline  # where the score stands
+        returns = [sum(s["gamma"] ** (k - t) * centred[k] for k in range(t, length)) for t in range(length)]
+        return torch.stack(returns)
     if algorithm == "rloo":
         value = whole[i] - (sum(whole) - whole[i]) / (n - 1)
     elif algorithm == "opo":
@@ -125,7 +130,7 @@ def losses(rows: list[Row], actor: PreTrainedModel, s: Settings) -> tuple[Tensor
     parts = [row.known.get("weights", 1.0) * _per_token(new, row, s) for (new, _), row in zip(now, rows, strict=True)]
     policy = whole = mean(parts)
     if s["kl_in"] == "loss":
-        parts = [divergence(new, row.known["ref_logprobs"], s["kl_estimator"]) for (new, _), row in
+        parts = [divergence(new, row.known["ref_logprobs"], s) for (new, _), row in
                  zip(now, rows, strict=True)]  # fmt: skip
         whole = whole + s["kl_coef"] * mean(parts)
     return policy, whole - s["entropy_coef"] * mean([entropy for _, entropy in now])

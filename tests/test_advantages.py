@@ -62,6 +62,23 @@ def test_k3_stays_finite_in_value_and_gradient_when_the_policies_have_nothing_in
     torch.testing.assert_close(logprobs.grad, torch.ones(1, 2))
 
 
+def test_a_clip_bounds_k3_alone_and_takes_its_gradient_but_not_that_of_k3_plus():
+    # Δ = −12, −2, 3: k3 = e^12 − 13 = 162741.79, e^2 − 3 = 4.389, e^−3 + 2 = 2.0498; d k3 = 1 − e^−Δ, d k3+ = Δ
+    deltas = [-12.0, -2.0, 3.0]
+    plain = [math.exp(12) - 13, math.exp(2) - 3, math.exp(-3) + 2]
+    slopes = {"k3": [0.0, 1 - math.exp(2), 1 - math.exp(-3)], "k3+": deltas, "k1": [1.0] * 3, "k2": deltas}
+    values = {"k3": [10.0, *plain[1:]], "k3+": [10.0, *plain[1:]], "k1": deltas, "k2": [72.0, 2.0, 4.5]}
+    for estimator in KL_ESTIMATORS:
+        logprobs = torch.tensor([deltas], dtype=torch.float64, requires_grad=True)
+        estimate = kl_estimate(logprobs, torch.zeros(1, 3), estimator, clip=10.0)
+        assert estimate[0].tolist() == pytest.approx(values[estimator]), estimator
+        (gradient,) = torch.autograd.grad(estimate.sum(), logprobs)
+        assert gradient[0].tolist() == pytest.approx(slopes[estimator]), estimator
+    assert kl_estimate(torch.tensor([deltas]), torch.zeros(1, 3), "k3")[0].tolist() == pytest.approx(plain)
+    with pytest.raises(ValueError, match="clip is 0 nats"):
+        kl_estimate(torch.zeros(1, 2), torch.zeros(1, 2), "k3", clip=0)
+
+
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_gradients_reach_the_actor_with_the_right_sign(estimator):
     logprobs = torch.tensor([[0.5, 0.1]]).log().requires_grad_()
@@ -116,21 +133,15 @@ def test_the_score_lands_on_the_last_response_token_also_with_holes():
         assert row == [score if t == last else 0.0 for t in range(6)]
 
 
-def test_scores_are_clipped_on_both_sides_and_kl_is_not():
-    kl = torch.full((3, 1), 100.0)
-    rewards = token_rewards(torch.tensor([9.0, -9.0, 1.5]), kl, torch.ones(3, 1).bool(), kl_coef=1.0, score_clip=2.0)
-    torch.testing.assert_close(rewards, torch.tensor([[-98.0], [-102.0], [-98.5]]))
-
-
 def test_rewards_of_no_columns_are_empty():
     assert token_rewards(torch.ones(2), torch.zeros(2, 0), torch.zeros(2, 0).bool(), kl_coef=1.0).shape == (2, 0)
 
 
 def test_rewards_are_float32_data():
     kl = torch.full((1, 2), 3.0, dtype=torch.bfloat16, requires_grad=True)
-    rewards = token_rewards(torch.full((1,), 2.0).bfloat16(), kl, torch.ones(1, 2).bool(), kl_coef=0.1, score_clip=0.7)
+    rewards = token_rewards(torch.full((1,), 0.75).bfloat16(), kl, torch.ones(1, 2).bool(), kl_coef=0.1)
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
-    torch.testing.assert_close(rewards, torch.tensor([[-0.3, 0.4]]))
+    torch.testing.assert_close(rewards, torch.tensor([[-0.3, 0.45]]))
 
 
 def test_wrong_reward_inputs_are_refused():
@@ -141,8 +152,6 @@ def test_wrong_reward_inputs_are_refused():
         token_rewards(kl, kl, mask, kl_coef=0.1)
     with pytest.raises(ValueError, match=r"kl has shape \(2, 1\)"):
         token_rewards(torch.zeros(2), kl[:, :1], mask, kl_coef=0.1)
-    with pytest.raises(ValueError, match="score_clip is -1"):
-        token_rewards(torch.zeros(2), kl, mask, kl_coef=0.1, score_clip=-1)
 
 
 # --- GAE -------------------------------------------------------------------------------------------------------------

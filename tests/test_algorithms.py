@@ -20,12 +20,12 @@ COMMON = {"num_samples_per_prompt": 2, "per_device_training_batch_size": 8, "cli
           "reward_clip": 0.4, "missing_eos_penalty": 0.5, "temperature": 0.7, "max_answer_seq_len": 6}  # fmt: skip
 # Each algorithm once, and among them every loss, aggregation, estimator and placement.
 CASES: dict[str, dict[str, Any]] = {
-    "grpo": {},
+    "grpo": {"kl_clip": 1e-3},
     "dr_grpo": {"kl_estimator": "k3+", "entropy_coef": 0.3, "kl_coef": 0.3, "num_samples_per_prompt": 4},
     "rloo": {"policy_loss": "gspo", "clip_range": 0.005, "loss_aggregation": "seq_mean_token_mean"},
     "reinforce++": {"policy_loss": "cispo", "gamma": 0.9, "num_samples_per_prompt": 1},
     "reinforce++_baseline": {"policy_loss": "sapo", "sapo_negative_temperature": 3.0, "sapo_positive_temperature": 9.0},
-    "remax": {"gamma": 0.8, "kl_estimator": "k3", "dual_clip": 1.01, "policy_loss": "ppo_clip"},
+    "remax": {"gamma": 0.8, "kl_estimator": "k3", "kl_clip": 1e-3, "dual_clip": 1.01, "policy_loss": "ppo_clip"},
     "opo": {"overlong_buffer": 4, "overlong_factor": 0.7, "rollout_correction": "seq_mis",
             "rollout_correction_cap": 1.15, "rollout_correction_floor": 0.9, "kl_in": "loss", "kl_estimator": "k1"},
 }  # fmt: skip
@@ -96,6 +96,8 @@ def test_experience_and_updates_equal_the_plain_algorithm_row_by_row(folder, alg
     assert 0 < experience.ended.sum() < len(rows), "both ways to end are needed"
     assert trainer.engine.critic is None and experience.values is None and experience.returns is None
     plain_algorithms.experience(rows, actor, ref, reward, trainer.stop_ids, s)
+    if trainer.ppo.kl_clip:
+        assert 0 < (experience.kl == trainer.ppo.kl_clip).sum() < experience.response_mask.sum()
     for number, row in enumerate(rows):
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "kl", "rewards", "advantages"):

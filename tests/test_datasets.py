@@ -7,7 +7,7 @@ import pytest
 from tiny_tokenizers import CHATML, make_tokenizer
 
 from dschat.data.chat_template import encode_conversation, encode_prompt, ensure_chat_template
-from dschat.data.datasets import DataOptions, build_dataset, data_problems, token_lengths
+from dschat.data.datasets import DataOptions, build_dataset, data_problems
 
 DATA = Path(__file__).parent / "data"
 KINDS = ("sft", "preference", "prompt")
@@ -89,7 +89,7 @@ def test_prompt_rows_keep_what_a_judge_needs(tokenizer, tmp_path):
     assert second["input_ids"] == encode_prompt(tokenizer, messages)
     assert np.diff(splits.train["row_index"][:]).tolist() == [1, 1]
     assert 0 <= splits.train["row_index"][0] < 2**48
-    assert token_lengths(splits.train).tolist() == [len(ids) for ids in splits.train["input_ids"]]
+    assert splits.train["length"][:] == [len(ids) for ids in splits.train["input_ids"]]
 
 
 def test_phases_and_evaluation_rows_are_disjoint_and_lose_no_row(tokenizer, tmp_path):

@@ -7,7 +7,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from dschat.rlhf.advantages import adapted_kl_coef, overlong_penalty, reinforce, returns_to_go, whole_rewards
+from dschat.rlhf.advantages import (
+    adapted_kl_coef,
+    overlong_penalty,
+    reinforce,
+    returns_to_go,
+    token_rewards,
+    whole_rewards,
+)
 from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
 
 NAN = float("nan")
@@ -42,6 +49,13 @@ def test_group_advantages_by_hand(name):
     # grpo divides by a deviation that is 1e-6 larger.
     torch.testing.assert_close(found, torch.tensor(BY_HAND[name])[:, None] * MASK, atol=1e-5, rtol=1e-5)
     assert found.dtype == torch.float32
+
+
+def test_a_spread_as_small_as_epsilon_is_not_blown_up():
+    # 0 and 2e-6: ∓1e-6 from the mean, deviation √2·1e-6: 1 / (√2 + 1)
+    rewards = torch.tensor([[0.0], [2e-6]], dtype=torch.float64)
+    found = grpo(rewards, torch.ones(2, 1).bool(), group_size=2)
+    torch.testing.assert_close(found, torch.tensor([[-1.0], [1.0]], dtype=torch.float64) / (2**0.5 + 1))
 
 
 def in_plain_words(name: str, rewards: list[Fraction], lengths: list[int]) -> list[float]:
@@ -144,9 +158,27 @@ def test_returns_by_hand_step_over_holes():
     expected = torch.tensor([[2.75, 3.5, 3.0, 0.0], [-3.5, 0.0, 1.0, 0.0]])
     torch.testing.assert_close(returns_to_go(rewards, mask, gamma=0.5), expected)
     torch.testing.assert_close(reinforce(rewards, mask, gamma=0.5), expected)
+    # Less 1/4, 1/2 and 1 times 0.75; less 1/2 and 1 times −1.5
     baseline = torch.tensor([0.75, -1.5])
-    less = torch.tensor([[2.0, 2.75, 2.25, 0.0], [-2.0, 0.0, 2.5, 0.0]])
+    less = torch.tensor([[2.5625, 3.125, 2.25, 0.0], [-2.75, 0.0, 2.5, 0.0]])
     torch.testing.assert_close(reinforce(rewards, mask, gamma=0.5, baseline=baseline), less)
+    undiscounted = torch.tensor([[6.0 - 0.75, 5.0 - 0.75, 3.0 - 0.75, 0.0], [-3.0 + 1.5, 0.0, 1.0 + 1.5, 0.0]])
+    torch.testing.assert_close(reinforce(rewards, mask, gamma=1.0, baseline=baseline), undiscounted)
+    # At γ = 0 a token has its own reward alone, and the baseline is the last one's
+    own = torch.tensor([[1.0, 2.0, 2.25, 0.0], [-4.0, 0.0, 2.5, 0.0]])
+    torch.testing.assert_close(reinforce(rewards, mask, gamma=0.0, baseline=baseline), own)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 1.0])
+def test_a_score_that_equals_its_baseline_teaches_nothing_and_a_better_one_lifts_every_token(gamma):
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
+    scores = torch.tensor([2.0, -3.0, 0.5, 1.0])
+    rewards = token_rewards(scores, torch.zeros(4, 5), mask, kl_coef=0.0)
+    assert not reinforce(rewards, mask, gamma=gamma, baseline=scores).any()
+    for offset in (-1.0, 1.0):
+        advantages = reinforce(rewards, mask, gamma=gamma, baseline=scores + offset)
+        assert (-offset * advantages >= 0).all() and not advantages[~mask].any()
+        assert (advantages[mask] != 0).all() or gamma == 0
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.7, 1.0])
@@ -189,7 +221,7 @@ def test_the_last_tokens_cost_more_and_more():
         overlong_penalty(torch.tensor([0, 5, 10]), max_tokens=10, buffer=10, factor=1.0), torch.tensor([0.0, -0.5, -1])
     )
     for buffer in (0, 11):
-        with pytest.raises(ValueError, match=f"buffer is {buffer}.*10 tokens"):
+        with pytest.raises(ValueError, match=f"buffer={buffer}: .*1 to 10"):
             overlong_penalty(lengths, max_tokens=10, buffer=buffer, factor=1.0)
 
 

@@ -8,7 +8,8 @@ from tiny_tokenizers import make_tokenizer
 
 from dschat.data.chat_template import ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset
-from dschat.data.hub_datasets import HUB_DATASETS, NothingToLearn, boxed, hub_dataset, our_fields
+from dschat.data.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
+from dschat.data.marked_answers import last_boxed
 from dschat.data.records import parse_record
 from dschat.data.sources import load_source
 
@@ -202,7 +203,7 @@ def test_a_damaged_row_is_bad_and_a_row_of_ours_is_taken_as_it_is():
     ],
 )  # fmt: skip
 def test_boxed_answers_have_balanced_braces(solution, answer):
-    assert boxed(solution) == answer
+    assert last_boxed(solution) == answer
 
 
 def write_lines(file, rows):

@@ -248,6 +248,9 @@ def test_pairwise_loss_by_hand():
     torch.testing.assert_close(loss, torch.tensor((0.6931472 + 2.5788897 + 2.1269280 + 0.9 + 2.5) / 3))
     expected = {"accuracy": 2 / 3, "chosen_score": 4 / 3, "rejected_score": 4 / 3, "margin": 0.0}
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
+    _, metrics = pairwise_loss(chosen, -rejected, normalizer=5.0)  # c − r: 2 + 1, −1 + 1, 3 + 2
+    expected = {"accuracy": 2 / 5, "chosen_score": 4 / 5, "rejected_score": -4 / 5, "margin": 8 / 5}
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
 
 
 def test_pairwise_gradients_pull_the_scores_apart():

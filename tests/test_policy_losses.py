@@ -195,6 +195,8 @@ def test_cispo_keeps_the_gradient_that_clipping_takes():
     # −1.2 · (ln 2 − 1) + 0.5 · (−ln 2 − 1), ÷ 2
     torch.testing.assert_close(loss, torch.tensor((-1.2 * (math.log(2) - 1) + 0.5 * (-math.log(2) - 1)) / 2))
     assert metrics["clip_fraction"].item() == 1 / 2
+    _, metrics = cispo_loss(**ratios(2.0, 1.5, 0.5), advantages=torch.ones(1, 3), clip_range=(1.0, 0.2))
+    assert metrics["clip_fraction"].item() == pytest.approx(2 / 3)
 
 
 def test_sapo_is_reinforce_at_ratio_1_and_forgets_what_is_far_from_it():
@@ -215,6 +217,11 @@ def test_sapo_is_reinforce_at_ratio_1_and_forgets_what_is_far_from_it():
     expected = torch.tensor([[3 * 0.0706508, -math.exp(-1) * 0.9064052]]) / 2
     torch.testing.assert_close(far["logprobs"].grad, expected, atol=1e-5, rtol=1e-4)
     assert metrics["clip_fraction"].item() == 1 / 2
+    # ρ = 0.1, τ = 9: σ(−8.1) = 3e-4: a slope of 0.0012 counts too
+    _, metrics = sapo_loss(
+        **ratios(0.1, 1.0, 1.0), advantages=torch.ones(1, 3), positive_temperature=9.0, negative_temperature=9.0
+    )
+    assert metrics["clip_fraction"].item() == pytest.approx(1 / 3)
     for wrong in ({"positive_temperature": 0.0, "negative_temperature": 1.0},
                   {"positive_temperature": 1.0, "negative_temperature": -1.0}):  # fmt: skip
         with pytest.raises(ValueError, match="temperatures are .*> 0"):

@@ -13,9 +13,12 @@ from step_materials import flags, metrics_of, weights_of, write_materials, write
 from test_steps import assert_loads_with_plain_transformers, assert_same_line
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from dschat.arguments import PreferenceArguments
+from dschat.data.collators import collate_preferences
 from dschat.data.datasets import DataSplits
 from dschat.data.encoding import FEATURES
 from dschat.data.mismatched import next_other, with_mismatched
+from dschat.rlhf.preference import pair_loss_of
 
 LOSSES = ["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
 PAIRS = [
@@ -197,6 +200,33 @@ def test_unpaired_rows_train_kto(run, tmp_path):
 def test_nothing_need_be_held_out(loss, run, tmp_path):
     run("run", preference_loss=loss, eval_fraction=0, max_steps=1)
     assert [line["phase"] for line in metrics_of(tmp_path / "run")] == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "expected"),
+    [
+        # Log-ratios +3 over 2 tokens and −2 over 4: sums differ by 5, means by 1.5 + 0.5 = 2; 1/(2β) is 1
+        ("ipo", {}, (2 - 1) ** 2),
+        ("ipo", {"length_normalized": True}, (2 - 1) ** 2),
+        ("ipo", {"length_normalized": False}, (5 - 1) ** 2),
+        ("dpo", {}, math.log(1 + math.exp(-2.5))),
+        ("dpo", {"length_normalized": True}, math.log(1 + math.exp(-1))),
+        ("robust", {}, math.log(1 + math.exp(-2.5))),
+        ("hinge", {}, 0.0),
+        ("hinge", {"length_normalized": True}, 0.0),
+        # Without a reference, of means −1 and −2: β·(−1 + 2) − γ = 0
+        ("simpo", {"simpo_gamma": 0.5}, math.log(2)),
+        ("simpo", {"simpo_gamma": 0.5, "length_normalized": False}, math.log(2)),
+    ],
+)
+def test_ipo_takes_means_unless_sums_are_asked_for_and_the_others_sums(loss, settings, expected):
+    pair = {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 7, 8, 9], "prompt_length": 1, "ref_logprobs": [-5, -6]}
+    batch = collate_preferences([pair], pad_token_id=0)
+    logprobs = torch.where(batch["loss_mask"], torch.tensor([[-1.0], [-2.0]]), 0.0)  # sums −2 and −8
+    arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
+    found, metrics = pair_loss_of(arguments)(lambda *_: logprobs, batch, 1.0)
+    assert found.item() == pytest.approx(expected, abs=1e-6)
+    assert metrics["chosen_logprob"].item() == (-1 if arguments.takes_means else -2)
 
 
 def test_an_sft_term_keeps_the_chosen_likelier(run, tmp_path):

@@ -106,6 +106,23 @@ def test_pair_losses_by_hand():
     assert chosen_nll(numbers(-1.0, -3.0), normalizer=4.0).item() == 1.0
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_metrics_are_sums_over_pairs_divided_by_the_pairs_of_the_step(name):
+    function, settings = ALL[name]
+    columns = pairs(name)
+    _, metrics = function(*columns, **settings, normalizer=torch.tensor(10.0))
+    chosen, rejected, *reference = (column.tolist() for column in columns)
+    reference = reference or [[0.0] * 6] * 2
+    rewards = [[settings["beta"] * (x - ref) for x, ref in zip(side, frozen, strict=True)]
+               for side, frozen in zip((chosen, rejected), reference, strict=True)]  # fmt: skip
+    leads = [a - b for a, b in zip(*rewards, strict=True)]
+    assert {key: value.item() for key, value in metrics.items()} == pytest.approx({
+        "chosen_reward": sum(rewards[0]) / 10, "rejected_reward": sum(rewards[1]) / 10, "margin": sum(leads) / 10,
+        "accuracy": sum(lead > 0 for lead in leads) / 10, "chosen_logprob": sum(chosen) / 10,
+        "rejected_logprob": sum(rejected) / 10,
+    })  # fmt: skip
+
+
 def test_before_the_first_update_dpo_is_ln_2_and_every_pair_a_tie():
     policy = torch.randn(8)
     rejected = torch.randn(8)
@@ -158,17 +175,17 @@ def test_parts_of_a_step_add_up_to_the_whole(name):
 @pytest.mark.parametrize("name", ALL)
 def test_no_pairs_cost_nothing_and_keep_the_graph(name):
     function, settings = ALL[name]
-    columns = [torch.zeros(3, requires_grad=True) for _ in pairs(name)]
-    loss, metrics = function(*(column[:0] for column in columns), **settings, normalizer=0.0)
-    loss.backward()
-    assert loss == 0 and all(value == 0 for value in metrics.values()) and columns[0].grad.eq(0).all()
+    for normalizer in (0.0, torch.tensor(0.0)):
+        columns = [torch.zeros(3, requires_grad=True) for _ in pairs(name)]
+        loss, metrics = function(*(column[:0] for column in columns), **settings, normalizer=normalizer)
+        loss.backward()
+        assert loss == 0 and all(value == 0 for value in metrics.values()) and columns[0].grad.eq(0).all()
 
 
-def test_response_log_probs_are_sums_or_means_over_the_mask_and_nothing_else():
+def test_response_log_probs_are_sums_over_the_mask_and_nothing_else():
     logprobs = torch.tensor([[float("nan"), -1.0, -3.0, float("inf")], [-1.0, -2.0, -3.0, -6.0], [1.0, 1.0, 1.0, 1.0]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
     assert sequence_logprobs(logprobs, mask).tolist() == [-4.0, -12.0, 0.0]
-    assert sequence_logprobs(logprobs, mask, mean=True).tolist() == [-2.0, -3.0, 0.0]
 
 
 def test_odds_of_a_response_that_is_certain_stay_finite():
@@ -194,9 +211,11 @@ def test_kto_equals_the_loop_over_its_rows():
     batch, kl = singles(), 0.4
     total = 0.0
     rewards: dict[bool, list[float]] = {True: [], False: []}
+    logprobs: dict[bool, list[float]] = {True: [], False: []}
     for logprob, reference, good in zip(*(batch[name].tolist() for name in batch), strict=True):
         ratio = logprob - reference
         rewards[good].append(0.5 * ratio)
+        logprobs[good].append(logprob)
         total += 1.5 * (1 - sigmoid(0.5 * (ratio - kl))) if good else 0.7 * (1 - sigmoid(0.5 * (kl - ratio)))
     loss, metrics = kto_loss(**batch, kl=numbers(kl).sum(), **SETTINGS)
     assert loss.item() == pytest.approx(total / 7)
@@ -204,6 +223,8 @@ def test_kto_equals_the_loop_over_its_rows():
     assert metrics["desirable_reward"].item() == pytest.approx(means[True])
     assert metrics["undesirable_reward"].item() == pytest.approx(means[False])
     assert metrics["margin"].item() == pytest.approx(means[True] - means[False])
+    for good, key in ((True, "desirable_logprob"), (False, "undesirable_logprob")):
+        assert metrics[key].item() == pytest.approx(sum(logprobs[good]) / len(logprobs[good]))
     right = sum(r > 0.5 * kl for r in rewards[True]) + sum(r < 0.5 * kl for r in rewards[False])
     assert metrics["accuracy"].item() == pytest.approx(right / 7)
 

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from dschat.tensors import (
     linear_logprobs,
     logprobs_of,
-    masked_mean,
     open_unit_interval,
     philox,
     position_ids,
@@ -28,41 +27,11 @@ NAN, INF = float("nan"), float("inf")
 ROOT = Path(__file__).resolve().parents[1]
 
 
-# --- masked mean -----------------------------------------------------------------------------------------------------
-
-
-def test_masked_mean_by_hand_along_every_dimension():
-    x = torch.tensor([[1.0, 2.0, NAN], [4.0, INF, 8.0]])
-    mask = torch.tensor([[True, True, False], [True, False, True]])
-    torch.testing.assert_close(masked_mean(x, mask), torch.tensor(15 / 4))
-    torch.testing.assert_close(masked_mean(x, mask, dim=1), torch.tensor([1.5, 6.0]))
-    torch.testing.assert_close(masked_mean(x, mask, dim=0), torch.tensor([2.5, 2.0, 8.0]))
-    torch.testing.assert_close(masked_mean(x, mask, dim=(0, 1)), torch.tensor(15 / 4))
-
-
-def test_masked_mean_of_nothing_is_zero_with_zero_gradient():
-    x = torch.tensor([[NAN, INF], [3.0, 5.0]], requires_grad=True)
-    mask = torch.tensor([[False, False], [True, False]])
-    means = masked_mean(x, mask, dim=1)
-    assert means.tolist() == [0.0, 3.0]
-    means.sum().backward()
-    assert x.grad.tolist() == [[0.0, 0.0], [1.0, 0.0]]
-
-
-def test_masked_mean_of_half_precision_counts_in_float32():
-    # In bfloat16 a running sum of ones sticks at 256.
-    x = torch.ones(4096, dtype=torch.bfloat16)
-    mean = masked_mean(x, torch.ones(4096).bool())
-    assert mean.dtype == torch.float32 and mean == 1
-
-
 def test_masks_of_another_shape_or_dtype_are_refused():
-    with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*\(2, 1\)"):
-        masked_mean(torch.zeros(2, 3), torch.ones(2, 1).bool())
     with pytest.raises(ValueError, match=r"x has shape \(2, 3\).*\(2, 1\)"):
         whiten(torch.zeros(2, 3), torch.ones(2, 1).bool())
     with pytest.raises(ValueError, match=r"torch.float32.*mask.bool\(\)"):
-        masked_mean(torch.zeros(2, 3), torch.ones(2, 3))
+        whiten(torch.zeros(2, 3), torch.ones(2, 3))
     with pytest.raises(ValueError, match="bool"):
         position_ids(torch.ones(2, 3))
 
@@ -237,6 +206,28 @@ def test_linear_logprobs_without_entropy_returns_one_tensor_with_the_same_gradie
 def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
     _, entropy = linear_logprobs(torch.zeros(3, 2), torch.ones(5, 2), torch.zeros(3).long(), with_entropy=True)
     torch.testing.assert_close(entropy, torch.full((3,), math.log(5)))
+
+
+@pytest.mark.parametrize("chunk_size", [2, 1024])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tokens_that_a_bias_of_minus_infinity_excludes_are_as_if_they_were_not_there(dtype, chunk_size):
+    """Log-probs, entropies and gradients are those of the head that has no row for them."""
+    inputs = head(dtype=dtype)
+    kept = torch.tensor([i not in (3, 7, 12) for i in range(13)])
+    labels = (inputs["labels"] % int(kept.sum())).clone()
+    excluded = inputs["bias"].detach().masked_fill(~kept, -INF).requires_grad_()
+    options = {"with_entropy": True, "chunk_size": chunk_size, "temperature": 0.7, "scale": 1.5}
+    whole = [inputs["hidden"], inputs["weight"], excluded]
+    found = linear_logprobs(*whole[:2], kept.nonzero().squeeze(1)[labels], bias=whole[2], **options)
+    small = [inputs["hidden"], inputs["weight"][kept].detach().requires_grad_(),
+             inputs["bias"][kept].detach().requires_grad_()]  # fmt: skip
+    expected = linear_logprobs(*small[:2], labels, bias=small[2], **options)
+    torch.testing.assert_close(found, expected)
+    ours = torch.autograd.grad(found[0].sum() + 2 * found[1].sum(), whole)
+    theirs = torch.autograd.grad(expected[0].sum() + 2 * expected[1].sum(), small)
+    for name, mine, other in zip(("hidden", "weight", "bias"), ours, theirs, strict=True):
+        torch.testing.assert_close(mine if name == "hidden" else mine[kept], other)
+        assert name == "hidden" or (mine[~kept] == 0).all()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])

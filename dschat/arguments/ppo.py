@@ -76,6 +76,10 @@ class PPOArguments:
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = flag(
         None, f"estimator of the divergence; k3+: value of k3, gradient of k2; {BY_ALGORITHM}"
     )
+    kl_clip: float = flag(
+        0.0, "nats: no token's estimate of k3 is larger, nor has it a gradient beyond (k3+ keeps its own); 10 in verl, "
+        "0: not clipped", at_least=0, needs=["kl_estimator=k3", "kl_estimator=k3+"],
+    )  # fmt: skip
     kl_target: float = flag(0.0, "nats per response that --kl_coef is adapted to; 0: it is fixed", at_least=0)
     kl_horizon: float = flag(10000.0, "responses in which it may change by a fifth", above=0, needs=["kl_target"])
     ref_refresh_interval: int = flag(

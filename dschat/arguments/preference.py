@@ -37,9 +37,10 @@ class PreferenceArguments:
     simpo_gamma: float = flag(0.5, "margin asked for, in units of reward", at_least=0, needs=["preference_loss=simpo"])
     desirable_weight: float = flag(1.0, "weight of desirable responses", at_least=0, needs=["preference_loss=kto"])
     undesirable_weight: float = flag(1.0, "weight of undesirable ones", at_least=0, needs=["preference_loss=kto"])
-    length_normalized: bool = flag(
-        False, "mean log-probs per token in place of sums (simpo and orpo always take means)", needs=WITH_SUMS
-    )
+    length_normalized: bool | None = flag(
+        None, "mean log-probs per token, not sums; default: True for ipo, else False (always with simpo and orpo)",
+        needs=WITH_SUMS,
+    )  # fmt: skip
     sft_coef: float = flag(
         0.0, "weight of the chosen response's negative log-likelihood per token", at_least=0, needs=WITH_SFT
     )
@@ -61,6 +62,13 @@ class PreferenceArguments:
     @property
     def reference_free(self) -> bool:
         return self.preference_loss in ("simpo", "orpo")
+
+    @property
+    def takes_means(self) -> bool:
+        """Whether the loss is of mean log-probs per token instead of their sums."""
+        if self.reference_free or self.length_normalized is None:
+            return self.reference_free or self.preference_loss == "ipo"
+        return self.length_normalized
 
     def problems(self) -> list[str]:
         problems = []

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-import numpy as np
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
@@ -143,11 +142,6 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
         except ValueError as problem:
             problems.append(str(problem))
     return problems
-
-
-def token_lengths(dataset: Dataset) -> np.ndarray:
-    """Tokens of each row, [rows] int64, for GlobalBatches."""
-    return np.asarray(dataset.with_format("numpy")["length"][:], dtype=np.int64)
 
 
 def _check(options: DataOptions) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dschat.data.marked_answers import last_boxed
+
 Row = Mapping[str, Any]
 
 
@@ -157,23 +159,10 @@ def _gsm8k(row: Row) -> dict[str, Any]:
 
 
 def _math(row: Row) -> dict[str, Any]:
-    answer = boxed(row["solution"])
+    answer = last_boxed(row["solution"])
     if answer is None:
         raise NothingToLearn("no boxed answer")
-    return {"prompt": row["problem"], "response": row["solution"], "answer": answer}
-
-
-def boxed(solution: str) -> str | None:
-    r"""The content of the last \boxed{...} (or \fbox{...}), braces inside it balanced; None if there is none."""
-    starts = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\s*\{", solution)]
-    if not starts:
-        return None
-    depth = 1
-    for place in range(starts[-1], len(solution)):
-        depth += {"{": 1, "}": -1}.get(solution[place], 0)
-        if depth == 0:
-            return solution[starts[-1] : place].strip()
-    return None
+    return {"prompt": row["problem"], "response": row["solution"], "answer": answer.strip()}
 
 
 def _dapo(row: Row) -> dict[str, Any]:

@@ -39,10 +39,6 @@ class Rollout:
         rows = self.sequences[:, self.prompt_length :].tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
-    def to(self, device: torch.device | str) -> Rollout:
-        """The same rollout on another device."""
-        return Rollout(**{name: tensor.to(device) for name, tensor in vars(self).items()})
-
 
 def left_pad(prompts: Sequence[Sequence[int]], *, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Right-align prompts of mixed lengths.

@@ -88,8 +88,8 @@ class ActorLoss:
         metrics = metrics | correction | {"policy_loss": loss.detach()}
         if ppo.kl_in == "loss" and part.ref_logprobs is not None:
             kl, said = kl_loss(
-                logprobs, part.ref_logprobs, mask, estimator=ppo.kl_estimator, weights=weights,
-                normalizer=counts.tokens,
+                logprobs, part.ref_logprobs, mask, estimator=ppo.kl_estimator, clip=ppo.kl_clip or None,
+                weights=weights, normalizer=counts.tokens,
             )  # fmt: skip
             loss, metrics = loss + kl_coef * kl, metrics | said
         if self.wants_entropy:

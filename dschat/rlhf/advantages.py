@@ -15,8 +15,9 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3+")
 
 
 def kl_estimate(
-    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, response_mask: Tensor | None = None
-) -> Tensor:
+    logprobs: Tensor, ref_logprobs: Tensor, estimator: str, *, response_mask: Tensor | None = None,
+    clip: float | None = None,
+) -> Tensor:  # fmt: skip
     """Per-token estimate of KL(π_actor ‖ π_ref) from tokens that π_actor sampled.
 
     With Δ = logprob − ref_logprob: k1 = Δ (unbiased), k2 = Δ²/2 (biased, low variance),
@@ -24,17 +25,22 @@ def kl_estimate(
     with the gradient of k2, as the gradient of k2 is the unbiased one: E[Δ·∇logπ] = ∇KL, while that of k1 is 0 on
     average and that of k3 belongs to the reverse divergence.
 
+    k3 grows like e^(−Δ): at Δ = −10 a token's estimate is 22,015 nats, at −20 it is 4.9e8, and that one token rules
+    the mean and the gradient of its step. `clip` bounds it, for a bias where it cuts.
+
     Args:
         logprobs, ref_logprobs: [B, T] float, in nats. Gradient flows into both.
         estimator: "k1", "k2", "k3" or "k3+".
         response_mask: [B, T] bool, True where the estimate counts. Needed where other positions may be NaN or inf and
             a gradient is taken.
+        clip: > 0, nats: an estimate of k3 is at most this and has no gradient beyond it (10 in verl); k3+ keeps the
+            gradient of k2. None does not clip. k1 and k2 do not explode and are left alone.
 
     Returns:
         [B, T] float32 (float64 for float64), in nats; 0 where response_mask is given and False.
 
     Raises:
-        ValueError: unknown estimator; shapes that differ; a mask that is not bool.
+        ValueError: unknown estimator; shapes that differ; a mask that is not bool; a clip that is not positive.
 
     Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; gradients: Tang and
         Munos 2025 (arXiv:2506.09477), section 4.
@@ -44,6 +50,8 @@ def kl_estimate(
             f"logprobs has shape {tuple(logprobs.shape)}, but ref_logprobs {tuple(ref_logprobs.shape)}: "
             "KL compares the same tokens, so pass log-probs of the same responses."
         )
+    if clip is not None and not clip > 0:
+        raise ValueError(f"clip is {clip} nats, but it bounds estimates of KL from above, so > 0: None does not clip.")
     delta = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
     if response_mask is not None:
         require_mask(response_mask, logprobs=logprobs)
@@ -55,6 +63,7 @@ def kl_estimate(
     if estimator in ("k3", "k3+"):
         # expm1 keeps the digits of small Δ, where e^(−Δ) − 1 + Δ would round to noise.
         k3 = torch.expm1((-delta).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) + delta
+        k3 = k3 if clip is None else k3.clamp(max=clip)  # k3 >= 0 needs no lower bound
         if estimator == "k3":
             return k3
         k2 = delta.square() / 2
@@ -63,9 +72,7 @@ def kl_estimate(
 
 
 @torch.no_grad()
-def token_rewards(
-    scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float, score_clip: float | None = None
-) -> Tensor:
+def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef: float) -> Tensor:
     """Reward of each response token: −kl_coef · kl everywhere, plus the score at the last response token.
 
     Args:
@@ -74,13 +81,12 @@ def token_rewards(
         kl: [B, T] float, in nats.
         response_mask: [B, T] bool, True on generated tokens.
         kl_coef: reward per nat of KL.
-        score_clip: > 0 clips scores to [−score_clip, score_clip]; None leaves them.
 
     Returns:
         [B, T] float32 (float64 for float64), no graph, zero where response_mask is False.
 
     Raises:
-        ValueError: shapes that do not fit, a mask that is not bool, a score_clip that is not positive.
+        ValueError: shapes that do not fit, a mask that is not bool.
 
     Source: Ziegler et al. 2019, eq. 2 (arXiv:1909.08593), with the KL spread over the tokens.
     """
@@ -90,15 +96,14 @@ def token_rewards(
             f"scores has shape {tuple(scores.shape)}, but response_mask {tuple(response_mask.shape)} asks for "
             f"({response_mask.shape[0]},): one score per whole response."
         )
-    scores = at_least_float32(scores)
-    if score_clip is not None:
-        if not score_clip > 0:
-            raise ValueError(f"score_clip is {score_clip}, but it is a bound on |score|, so > 0: None does not clip.")
-        scores = scores.clamp(-score_clip, score_clip)
-    tokens_from_here = response_mask.long().flip(-1).cumsum(-1).flip(-1)  # [B, T]
-    last = response_mask & (tokens_from_here == 1)  # [B, T]
+    last = response_mask & (tokens_after(response_mask) == 0)  # [B, T]
     penalty = torch.where(response_mask, -kl_coef * at_least_float32(kl), 0.0)
-    return penalty + torch.where(last, scores.unsqueeze(-1), 0.0)
+    return penalty + torch.where(last, at_least_float32(scores).unsqueeze(-1), 0.0)
+
+
+def tokens_after(response_mask: Tensor) -> Tensor:
+    """[B, T] long: how many response tokens follow each response token; without meaning where the mask is False."""
+    return response_mask.long().flip(-1).cumsum(-1).flip(-1) - 1
 
 
 @torch.no_grad()
@@ -165,7 +170,17 @@ def whole_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline: Tensor | None = None) -> Tensor:
-    """Return of each token minus a baseline of its response.
+    """Discounted return of each token, with the score counted from a baseline.
+
+    A baseline b is in units of the score R that the last token n − 1 carries, so it is subtracted there, and discounted
+    as the score is: with r'_{n−1} = r_{n−1} − b, and r'_k = r_k before it,
+
+        A_t = Σ_{k≥t} γ^(k−t)·r'_k = G_t − γ^(n−1−t)·b.
+
+    A response whose score equals its baseline has no advantage at any token, whatever γ is, and one with a better score
+    has a positive one everywhere; with G_t − b the early tokens of every long response would be pushed down. At γ = 1
+    both are the same. At γ < 1 the discount depends on the response's own length n, so b is an offset of the score (as
+    in OpenRLHF) and no baseline of the state: short good responses and long bad ones are favoured.
 
     REINFORCE++ is this without a baseline, whitened over the whole rollout batch; its variant takes group_mean, then
     is whitened; ReMax takes the greedy response's reward. (Whitening is MiniDataset's: it needs all ranks.)
@@ -174,7 +189,7 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
         rewards: [B, T] float, of each token.
         response_mask: [B, T] bool, True on generated tokens.
         gamma: discount γ per token, in [0, 1].
-        baseline: [B] float; None is 0.
+        baseline: [B] float, in units of the score; None is 0.
 
     Returns:
         advantages: [B, T] float32 (float64 for float64), zero where the mask is False.
@@ -190,7 +205,8 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
         return returns
     if baseline.shape != rewards.shape[:1]:
         raise ValueError(f"baseline has shape {tuple(baseline.shape)}, but it is one number per response, [B].")
-    return torch.where(response_mask, returns - at_least_float32(baseline).unsqueeze(-1), 0.0)
+    discounts = gamma ** tokens_after(response_mask).to(returns.dtype)  # [B, T]; 0⁰ is 1
+    return torch.where(response_mask, returns - discounts * at_least_float32(baseline).unsqueeze(-1), 0.0)
 
 
 @torch.no_grad()
@@ -212,7 +228,7 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int, factor: f
     Source: Yu et al. 2025 (DAPO), eq. 13 (arXiv:2503.14476).
     """
     if not 1 <= buffer <= max_tokens:
-        raise ValueError(f"buffer is {buffer}, but it is a part of the {max_tokens} tokens of a response.")
+        raise ValueError(f"buffer={buffer}: must be the number of penalised tokens at the end, 1 to {max_tokens}.")
     over = (lengths - (max_tokens - buffer)).clamp(0, buffer)
     return -factor * over.float() / buffer
 

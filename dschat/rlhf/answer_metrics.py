@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
+from dschat.data.marked_answers import last_boxed, last_tagged
+from dschat.rlhf.latex_answers import clean_latex, one_line
+
 Extraction = Literal["last_number", "boxed", "text", "tag"]
 
 # A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
@@ -17,12 +20,8 @@ _NUMBER = re.compile(
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
 )
+LONGEST_FORMULA = 2000  # characters
 _LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_DECORATION = re.compile(
-    r"\\(?:(?:left|right|displaystyle)(?![A-Za-z])|[,!;: ])|\\(?:text|mathrm|mathbf)\{([^{}]*)\}|\{,\}|[$\s]|\\%|%"
-)
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)  # a brace behind a backslash is a sign of a set
 
 
 def extract_answer(text: str, how: Extraction) -> str | None:
@@ -40,7 +39,7 @@ def extract_answer(text: str, how: Extraction) -> str | None:
     if how == "boxed":
         found = last_boxed(text)
     elif how == "tag":
-        found = (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [None])[-1]
+        found = last_tagged(text)
     return None if found is None else (plain_math(found) if how == "boxed" else plain_text(found)) or None
 
 
@@ -51,13 +50,15 @@ def plain_text(text: str, *, case: bool = False) -> str:
 
 
 def plain_math(text: str) -> str:
-    """A formula without its dollars, spaces, sizes and \\text{}; a number as a fraction in lowest terms."""
-    previous, text = None, text.strip().rstrip(".")
-    while previous != text:  # from the inside out
-        previous, text = text, _FRACTION.sub(_one_line, text)
-        text = _DECORATION.sub(lambda match: match[1] or "", text)
-    number = exact_number(text)
-    return text if number is None else str(number)
+    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms.
+
+    One of more than LONGEST_FORMULA characters is only rid of its white space: finding its spelling would take seconds.
+    """
+    if len(text) > LONGEST_FORMULA:
+        return "".join(text.split())
+    latex = one_line(clean_latex(text))
+    number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
+    return re.sub(r"\\?%", "", latex) if number is None else str(number)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -73,19 +74,6 @@ def exact_number(value: object) -> Fraction | None:
     if isinstance(value, (int, float)):
         return Fraction(value) if isinstance(value, int) else Fraction(str(value)) if math.isfinite(value) else None
     return _value(value.strip()) if _NUMBER.fullmatch(value.strip()) else None
-
-
-def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{…} of a text holds, braces inside it included; None without one that is closed."""
-    opened: list[int | None] = []  # where the boxes begin that are not closed yet; None for other braces
-    last = (-1, -1)
-    for brace in _BRACES.finditer(text):
-        if brace[0] == "}":
-            start = opened.pop() if opened else None
-            last = last if start is None else max(last, (start, brace.start()))
-        elif brace[0] == "{" or brace[0].startswith("\\boxed"):
-            opened.append(None if brace[0] == "{" else brace.end())
-    return None if last[0] < 0 else text[slice(*last)]
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -113,11 +101,11 @@ def majority(answers: Sequence[str | None]) -> int | None:
     return answers.index(counts.most_common(1)[0][0]) if counts else None
 
 
-def _one_line(fraction: re.Match) -> str:
-    """\\frac{a}{b} as a/b, with brackets where without them another number would be read."""
-    above, below = (part if re.fullmatch(r"-?\w+", part) else f"({part})" for part in fraction.groups())
-    mixed = fraction.string[: fraction.start()][-1:].isdigit()
-    return f"{'+' if mixed else ''}{above}/{below}"
+def _scientific(latex: str) -> Fraction | None:
+    """The value of a number such as 1.5\\times10^{3}."""
+    match = re.fullmatch(r"([-+]?[\d.]+)\\(?:times|cdot)10\^\{?(-?\d{1,3})\}?", latex)
+    factor = exact_number(match[1]) if match else None
+    return None if factor is None else factor * Fraction(10) ** int(match[2])
 
 
 def _value(text: str) -> Fraction | None:

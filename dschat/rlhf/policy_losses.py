@@ -152,19 +152,20 @@ def kl_loss(
     response_mask: Tensor,
     *,
     estimator: str,
+    clip: float | None = None,
     weights: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
     """Divergence from the reference model as a loss: Σ w·kl / normalizer, see advantages.kl_estimate.
 
     The gradient is that of the estimate on tokens which the policy at experience time sampled; their shift since then
-    is not corrected, as in GRPO.
+    is not corrected, as in GRPO. estimator, clip: those of kl_estimate.
 
     Returns:
         loss: scalar, nats; gradient into logprobs alone.
         metrics: kl_loss (mean over tokens, not weighted).
     """
-    kl = kl_estimate(logprobs, ref_logprobs.detach(), estimator, response_mask=response_mask)
+    kl = kl_estimate(logprobs, ref_logprobs.detach(), estimator, response_mask=response_mask, clip=clip)
     return _weighted(kl, response_mask, "kl_loss", weights, normalizer)
 
 

@@ -109,7 +109,8 @@ class DeepSpeedPPOTrainer:
         old_logprobs, entropy, ref_logprobs, values, scores = scored
         mask, kl = rollout.response_mask, None
         if ref_logprobs is not None:
-            kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask)
+            clip = ppo.kl_clip or None
+            kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask, clip=clip)
         price = self.kl_coef if ppo.kl_in == "reward" and kl is not None else 0.0
         worth = self.worth(rollout, scores)
         rewards = token_rewards(worth, torch.zeros_like(old_logprobs) if kl is None else kl, mask, kl_coef=price)

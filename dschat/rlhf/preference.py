@@ -60,7 +60,7 @@ def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tup
         pairwise,
         loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
         reference_free=preference.reference_free,
-        of_means=preference.reference_free or preference.length_normalized,
+        of_means=preference.takes_means,
         # ORPO has this term already, with weight 1.
         sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
     )

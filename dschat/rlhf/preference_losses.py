@@ -1,8 +1,8 @@
 """Preference optimisation without a reward model: plain functions of sequence log-probs, each → (loss, metrics).
 
 `chosen` and `rejected` are log-probs of whole responses given their prompt, in nats, under the model being trained:
-sums over response tokens, or means where a function says so (see sequence_logprobs); `ref_chosen` and `ref_rejected`
-are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
+sums over response tokens (see sequence_logprobs), or means per token where a function says so; `ref_chosen` and
+`ref_rejected` are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
 
 Normaliser, metrics and precision are those of dschat.rlhf.losses; what is counted is pairs. Every loss has the
 metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin (mean of their
@@ -20,8 +20,8 @@ from dschat.rlhf.losses import Metrics, Normalizer
 from dschat.tensors import at_least_float32, require_mask
 
 
-def sequence_logprobs(logprobs: Tensor, response_mask: Tensor, *, mean: bool = False) -> Tensor:
-    """Log-prob of each response: the sum over its tokens, or their mean.
+def sequence_logprobs(logprobs: Tensor, response_mask: Tensor) -> Tensor:
+    """Log-prob of each response: the sum over its tokens.
 
     Args:
         logprobs: [B, S] float, nats per token.
@@ -30,8 +30,7 @@ def sequence_logprobs(logprobs: Tensor, response_mask: Tensor, *, mean: bool = F
     Returns: [B] float32 (float64 for float64), 0 for a response without tokens.
     """
     require_mask(response_mask, logprobs=logprobs)
-    total = torch.where(response_mask, at_least_float32(logprobs), 0.0).sum(dim=1)
-    return total / response_mask.sum(dim=1).clamp(min=1) if mean else total
+    return torch.where(response_mask, at_least_float32(logprobs), 0.0).sum(dim=1)
 
 
 def dpo_loss(
@@ -87,8 +86,11 @@ def ipo_loss(
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """(h − 1/(2β))², with h = (chosen − ref_chosen) − (rejected − ref_rejected): a target for the margin, not a push.
 
-    The paper's h is of whole responses, so sums are right here; TRL takes means, which means do here, too
-    (--length_normalized). β is the paper's τ.
+    Args:
+        chosen, rejected, ref_chosen, ref_rejected: mean log-probs per token, which is how step 2 calls it and what TRL
+            does, confirmed there with the paper's authors: the target 1/(2β) is then the same for short and for long
+            responses. Sums (--length_normalized False) are the equation as it is printed.
+        beta: τ of the paper, > 0.
 
     Source: Azar et al. 2023, eq. 17 (arXiv:2310.12036).
     """

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dschat.data.marked_answers import last_tagged
 from dschat.data.reasoning import entry_of, task_of
 from dschat.rlhf.guarded_scorers import guard_scorers
 
@@ -36,8 +36,8 @@ def reasoning_score(
 
 
 def answer_of(response: str) -> str:
-    tagged = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
-    return (tagged[-1] if tagged else response).strip()
+    tagged = last_tagged(response)
+    return (response if tagged is None else tagged).strip()
 
 
 def _score(answer: str, row: Mapping[str, Any], raised: Counter[tuple[str, str]]) -> float | None:

@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from dschat.rlhf.answer_metrics import exact_number, last_boxed, last_number, plain_math, plain_text
+import torch
+
+from dschat.data.marked_answers import last_boxed
+from dschat.rlhf.advantages import overlong_penalty
+from dschat.rlhf.answer_metrics import exact_number, last_number, plain_text
+from dschat.rlhf.math_equality import equal_answers
+from dschat.rlhf.math_verify_process import require_math_verify
 
 Scores = list[float | None]
 
@@ -49,16 +55,23 @@ def last_number_is(
 def boxed(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer") -> Scores:
     """1 if what the last \\boxed{} holds is the column's answer (or what its last \\boxed{} holds); else 0.
 
-    Numbers are compared by value, formulas as they are written; where the package math-verify is installed, also by
-    what they mean.
+    Numbers are compared by value, formulas by what they mean (see math_equality). One that takes seconds to compare is
+    wrong.
+
+    Raises: ImportError without the package math-verify.
     """
-
-    def equal(response: str, truth: str) -> bool:
-        given, boxed_truth = last_boxed(response), last_boxed(truth)
-        wanted = truth if boxed_truth is None else boxed_truth
-        return given is not None and (plain_math(given) == plain_math(wanted) or _means_the_same(given, wanted))
-
-    return _compared(responses, rows, column, equal)
+    require_math_verify()
+    scores: Scores = [None if row.get(column) is None else 0.0 for row in rows]
+    pairs: dict[int, tuple[str, str]] = {}
+    for number, (response, row) in enumerate(zip(responses, rows, strict=True)):
+        given = last_boxed(response)
+        if scores[number] is not None and given is not None:
+            truth = str(row[column])
+            boxed_truth = last_boxed(truth)
+            pairs[number] = (given, truth if boxed_truth is None else boxed_truth)
+    for number, equal in zip(pairs, equal_answers(list(pairs.values())), strict=True):
+        scores[number] = float(equal)
+    return scores
 
 
 def tag_format(responses: Sequence[str], *, tags: str = "think,answer") -> Scores:
@@ -112,12 +125,10 @@ def overlong(token_ids: Sequence[Sequence[int]], max_tokens: int, *, buffer: int
 
     Source: Yu et al. 2025, DAPO, eq. 13 (arXiv:2503.14476).
     """
-    if not 0 < buffer <= max_tokens:
-        raise ValueError(f"buffer={buffer}: wants the tokens at the end that are punished, 1 to {max_tokens}")
     if factor <= 0:
         raise ValueError(f"factor={factor}: must be above 0; it is what the longest response loses")
-    over = [len(ids) - (max_tokens - buffer) for ids in token_ids]
-    return [-factor * min(tokens, buffer) / buffer if tokens > 0 else 0.0 for tokens in over]
+    lengths = torch.tensor([len(ids) for ids in token_ids])
+    return overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer, factor=factor).tolist()
 
 
 def reasoning_gym(prompts: Sequence[str], responses: Sequence[str], rows: Sequence[dict]) -> Scores:
@@ -151,21 +162,3 @@ def _compared(responses: Sequence[str], rows: Sequence[dict], column: str, equal
         None if truth is None else float(equal(response, str(truth)))
         for response, truth in zip(responses, truths, strict=True)
     ]
-
-
-# What an actor may write to keep sympy busy for hours: towers of powers, large exponents, factorials.
-_COSTLY = re.compile(r"\^[^^]*\^|\^\s*\{?\s*\d{3}|!|\*\*")
-_LONGEST_FORMULA = 200  # characters
-
-
-def _means_the_same(given: str, wanted: str) -> bool:
-    """What math-verify says; False where it is not installed, or the formula could keep it busy for long."""
-    if importlib.util.find_spec("math_verify") is None:
-        return False
-    if any(len(text) > _LONGEST_FORMULA or _COSTLY.search(text) for text in (given, wanted)):
-        return False
-    from math_verify import parse, verify
-
-    # Its own timeouts are signals, which only a main thread gets: here the patience of the caller bounds it.
-    formulas = [parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=False) for text in (wanted, given)]
-    return bool(verify(*formulas, timeout_seconds=None, raise_on_error=False))

@@ -1,0 +1,26 @@
+"""Where a text marks its answer: the last \\boxed{…}, the last <answer>…</answer>."""
+
+from __future__ import annotations
+
+import re
+
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # a brace behind a backslash is text
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last \\boxed{…} or \\fbox{…} of a text holds, braces inside it included; None without a closed one."""
+    opened: list[int | None] = []  # where the boxes begin that are not closed yet; None for other braces
+    last = (-1, -1)
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            start = opened.pop() if opened else None
+            last = last if start is None else max(last, (start, brace.start()))
+        elif brace[0].endswith("{") and brace[0] != "\\{":
+            opened.append(None if brace[0] == "{" else brace.end())
+    return None if last[0] < 0 else text[slice(*last)]
+
+
+def last_tagged(text: str) -> str | None:
+    """What stands between the last <answer> and </answer> of a text; None without such a pair."""
+    return (_TAGGED.findall(text) or [None])[-1]

@@ -1,0 +1,109 @@
+"""LaTeX of short answers in one spelling: what changes no meaning goes, what does stays apart.
+
+Two answers that are written differently may still be equal (see math_equality); two that come out alike are equal.
+"""
+
+from __future__ import annotations
+
+import re
+
+# 12\,345, 12{,}345 and 12,\!345 are single numbers; so is 12,345, unless it may be a pair in brackets.
+_GROUPED = re.compile(r"(?<![\d.,\\])\d{1,3}(?:(?:,?\\!|\\[,;:]|\{,\}|~)+\s*\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
+_SYMBOLS = {
+    "−": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "°": r"^\circ ", "π": r"\pi ", "∞": r"\infty ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ",
+}  # fmt: skip
+_SYNONYMS = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "leq": "le", "leqslant": "le", "geq": "ge", "geqslant": "ge",
+    "neq": "ne", "lbrace": "{", "rbrace": "}",
+}  # fmt: skip
+_FONTS = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|mbox"
+_TOKEN = re.compile(
+    r"(?P<row>\s*\\\\(?:\s*\[[^\]]*\])?\s*)"
+    r"|(?P<nothing>\\(?:left|right)\s*\.|\\(?:left|right|[Bb]igg?[lr]?|displaystyle|textstyle)(?![A-Za-z])|\\!|\\?\$)"
+    r"|(?P<space>(?:\\[,;:>]|\\\s|\\q?quad(?![A-Za-z])|~|\s)+)"
+    r"|(?P<comma>\s*\{,\})"
+    r"|\\degree(?![A-Za-z])(?P<degree>)"
+    rf"|\\(?:{_FONTS})\s*\{{(?P<text>[^{{}}]*)\}}"
+    r"|\\(?P<command>[A-Za-z]+)"
+    r"|(?P<symbol>[−×·÷°π∞≤≥≠])",
+    re.DOTALL,
+)
+_ARGUMENT = r"(\d|[A-Za-z]|\\[A-Za-z]+)"
+_FRACTION = re.compile(r"\\frac\{([^{}]*)\}\{([^{}]*)\}")
+_MIXED = re.compile(r"(?<![\w.)}^/\\])(\d+)(?: (\d+)/(\d+)|\\frac\{(\d+)\}\{(\d+)\})(?=$|[-+=<>,)\]}|\s])")
+_OPENING, _CLOSING = r"(?:^|[-+=<>,(\[{|\s])$", r"^(?:$|[-+=<>,)\]}|\s])"
+
+
+def clean_latex(text: str) -> str:
+    """The formula without dollars, sizes, fonts and spacing.
+
+    \\frac and \\sqrt get braces, numbers lose their thousands separators, commas of lists are ", ", and a space stays
+    where it keeps two numbers, or a command and a letter, apart. \\text{} stays around words, and around a letter that
+    is a unit, as it stands behind a number.
+    """
+    text = re.sub(r"(?<!\.)\.$", "", text.strip())
+    text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = _TOKEN.sub(_cleaned, text)
+    text = _THOUSANDS.sub(lambda match: _without_commas(match), text)
+    text = re.sub(rf"\\frac\s*{_ARGUMENT}\s*", r"\\frac{\1}", re.sub(r"\\(frac|sqrt)\s+\{", r"\\\1{", text))
+    text = re.sub(rf"(\\frac\{{[^{{}}]*\}})\s*{_ARGUMENT}", r"\1{\2}", re.sub(r"\}\s+\{", "}{", text))
+    text = re.sub(r"\\sqrt\s*(\d|[A-Za-z])", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\d.])\s+|\s+(?![\d.])", _needed_space, text)
+    return re.sub(r",\s*", ", ", text).strip()
+
+
+def one_line(latex: str) -> str:
+    """Cleaned LaTeX with a/b for \\frac{a}{b}, its parts in brackets unless it would be read alike without them.
+
+    3\\frac{1}{2} and 3 1/2, of digits alone, are 7/2; \\text{} is gone, and {} around a single sign of an exponent.
+    """
+    latex = re.sub(r"([\^_])\{(\w)\}(?!\w)", r"\1\2", latex)
+    latex = _MIXED.sub(_improper, latex)
+    previous = None
+    while previous != latex:  # from the inside out
+        previous, latex = latex, _FRACTION.sub(_quotient, latex)
+    return re.sub(r"\\text\{([^{}]*)\}", r"\1", latex)
+
+
+def _cleaned(token: re.Match) -> str:
+    """What stands for a token in the cleaned text."""
+    kind, value = token.lastgroup, token[token.lastgroup or 0]
+    if kind == "text":
+        words = "".join(value.split())
+        letters = len(re.findall(r"[A-Za-z]", words))
+        unit = letters == 1 and re.search(r"(?:[\d})]|\\pi)(?:\\[,;: ]|\s|~)*$", token.string[: token.start()])
+        return rf"\text{{{words}}}" if letters > 1 or unit else " " * letters + words  # no part of a command before it
+    if kind == "command":
+        name = _SYNONYMS.get(value, value)
+        return f"\\{name}"
+    fixed = {"row": r"\\", "nothing": "", "space": " ", "comma": ",", "degree": r"^\circ "}
+    return _SYMBOLS[value] if kind == "symbol" else fixed[kind]
+
+
+def _without_commas(number: re.Match) -> str:
+    """A number without thousands separators; inside brackets the commas may be those of a list, and stay."""
+    before = number.string[: number.start()]
+    depth = len(re.findall(r"[(\[]|\\\{", before)) - len(re.findall(r"[)\]]|\\\}", before))
+    return number[0] if depth > 0 else number[0].replace(",", "")
+
+
+def _needed_space(space: re.Match) -> str:
+    """A space behind a command that would run into the letter after it; elsewhere nothing."""
+    before, after = space.string[: space.start()], space.string[space.end() :]
+    return " " if re.search(r"\\[A-Za-z]+$", before) and re.match(r"[A-Za-z]", after) else ""
+
+
+def _improper(mixed: re.Match) -> str:
+    whole, above, below = (int(part) for part in mixed.groups() if part is not None)
+    return mixed[0] if below == 0 else f"{whole * below + above}/{below}"
+
+
+def _quotient(fraction: re.Match) -> str:
+    above, below = fraction.groups()
+    before, after = fraction.string[: fraction.start()], fraction.string[fraction.end() :]
+    plain = re.fullmatch(r"-?\w+", above) and re.fullmatch(r"\d+", below)
+    if plain and re.search(_OPENING, before) and re.search(_CLOSING, after):
+        return f"{above}/{below}"
+    return f"(({above})/({below}))"
