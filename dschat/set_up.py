@@ -118,6 +118,7 @@ def data_options(
         max_bad_rows=data.max_bad_rows,
         columns=named_columns(data),
         drop_duplicates=data.drop_duplicates,
+        parse_special_tokens=data.parse_special_tokens,
         train_on_prompt=train_on_prompt,
         packing=packing,
         phase=phase,

@@ -35,7 +35,16 @@ class DataArguments:
     text_column: str | None = flag(None, f"{COLUMN_HELP} plain text")
     system_column: str | None = flag(None, f"{COLUMN_HELP} the system prompt")
     tools_column: str | None = flag(None, f"{COLUMN_HELP} the tools of the chat template, a JSON list")
+    parse_special_tokens: bool = flag(
+        False, "what spells a control token (such as <|im_end|>) in a content becomes that token; default: plain text"
+    )
     add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
 
     def problems(self) -> list[str]:
-        return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        problems = [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        return problems + [
+            f"--{name} {entry!r}: is empty, which is no path; name a file, folder or hub data set"
+            for name in ("data_path", "eval_data_path")
+            for entry in vars(self)[name]
+            if not entry.strip()
+        ]

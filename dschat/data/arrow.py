@@ -33,7 +33,7 @@ from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
 from .sources import Source
 
-_FORMAT = 2  # raise it when the same rows would be encoded otherwise: old folders are then not found
+_FORMAT = 3  # raise it when the same rows would be encoded otherwise: old folders are then not found
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,10 @@ def _encode(
     for encoded in found:
         if encoded.features is None:
             report.add_dropped(encoded.dropped)
-    return [encoded for encoded in found if encoded.features is not None]
+    kept = [encoded for encoded in found if encoded.features is not None]
+    if kept and (spelled := encoder.control_tokens(record)):
+        report.add_control_tokens(row.where, spelled)
+    return kept
 
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
@@ -196,7 +199,13 @@ def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
         "format": _FORMAT,
         "source": source.identity(),
         "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction, plan.drop_duplicates],
-        "encoder": [encoder.kind, encoder.max_tokens, encoder.drop_overlong, encoder.train_on_prompt],
+        "encoder": [
+            encoder.kind,
+            encoder.max_tokens,
+            encoder.drop_overlong,
+            encoder.train_on_prompt,
+            encoder.parse_special_tokens,
+        ],
         "tokenizer": _tokenizer_content(encoder.tokenizer),
     }
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jinja2 import TemplateError
@@ -17,7 +17,7 @@ Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as transformers t
 
 @dataclass(frozen=True)
 class ChatRenderer:
-    """Renders parts of one conversation, all of them alike.
+    """Renders one conversation from its first message up to any other, always in the same way.
 
     Args:
         tools: what the template shows of tools that may be called.
@@ -30,13 +30,14 @@ class ChatRenderer:
     tools: Tools | None
     control: ControlTokens
     protects: bool
+    _last_prompt: dict[int, str] = field(default_factory=dict, repr=False)  # number of messages → text
 
     @classmethod
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None,
         parse_special_tokens: bool = False,
     ) -> ChatRenderer:  # fmt: skip
-        """The renderer of these messages and any part of them.
+        """The renderer of these messages and any that they begin with.
 
         Args:
             parse_special_tokens: control tokens that contents spell are meant as such.
@@ -68,8 +69,11 @@ class ChatRenderer:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The messages, followed by the template's opening of an answer."""
-        return self.render(messages, add_generation_prompt=True)
+        """The messages, followed by the template's opening of an answer; the last one made is kept."""
+        if len(messages) not in self._last_prompt:
+            self._last_prompt.clear()
+            self._last_prompt[len(messages)] = self.render(messages, add_generation_prompt=True)
+        return self._last_prompt[len(messages)]
 
     def conversation(self, messages: Sequence[Message]) -> str:
         return self.render(messages, add_generation_prompt=False)

@@ -39,6 +39,7 @@ class DataOptions:
         train_on_prompt: SFT on every token, not on responses only.
         columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
         drop_duplicates: keep the first of equal records of a source.
+        parse_special_tokens: control tokens that contents spell are meant as such; by default contents are plain text.
         packing: SFT rows of several conversations, max_tokens together (see packing.py).
     """
 
@@ -56,6 +57,7 @@ class DataOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     drop_duplicates: bool = False
     packing: bool = False
+    parse_special_tokens: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,7 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
         max_tokens=options.max_tokens,
         overlong=options.overlong,
         train_on_prompt=options.train_on_prompt,
+        parse_special_tokens=options.parse_special_tokens,
     )
     paths, weights = parse_data_path(options.data_path)
     eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
@@ -111,7 +114,10 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     if options.packing:
         names = [part.name for part in parts]
         splits = {name: _packed(rows, options, [name, names, weights]) for name, rows in splits.items()}
-    report = DataReport(reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None)
+    report = DataReport(
+        reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None,
+        parses_special_tokens=options.parse_special_tokens,
+    )  # fmt: skip
     return DataSplits(**splits, report=report)
 
 

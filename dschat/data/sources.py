@@ -78,7 +78,7 @@ def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | No
     """["a:0.7", "b:0.3"] → (["a", "b"], [0.7, 0.3]); without weights (["a", "b"], None).
 
     Raises:
-        ValueError: no entry, a weight that is not positive, or weights on some entries only.
+        ValueError: no entry, one without a path, a weight that is not positive, or weights on some entries only.
     """
     paths: list[str] = []
     weights: list[float | None] = []
@@ -86,6 +86,8 @@ def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | No
         path, colon, weight = entry.rpartition(":")
         if not colon or Path(entry).exists() or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", weight):
             path, weight = entry, ""
+        if not path.strip():
+            raise ValueError(f"--data_path {entry!r}: an entry without a path; name a file, folder or hub data set.")
         paths.append(path)
         weights.append(float(weight) if weight else None)
     if not paths:
