@@ -71,6 +71,26 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
     return problems
 
 
+def vocabulary_problems(flag: str, path: str, *, trained: str, add_eot_token: bool) -> list[str]:
+    """What makes a reference unusable for the token ids of the trained model: a tokenizer with another vocabulary.
+
+    Args:
+        flag, path: that named the reference.
+        trained: the folder or name of the model whose tokenizer makes the ids.
+        add_eot_token: whether the run adds an end token to it.
+    """
+    ours = load_tokenizer(trained, add_eot_token=add_eot_token).get_vocab()
+    theirs = load_tokenizer(path, add_eot_token=add_eot_token).get_vocab()
+    differing = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+    if not differing:
+        return []
+    return [
+        f"{flag} {path}: reads the token ids of {trained}, but {len(differing)} tokens differ between their "
+        f"vocabularies ({', '.join(map(repr, differing[:3]))}{', …' if len(differing) > 3 else ''}), so its log-probs "
+        "would be those of other text: name a reference with the same tokenizer, such as the model to start from"
+    ]
+
+
 def one_model_problems(
     kind: str, model: ModelArguments, _step: SupervisedArguments | RewardModelArguments, data: DataArguments,
     _optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
@@ -109,6 +129,7 @@ def data_options(
     return DataOptions(
         data_path=data.data_path,
         output_path=data.data_output_path or str(Path(run.output_dir, "data")),
+        run_path=run.output_dir,
         max_tokens=max_tokens,
         data_split=data.data_split,
         seed=run.seed,

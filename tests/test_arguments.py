@@ -103,8 +103,6 @@ def test_an_output_folder_that_cannot_be_written_is_refused_and_no_probe_is_left
 
 def test_what_a_step_cannot_go_without_is_asked_for():
     assert "--data_path" in problems(arguments.DataArguments)[0]
-    assert "--data_path '': is empty" in problems(arguments.DataArguments, data_path=["a", ""])[0]
-    assert "--eval_data_path ' '" in problems(arguments.DataArguments, data_path=["a"], eval_data_path=[" "])[0]
     assert "--model_name_or_path" in problems(arguments.ModelArguments)[0]
     (actor,) = problems(arguments.RLHFModelArguments)
     assert "--actor_model_name_or_path" in actor

@@ -252,6 +252,27 @@ def test_wrong_options_are_named_together(tokenizer, tmp_path):
         build("prompt", tokenizer, tmp_path, "a", max_tokens=0)
 
 
+@pytest.mark.parametrize("entry", ["{0}", "{0}:1.0", "openai/gsm8k={0}", "{0}/sub/.."])
+def test_outputs_inside_a_data_folder_are_refused_before_anything_is_written(tokenizer, tmp_path, entry):
+    """The run's metrics.jsonl and samples.jsonl would be rows, and every resume another run."""
+    data = tmp_path / "rows"
+    write_pairs(data / "train.jsonl", range(20))
+    (data / "sub").mkdir()
+    inside, beside = str(data / "run"), str(tmp_path / "run")
+    for run_path, output_path in ((inside, beside), (beside, inside), (inside, inside), (str(data), beside)):
+        options = DataOptions([entry.format(data)], output_path, 64, run_path=run_path)
+        for refuse in (lambda o: build_dataset("prompt", tokenizer, o), _raise_problems):
+            with pytest.raises(ValueError, match="lies inside --data_path"):
+                refuse(options)
+        assert not (data / "run").exists()
+    single = DataOptions([str(data / "train.jsonl")], inside, 64, run_path=inside, eval_fraction=0.0)
+    assert len(build_dataset("prompt", tokenizer, single).train) == 20, "one file does not see what is beside it"
+
+
+def _raise_problems(options):
+    raise ValueError("\n".join(data_problems("prompt", options)))
+
+
 def one_row(tmp_path, **fields):
     (tmp_path / "one.jsonl").write_text(json.dumps(fields) + "\n")
     return str(tmp_path / "one.jsonl")

@@ -215,6 +215,12 @@ def test_contradictions_are_refused_together(run, materials):
     assert "all rows have one prompt" in said and "Traceback" not in said
 
 
+def test_a_reference_that_reads_other_tokens_is_refused(run, materials):
+    said = run("run", code=2, ref_model_name_or_path=materials / "other_reward")
+    assert "--ref_model_name_or_path" in said and "tokens differ between their vocabularies" in said
+    assert "Traceback" not in said and "reference log-probs" not in said
+
+
 def test_settings_that_do_nothing_or_little_warn(run, materials):
     said = run(
         "run", max_steps=1, preference_loss="simpo", label_smoothing=0.1, ref_model_name_or_path=materials / "actor",

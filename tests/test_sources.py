@@ -159,5 +159,5 @@ def test_weights_that_make_no_sense_are_refused(entries, message):
 
 @pytest.mark.parametrize("entry", ["", "  ", ":0.5"])
 def test_an_entry_without_a_path_is_refused_rather_than_read_as_the_current_folder(entry):
-    with pytest.raises(ValueError, match="an entry without a path"):
+    with pytest.raises(ValueError, match="is empty, which is no path"):
         parse_data_path([entry])

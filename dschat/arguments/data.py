@@ -41,10 +41,4 @@ class DataArguments:
     add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
 
     def problems(self) -> list[str]:
-        problems = [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
-        return problems + [
-            f"--{name} {entry!r}: is empty, which is no path; name a file, folder or hub data set"
-            for name in ("data_path", "eval_data_path")
-            for entry in vars(self)[name]
-            if not entry.strip()
-        ]
+        return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from datasets import Dataset, concatenate_datasets
@@ -12,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
+from .hub_datasets import hub_dataset
 from .mixing import mixed_rows, parse_data_split
 from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
@@ -27,6 +29,7 @@ class DataOptions:
     Args:
         data_path: entries "PATH_OR_NAME[:WEIGHT]"; a weight is the fraction of the mixed epoch (see mixed_rows).
         output_path: folder for the Arrow files.
+        run_path: the run's own output folder, which no data folder may hold; None: there is none.
         max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
         data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
         phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
@@ -58,6 +61,7 @@ class DataOptions:
     drop_duplicates: bool = False
     packing: bool = False
     parse_special_tokens: bool = False
+    run_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -92,7 +96,7 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
         parse_special_tokens=options.parse_special_tokens,
     )
     paths, weights = parse_data_path(options.data_path)
-    eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+    eval_paths = _eval_paths(options)
     entries = [(path, False) for path in paths] + [(path, True) for path in eval_paths]
     parts: list[EncodedSource] = []
     problems: list[str] = []
@@ -130,8 +134,7 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
     problems = []
     try:
         _check(options)
-        paths = parse_data_path(options.data_path)[0]
-        eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+        paths, eval_paths = parse_data_path(options.data_path)[0], _eval_paths(options)
     except ValueError as problem:
         return [str(problem)]
     for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
@@ -149,6 +152,10 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
         except ValueError as problem:
             problems.append(str(problem))
     return problems
+
+
+def _eval_paths(options: DataOptions) -> list[str]:
+    return parse_data_path(options.eval_data_path, flag="--eval_data_path")[0] if options.eval_data_path else []
 
 
 def token_lengths(dataset: Dataset) -> np.ndarray:
@@ -172,8 +179,31 @@ def _check(options: DataOptions) -> None:
         problems.append(f"--eval_fraction {options.eval_fraction}: it must be at least 0 and less than 1.")
     if options.max_bad_rows < 0:
         problems.append(f"--max_bad_rows {options.max_bad_rows}: it must not be negative.")
+    problems += _outputs_among_rows(options)
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _outputs_among_rows(options: DataOptions) -> list[str]:
+    """Output folders inside a data folder: what a run writes there would be rows of the next one, or of its resume."""
+    problems = []
+    outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
+    for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
+        for path in parse_data_path(entries, flag=flag)[0] if entries else []:
+            folder = Path(hub_dataset(path)[1]).expanduser()
+            if not folder.is_dir():
+                continue
+            inside = [
+                f"{name} {output}"
+                for name, output in outputs.items()
+                if output is not None and Path(output).resolve().is_relative_to(folder.resolve())
+            ]
+            if inside:
+                problems.append(
+                    f"{' and '.join(inside)}: lies inside {flag} {path}, so the files of this run would be read as its "
+                    "data when it is resumed: write to another folder, or name the data files themselves."
+                )
+    return problems
 
 
 def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:

@@ -12,7 +12,14 @@ from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenize
 from dschat.models.weights import export_model
 from dschat.rlhf.preference import SCORES, preference_objective
 from dschat.rlhf.reference import with_reference_logprobs
-from dschat.set_up import data_options, load_splits, model_problems, one_model_problems, start
+from dschat.set_up import (
+    data_options,
+    load_splits,
+    model_problems,
+    one_model_problems,
+    start,
+    vocabulary_problems,
+)
 
 GROUPS = (
     arguments.PolicyArguments,
@@ -37,11 +44,16 @@ def check(
             "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
             "and a rank --lora_dim, or take --reference precompute"
         )
-    if preference.ref_model_name_or_path:
+    if reference := preference.ref_model_name_or_path:
         problems += model_problems(
-            "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
-            lengths=f"--max_seq_len {model.max_seq_len}",
+            "--ref_model_name_or_path", reference, tokens=model.max_seq_len,
+            lengths=f"--max_seq_len {model.max_seq_len}", add_eot_token=data.add_eot_token,
         )  # fmt: skip
+        if not problems:
+            problems += vocabulary_problems(
+                "--ref_model_name_or_path", reference, trained=model.model_name_or_path,
+                add_eot_token=data.add_eot_token,
+            )  # fmt: skip
     return problems
 
 
