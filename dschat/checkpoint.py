@@ -8,9 +8,7 @@ output_dir/checkpoints/step-00000120/
 output_dir/checkpoints/latest    the name of the newest complete one
 """
 
-import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +26,11 @@ from dschat.arguments import IDENTITY, SILENT
 from dschat.models.weight_files import pickle_problems
 from dschat.random_states import load_random_states, save_random_states
 from dschat.resize import converted
+from dschat.verified_folder import digests as _digests
+from dschat.verified_folder import file_problems
+from dschat.verified_folder import sync as _sync
+from dschat.verified_folder import sync_all as _sync_all
+from dschat.verified_folder import write_atomically as _write_atomically
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
@@ -287,16 +290,11 @@ def verify(folder: str | Path) -> list[str]:
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "
             f"{launch.world_size()}: start as many"
         )
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-        elif _digest(path) != digest:
-            problems.append(f"{name} has another checksum")
-        elif path.suffix == ".pt":
-            problems += pickle_problems(path)
+    damaged = file_problems(folder, files)
+    if not damaged:
+        for name in files:
+            problems += pickle_problems(folder / name) if name.endswith(".pt") else []
+    problems += damaged
     return problems
 
 
@@ -366,39 +364,3 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
     return sorted(path for path in Path(output_dir, "checkpoints").glob("step-*") if STEP_FOLDER.fullmatch(path.name))
-
-
-def _sync_all(folder: Path) -> None:
-    """Put every file and folder on the disk."""
-    for path in [folder, *folder.rglob("*")]:
-        _sync(path)
-
-
-def _digests(folder: Path, *, share: tuple[int, int]) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every n-th file from the k-th on, where share is (k, n)."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())[share[0] :: share[1]]
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _digest(path)) for path in paths}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

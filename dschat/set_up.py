@@ -170,7 +170,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     splits, problem = None, None
     with launch.local_main_first():
         try:
-            splits = build_dataset(kind, tokenizer, options)
+            splits = build_dataset(kind, tokenizer, options, verify=launch.is_main_of_node())
         except ValueError as error:
             problem = str(error)
     problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it

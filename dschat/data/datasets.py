@@ -73,7 +73,9 @@ class DataSplits:
     report: DataReport
 
 
-def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
+def build_dataset(
+    kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, verify: bool = True
+) -> DataSplits:
     """The train and evaluation rows of a step, encoded on the first call and read from disk on later ones.
 
     Call it on one process per machine first, then on the others, which find the files there. The tokenizer must have
@@ -81,6 +83,8 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
 
     Args:
         kind: "sft", "preference" or "prompt".
+        verify: compare what is on disk with its checksums, and make again what is damaged; False where another process
+            of this machine has just done so.
 
     Raises:
         ValueError: options out of range, sources that are missing, empty or of other columns (all of them named), too
@@ -104,7 +108,8 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
             source = _with_role(source, options, for_eval)
-            parts.append(encoded_source(source, encoder, _plan(kind, source, options), folder=options.output_path))
+            plan = _plan(kind, source, options)
+            parts.append(encoded_source(source, encoder, plan, folder=options.output_path, verify=verify))
         except ValueError as problem:
             problems.append(str(problem))
     if problems:
@@ -117,7 +122,7 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
     if options.packing:
         names = [part.name for part in parts]
-        splits = {name: _packed(rows, options, [name, names, weights]) for name, rows in splits.items()}
+        splits = {name: _packed(rows, options, [name, names, weights], verify) for name, rows in splits.items()}
     report = DataReport(
         reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None,
         parses_special_tokens=options.parse_special_tokens,
@@ -125,8 +130,11 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     return DataSplits(**splits, report=report)
 
 
-def _packed(rows: Dataset, options: DataOptions, identity: list) -> Dataset:
-    return packed(rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path)
+def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -> Dataset:
+    return packed(
+        rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path,
+        verify=verify,
+    )  # fmt: skip
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
