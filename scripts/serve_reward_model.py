@@ -5,17 +5,20 @@
 POST /score takes {"messages": [[{"role": "user", "content": "..."}], ...], "responses": ["...", ...]} and, if some
 responses were cut, "ended": [true, false, ...]; it answers {"scores": [...]}. GET /health says how many requests and
 conversations wait. Requests are joined into batches. What is too large, or too much, is refused: 413, 503 with
-Retry-After. SIGTERM lets what has been taken in be answered, then ends.
+Retry-After. Connections that bring no request are closed, the oldest first where there are too many. SIGTERM lets what
+has been taken in be answered, then ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
+import resource
+import signal
 import sys
 
 import torch
-from aiohttp import web
 from deepspeed.accelerator import get_accelerator
 
 from dschat.deepspeed_config import DTYPES
@@ -24,6 +27,9 @@ from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
 from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
+from dschat.rlhf.server_connections import serve
+
+OTHER_FILES = 128  # that the process has open beside its connections
 
 
 def load_scorer(path: str, *, dtype: torch.dtype, device: str, max_tokens: int) -> TextScorer:
@@ -77,6 +83,10 @@ def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
+    room = allow_files(limits.max_connections + OTHER_FILES) - OTHER_FILES
+    if limits.max_connections > room:  # beyond the limit of files, accepting a connection would fail for everyone
+        print(f"warning: --max_connections {limits.max_connections}: this system allows {room}", file=sys.stderr)
+        limits = dataclasses.replace(limits, max_connections=max(room, 1))
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
@@ -91,13 +101,34 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
-    web.run_app(
-        server.app(), host=options.host, port=options.port, access_log=None, backlog=2048,
-        handler_cancellation=True,  # a client that leaves takes its rows along
-        auto_decompress=False,  # a small body cannot become a large one
-        shutdown_timeout=options.shutdown_seconds, print=lambda text: print(text, flush=True),
-    )  # fmt: skip
+    try:
+        asyncio.run(run(server, host=options.host, port=options.port, shutdown_seconds=options.shutdown_seconds))
+    except OSError as error:
+        print(f"--host {options.host} --port {options.port}: cannot be listened on ({error})", file=sys.stderr)
+        return 2
     return 0
+
+
+async def run(server: RewardServer, *, host: str, port: int, shutdown_seconds: float) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await serve(
+        server.app(), server.connections, host=host, port=port, shutdown_seconds=shutdown_seconds, until=ended,
+        ready=lambda address: print(f"Running on {address} (Ctrl-C ends)", flush=True),
+    )  # fmt: skip
+
+
+def allow_files(wanted: int) -> int:
+    """Let this process open so many files, or as many as the system allows; how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 if __name__ == "__main__":
