@@ -8,9 +8,7 @@ output_dir/checkpoints/step-00000120/
 output_dir/checkpoints/latest    the name of the newest complete one
 """
 
-import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -33,6 +31,7 @@ from dschat.resize import converted
 from dschat.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
 from dschat.secrets import redacted_values, stored_arguments
 from dschat.terminal import printable
+from dschat.verified_folder import digests, file_problems, sync, sync_all, write_atomically
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 # What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
@@ -104,19 +103,19 @@ def save(
     failpoint.reached("save_written")
     _agree(problems, temporary)
     if launch.is_main():
-        attempt(lambda: _write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
+        attempt(lambda: write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
     _agree(problems, temporary)
     if launch.is_main_of_node():  # a file is in the memory of the node that wrote it
-        attempt(lambda: _sync_all(temporary))
+        attempt(lambda: sync_all(temporary))
     _agree(problems, temporary)
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
     head = {"step": step, "world_size": launch.world_size(), "zero_stages": stages, **(about or {})}
     if later is not None:
         if launch.is_main():
-            later(lambda: _complete(folder, temporary, head | {"files": _digests(temporary, share=(0, 1))}, keep))
+            later(lambda: _complete(folder, temporary, head | {"files": digests(temporary, share=(0, 1))}, keep))
         return folder
     files: dict[str, tuple[int, str]] = {}
-    attempt(lambda: files.update(_digests(temporary, share=(launch.rank(), launch.world_size()))))
+    attempt(lambda: files.update(digests(temporary, share=(launch.rank(), launch.world_size()))))
     _agree(problems, temporary)
     files = {name: entry for part in launch.from_all_ranks(files) for name, entry in part.items()}
     if launch.is_main():
@@ -129,17 +128,17 @@ def save(
 def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int) -> None:
     """Give a folder whose files are all on the disk its manifest and its name, then remove older ones."""
     failpoint.reached("save_digested")
-    _write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
+    write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
     failpoint.reached("save_manifest")
     replaced = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(replaced)
         failpoint.reached("save_replacing")  # what is killed here, the next start brings back
     temporary.rename(folder)
-    _sync(folder.parent)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     failpoint.reached("save_renamed")
-    _write_atomically(folder.parent / "latest", folder.name)
+    write_atomically(folder.parent / "latest", folder.name)
     failpoint.reached("save_pointed")
     folders = _step_folders(folder.parent.parent)
     newest = folders.index(folder)
@@ -298,16 +297,11 @@ def verify(folder: str | Path) -> list[str]:
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "
             f"{launch.world_size()}: start as many"
         )
-    for name, (size, digest) in files.items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != size:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-        elif _digest(path) != digest:
-            problems.append(f"{name} has another checksum")
-        elif is_pickle(path):
-            problems += pickle_problems(path)
+    damaged = file_problems(folder, files)
+    if not damaged:
+        for name in files:
+            problems += pickle_problems(folder / name) if is_pickle(folder / name) else []
+    problems += damaged
     return problems
 
 
@@ -385,40 +379,3 @@ def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
     return step_folders(Path(output_dir, "checkpoints"))
-
-
-def _sync_all(folder: Path) -> None:
-    """Put every file and folder on the disk."""
-    for path in [folder, *folder.rglob("*")]:
-        _sync(path)
-
-
-def _digests(folder: Path, *, share: tuple[int, int]) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every n-th file from the k-th on, where share is (k, n)."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())[share[0] :: share[1]]
-    return {path.relative_to(folder).as_posix(): (path.stat().st_size, _digest(path)) for path in paths}
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-            watchdog.progress()
-    return digest.hexdigest()

@@ -80,6 +80,30 @@ def model_problems(
     return problems
 
 
+def vocabulary_problems(
+    flag: str, path: str, *, trained: str, add_eot_token: bool, trust_remote_code: bool = False
+) -> list[str]:
+    """What makes a reference unusable for the token ids of the trained model: a tokenizer with another vocabulary.
+
+    Args:
+        flag, path: that named the reference.
+        trained: the folder or name of the model whose tokenizer makes the ids.
+        add_eot_token: whether the run adds an end token to it.
+    """
+    ours, theirs = (
+        load_tokenizer(name, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code).get_vocab()
+        for name in (trained, path)
+    )
+    differing = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+    if not differing:
+        return []
+    return [
+        f"{flag} {path}: reads the token ids of {trained}, but {len(differing)} tokens differ between their "
+        f"vocabularies ({', '.join(map(repr, differing[:3]))}{', …' if len(differing) > 3 else ''}), so its log-probs "
+        "would be those of other text: name a reference with the same tokenizer, such as the model to start from"
+    ]
+
+
 def one_model_problems(
     kind: str, model: ModelArguments, _step: SupervisedArguments | RewardModelArguments, data: DataArguments,
     _optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
@@ -119,6 +143,7 @@ def data_options(
     return DataOptions(
         data_path=data.data_path,
         output_path=data.data_output_path or str(Path(run.output_dir, "data")),
+        run_path=run.output_dir,
         max_tokens=max_tokens,
         data_split=data.data_split,
         seed=run.seed,
@@ -128,6 +153,7 @@ def data_options(
         max_bad_rows=data.max_bad_rows,
         columns=named_columns(data),
         drop_duplicates=data.drop_duplicates,
+        parse_special_tokens=data.parse_special_tokens,
         train_on_prompt=train_on_prompt,
         packing=packing,
         phase=phase,
@@ -159,7 +185,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     splits, problem = None, None
     with launch.local_main_first():
         try:
-            splits = build_dataset(kind, tokenizer, options)
+            splits = build_dataset(kind, tokenizer, options, verify=launch.is_main_of_node())
         except ValueError as error:
             problem = str(error)
     problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it

@@ -73,6 +73,7 @@ class Conversation:
         system: system message kept at the start, or None.
         positions: of the model; None: no limit known.
         max_new_tokens: room to keep for the answer, at most half the positions.
+        parse_special_tokens: control tokens that lines spell are meant as such; by default lines are plain text.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Conversation:
         system: str | None = None,
         positions: int | None = None,
         max_new_tokens: int = 256,
+        parse_special_tokens: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.parse_special_tokens = parse_special_tokens
         self.system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.positions = positions
         self.max_new_tokens = max_new_tokens
@@ -128,7 +131,8 @@ class Conversation:
             self.turns.pop()
 
     def _encode(self, turns: list[list[Message]]) -> list[int]:
-        return encode_prompt(self.tokenizer, self.system + [message for turn in turns for message in turn])
+        messages = self.system + [message for turn in turns for message in turn]
+        return encode_prompt(self.tokenizer, messages, parse_special_tokens=self.parse_special_tokens)
 
 
 def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, stops: list[int], out: TextIO) -> str:
@@ -219,6 +223,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
                         help="the same seed and lines give the same answers")  # fmt: skip
     parser.add_argument("--system", help="system message")
+    parser.add_argument("--parse_special_tokens", action="store_true", help="what spells a control token (such as "
+                        "<|im_end|>) in a line becomes that token; default: plain text")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     return parser.parse_args(arguments)
@@ -248,8 +254,9 @@ def run(options: argparse.Namespace) -> int:
     config = vars(model.config)
     positions = config.get("max_position_embeddings") or config.get("n_positions")
     conversation = Conversation(
-        tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens
-    )
+        tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens,
+        parse_special_tokens=options.parse_special_tokens,
+    )  # fmt: skip
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     if sys.stdin.isatty():
         print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")

@@ -5,19 +5,22 @@
 POST /score takes {"messages": [[{"role": "user", "content": "..."}], ...], "responses": ["...", ...]} and, if some
 responses were cut, "ended": [true, false, ...]; it answers {"scores": [...]}. GET /health says how many requests and
 conversations wait. Requests are joined into batches. What is too large, or too much, is refused: 413, 503 with
-Retry-After. SIGTERM lets what has been taken in be answered, then ends.
+Retry-After. Connections that bring no request are closed, the oldest first where there are too many. SIGTERM lets what
+has been taken in be answered, then ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import errno
+import resource
+import signal
 import socket
 import sys
 
 import torch
-from aiohttp import web
 from deepspeed.accelerator import get_accelerator
 
 from dschat.arguments.models import TRUST_HELP
@@ -27,8 +30,11 @@ from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_
 from dschat.rlhf.reward_model import longest_sequence
 from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
 from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
+from dschat.rlhf.server_connections import serve
 from dschat.script_inputs import PORTS, exit_on_mistake, number_type
 from dschat.terminal import printable
+
+OTHER_FILES = 128  # that the process has open beside its connections
 
 
 def load_scorer(
@@ -107,12 +113,16 @@ def check_address(host: str, port: int) -> None:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     with exit_on_mistake("serve_reward_model"):
-        return run(options)
+        return serve_model(options)
 
 
-def run(options: argparse.Namespace) -> int:
+def serve_model(options: argparse.Namespace) -> int:
     """Load the model and serve it until a signal comes; the exit status."""
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
+    room = allow_files(limits.max_connections + OTHER_FILES) - OTHER_FILES
+    if limits.max_connections > room:  # beyond the limit of files, accepting a connection would fail for everyone
+        print(f"warning: --max_connections {limits.max_connections}: this system allows {room}", file=sys.stderr)
+        limits = dataclasses.replace(limits, max_connections=max(room, 1))
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
@@ -129,13 +139,38 @@ def run(options: argparse.Namespace) -> int:
         print(printable(error), file=sys.stderr)
         return 2
     server = RewardServer(scorer, limits=limits, token=token)
-    web.run_app(
-        server.app(), host=options.host, port=options.port, access_log=None, backlog=2048,
-        handler_cancellation=True,  # a client that leaves takes its rows along
-        auto_decompress=False,  # a small body cannot become a large one
-        shutdown_timeout=options.shutdown_seconds, print=lambda text: print(text, flush=True),
-    )  # fmt: skip
+    try:
+        asyncio.run(
+            serve_until_signal(
+                server, host=options.host, port=options.port, shutdown_seconds=options.shutdown_seconds
+            )
+        )
+    except OSError as error:
+        print(f"--host {options.host} --port {options.port}: cannot be listened on ({error})", file=sys.stderr)
+        return 2
     return 0
+
+
+async def serve_until_signal(server: RewardServer, *, host: str, port: int, shutdown_seconds: float) -> None:
+    """Serve until SIGTERM or Ctrl-C."""
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    await serve(
+        server.app(), server.connections, host=host, port=port, shutdown_seconds=shutdown_seconds, until=ended,
+        ready=lambda address: print(f"Running on {address} (Ctrl-C ends)", flush=True),
+    )  # fmt: skip
+
+
+def allow_files(wanted: int) -> int:
+    """Let this process open so many files, or as many as the system allows; how many that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        return wanted
+    return wanted if soft == resource.RLIM_INFINITY else soft
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_tokenizers import CHATML, make_tokenizer
 
+from dschat import verified_folder
 from dschat.data.chat_template import encode_conversation, encode_prompt, ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset, data_problems
 
@@ -149,7 +151,8 @@ def test_second_call_reads_what_the_first_wrote(tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", range(20))
     first = build("sft", tokenizer, tmp_path, path)
     (folder,) = (tmp_path / "arrow").iterdir()
-    assert sorted(file.name for file in folder.iterdir()) == ["eval.arrow", "report.json", "train.arrow"]
+    expected = ["eval.arrow", "manifest.json", "report.json", "train.arrow"]
+    assert sorted(file.name for file in folder.iterdir()) == expected
     times = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
     second = build("sft", tokenizer, tmp_path, path, max_bad_rows=3)
     assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == times
@@ -175,14 +178,52 @@ def test_whatever_changes_a_row_makes_the_data_anew(tokenizer, tmp_path, change)
     assert len(list((tmp_path / "arrow").iterdir())) == 2
 
 
-def test_damaged_folder_is_not_used_silently(tokenizer, tmp_path):
+def _flip_a_bit(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+DAMAGES = {
+    "a flipped bit": _flip_a_bit,
+    "a cut file": lambda file: file.write_bytes(file.read_bytes()[:-9]),
+    "an empty file": lambda file: file.write_bytes(b""),
+    "a missing file": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("packing", [False, True])
+def test_damaged_folder_is_not_used_silently(tokenizer, tmp_path, capsys, damage, packing):
+    """It is made again: the rows of a flipped bit would train another model, a cut file would stop every later run."""
     path = write_pairs(tmp_path / "a.jsonl", range(20))
-    build("sft", tokenizer, tmp_path, path)
-    (folder,) = (tmp_path / "arrow").iterdir()
-    os.replace(folder / "eval.arrow", folder / "train.arrow")
-    (folder / "eval.arrow").write_bytes((folder / "train.arrow").read_bytes())
-    with pytest.raises(ValueError, match="delete the folder"):
-        build("sft", tokenizer, tmp_path, path)
+    build = partial(build_dataset, "sft", tokenizer, DataOptions([path], str(tmp_path / "arrow"), 64, packing=packing))
+    rows = build().train[:]
+    folders = sorted((tmp_path / "arrow").iterdir())
+    names = {"eval.arrow", "manifest.json", "report.json", "train.arrow", "rows.arrow"}
+    for folder in folders:
+        for file in sorted(folder.iterdir()):
+            assert file.name in names
+            content = file.read_bytes()
+            DAMAGES[damage](file)
+            found = build()
+            assert found.train[:] == rows and file.read_bytes() == content
+            said = capsys.readouterr().err
+            assert f"warning: {folder} is damaged and made again" in said
+            assert file.name in said or file.name == "manifest.json"  # a checksum in it is then another file's
+    build()
+    assert "damaged" not in capsys.readouterr().err
+    assert sorted((tmp_path / "arrow").iterdir()) == folders, "nothing is left beside them"
+
+
+def test_one_process_of_a_machine_verifies_for_all(tokenizer, tmp_path, monkeypatch):
+    path = write_pairs(tmp_path / "a.jsonl", range(20))
+    options = DataOptions([path], str(tmp_path / "arrow"), 64)
+    build_dataset("sft", tokenizer, options)
+    read = []
+    monkeypatch.setattr(verified_folder, "digest", lambda file: read.append(file) or "")
+    build_dataset("sft", tokenizer, options, verify=False)
+    assert read == []
 
 
 def test_bad_rows_are_set_aside_with_file_and_line(tokenizer, tmp_path):
@@ -250,6 +291,27 @@ def test_wrong_options_are_named_together(tokenizer, tmp_path):
         build("sft", tokenizer, tmp_path, "a", overlong="cut")
     with pytest.raises(ValueError, match="--max_prompt_seq_len 0 leaves no room"):
         build("prompt", tokenizer, tmp_path, "a", max_tokens=0)
+
+
+@pytest.mark.parametrize("entry", ["{0}", "{0}:1.0", "openai/gsm8k={0}", "{0}/sub/.."])
+def test_outputs_inside_a_data_folder_are_refused_before_anything_is_written(tokenizer, tmp_path, entry):
+    """The run's metrics.jsonl and samples.jsonl would be rows, and every resume another run."""
+    data = tmp_path / "rows"
+    write_pairs(data / "train.jsonl", range(20))
+    (data / "sub").mkdir()
+    inside, beside = str(data / "run"), str(tmp_path / "run")
+    for run_path, output_path in ((inside, beside), (beside, inside), (inside, inside), (str(data), beside)):
+        options = DataOptions([entry.format(data)], output_path, 64, run_path=run_path)
+        for refuse in (lambda o: build_dataset("prompt", tokenizer, o), _raise_problems):
+            with pytest.raises(ValueError, match="lies inside --data_path"):
+                refuse(options)
+        assert not (data / "run").exists()
+    single = DataOptions([str(data / "train.jsonl")], inside, 64, run_path=inside, eval_fraction=0.0)
+    assert len(build_dataset("prompt", tokenizer, single).train) == 20, "one file does not see what is beside it"
+
+
+def _raise_problems(options):
+    raise ValueError("\n".join(data_problems("prompt", options)))
 
 
 def one_row(tmp_path, **fields):

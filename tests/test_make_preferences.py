@@ -9,6 +9,8 @@ from random import Random
 import pytest
 from rlhf_models import QUESTIONS, save_models
 
+from dschat.data.datasets import DataOptions, build_dataset
+
 TOOL = Path(__file__).resolve().parents[1] / "training" / "step2_reward_model_finetuning" / "make_preferences.py"
 JUDGE = """
 def judge(prompts, responses, rows):
@@ -48,7 +50,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def pairs(tool, answers, scores, at_most=99, seed=0):
-    found = tool.preference_pairs(answers, scores, at_most=at_most, chooser=Random(seed))
+    ended = [True] * len(answers)
+    found = tool.preference_pairs(answers, scores, ended=ended, at_most=at_most, chooser=Random(seed))
     return sorted((p["chosen"], p["rejected"], p["chosen_score"], p["rejected_score"]) for p in found)
 
 
@@ -72,6 +75,21 @@ def test_at_most_so_many_pairs_are_chosen_at_random_by_the_seed_and_none_twice(t
     assert set(sum(some, [])) == set(every), "every pair has its chance"
 
 
+def test_a_pair_knows_which_answer_was_cut_and_step_2_ends_only_the_other(tool, tmp_path, tiny_tokenizer):
+    (pair,) = tool.preference_pairs(["the cat", "the dog"], [1, 2], ended=[False, True], at_most=1, chooser=Random(0))
+    assert (pair["chosen_ended"], pair["rejected_ended"]) == (True, False)
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "the mat", **pair}) + "\n")
+    end, options = tiny_tokenizer.eos_token_id, DataOptions([str(file)], str(tmp_path), 64, eval_fraction=0.0, phase=2)
+    row = build_dataset("preference", tiny_tokenizer, options).train[0]
+    start = row["prompt_length"]
+    assert tiny_tokenizer.decode(row["chosen_ids"][start:]) == "the dog<|im_end|>" and row["chosen_ids"][-1] == end
+    assert tiny_tokenizer.decode(row["rejected_ids"][start:]) == "the cat"
+    assert row["length"] == len(row["chosen_ids"]) + len(row["rejected_ids"])
+    unpaired = build_dataset("unpaired", tiny_tokenizer, options).train
+    assert [ids[-1] == end for ids in unpaired["input_ids"]] == [True, False]
+
+
 def arguments(folder: Path, output: Path, judge: str = "judge", **flags) -> list:
     given = {
         "model_name_or_path": folder / "actor", "data_path": folder / "prompts.jsonl", "output_dir": output,
@@ -90,6 +108,7 @@ def test_pairs_of_a_models_own_answers_are_data_for_step_2_the_same_from_one_ran
     assert alone == together
     rows = [json.loads(line) for line in alone.splitlines()]
     asked = [row["prompt"][0]["content"] for row in rows]
+    assert {row[f"{name}_ended"] for row in rows for name in ("chosen", "rejected")} == {True, False}
     assert len(rows) > 7 and set(asked) == set(QUESTIONS[:7]) and all(asked.count(prompt) <= 2 for prompt in asked)
     for row in rows:
         assert row["prompt"] == [{"role": "user", "content": row["prompt"][0]["content"]}]

@@ -93,13 +93,18 @@ def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_dama
         return "reference log-probs of train rows" in text
 
     assert scored("first")
-    (file,) = (tmp_path / "arrow").glob("reference-*.safetensors")
+    (file,) = (tmp_path / "arrow").glob("reference-*/logprobs.safetensors")
     assert not scored("second")
     assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second")
     assert not scored("other beta", beta=0.5, learning_rate=1e-2), "neither changes what the reference says"
     content = file.read_bytes()
     file.write_bytes(content[:100])
     assert scored("damaged") and file.read_bytes() == content
+    flipped = bytearray(content)
+    flipped[-1] ^= 1  # the sign of a float32 has other neighbours: this is still a table that can be read
+    file.write_bytes(flipped)
+    assert scored("flipped") and file.read_bytes() == content
+    assert metrics_of(tmp_path / "flipped") == metrics_of(tmp_path / "first")
     other = tmp_path / "other"
     shutil.copytree(materials / "actor", other)
     model = AutoModelForCausalLM.from_pretrained(other)
@@ -243,6 +248,12 @@ def test_contradictions_are_refused_together(run, materials):
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
     said = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
     assert "all rows have one prompt" in said and "Traceback" not in said
+
+
+def test_a_reference_that_reads_other_tokens_is_refused(run, materials):
+    said = run("run", code=2, ref_model_name_or_path=materials / "other_reward")
+    assert "--ref_model_name_or_path" in said and "tokens differ between their vocabularies" in said
+    assert "Traceback" not in said and "reference log-probs" not in said
 
 
 def test_settings_that_do_nothing_or_little_warn(run, materials):

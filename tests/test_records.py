@@ -179,3 +179,23 @@ def test_tools_are_a_list_or_its_json():
     for bad, reason in (("[", "not valid JSON"), ("3", "must be a list"), ([1], "must be a list")):
         with pytest.raises(ValueError, match=f"tools .*{reason}|tools is {reason}"):
             parse_record({"prompt": "a", "tools": bad}, "prompt")
+
+
+def test_answers_that_were_cut_are_known_where_the_row_says_so():
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert "cut" not in parse_record(pair | {"chosen_ended": True, "rejected_ended": "true"}, "preference")
+    for false in (False, 0, "false", "False"):
+        assert parse_record(pair | {"rejected_ended": false}, "preference")["cut"] == [1]
+        assert parse_record(pair | {"chosen_ended": false}, "unpaired")["cut"] == [0]
+        assert parse_record(pair | {"chosen_ended": false, "rejected_ended": false}, "sft")["cut"] == [0]
+    assert "cut" not in parse_record(pair | {"response": "d", "chosen_ended": False}, "sft"), "another answer is used"
+    with pytest.raises(ValueError, match="chosen_ended 'perhaps' is neither true nor false"):
+        parse_record(pair | {"chosen_ended": "perhaps"}, "preference")
+
+
+@pytest.mark.parametrize("margin", [1e300, -3.5e38, "1e39", 10**400])
+def test_a_margin_beyond_float32_is_a_bad_row(margin):
+    """It became infinite in the row's float32 column, and the loss with it."""
+    with pytest.raises(ValueError, match="margin .* is (out of the range of float32|not a finite number)"):
+        parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, "preference")
+    assert parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -3.4e38}, "preference")["margin"] < 0

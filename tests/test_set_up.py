@@ -85,6 +85,8 @@ BAD = {  # step, flags, what the message must contain
     "no JSON": ("sft", {"data_path": "@broken.jsonl"}, ["broken.jsonl:1", "--max_bad_rows 10"]),
     "no UTF-8": ("sft", {"data_path": "@latin.jsonl"}, ["latin.jsonl:1", "UTF-8"]),
     "no evaluation file": ("sft", {"eval_data_path": "@nothing.jsonl"}, ["nothing.jsonl"]),
+    "an empty path": ("sft", {"data_path": ""}, ["--data_path '': is empty"]),
+    "an empty evaluation path": ("sft", {"eval_data_path": ""}, ["--eval_data_path '': is empty"]),
     "weight of nothing": ("sft", {"data_path": "x.jsonl:0"}, ["weight must be positive"]),
     "two shares": ("sft", {"data_split": "1,2"}, ["--data_split", "three numbers"]),
     "no model folder": ("sft", {"model_name_or_path": "@nowhere"}, ["--model_name_or_path", "no such folder"]),

@@ -155,3 +155,9 @@ def test_weights_are_split_from_paths(tmp_path):
 def test_weights_that_make_no_sense_are_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         parse_data_path(entries)
+
+
+@pytest.mark.parametrize("entry", ["", "  ", ":0.5"])
+def test_an_entry_without_a_path_is_refused_rather_than_read_as_the_current_folder(entry):
+    with pytest.raises(ValueError, match="is empty, which is no path"):
+        parse_data_path([entry])

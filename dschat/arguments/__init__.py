@@ -59,6 +59,7 @@ IDENTITY = frozenset(
         "system_column",
         "tools_column",
         "add_eot_token",
+        "parse_special_tokens",
         "dtype",
         "model_name_or_path",
         "lora_dim",

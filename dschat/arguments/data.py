@@ -35,6 +35,9 @@ class DataArguments:
     text_column: str | None = flag(None, f"{COLUMN_HELP} plain text")
     system_column: str | None = flag(None, f"{COLUMN_HELP} the system prompt")
     tools_column: str | None = flag(None, f"{COLUMN_HELP} the tools of the chat template, a JSON list")
+    parse_special_tokens: bool = flag(
+        False, "what spells a control token (such as <|im_end|>) in a content becomes that token; default: plain text"
+    )
     add_eot_token: bool = flag(False, "add <|endoftext|> to the tokenizer and end responses with it")
 
     def problems(self) -> list[str]:

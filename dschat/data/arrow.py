@@ -1,18 +1,16 @@
 """One source as memory-mapped Arrow on disk, made once and found again.
 
-Its folder `<kind>-<fingerprint>` holds train.arrow, eval.arrow and report.json. The fingerprint covers the source's
-files, what decides about a row, and the tokenizer: whatever changes a row makes a new folder, while new weights or
-other sources beside it do not. A folder is written under a temporary name and renamed when it is complete. Rows are
-streamed, so that data may be larger than memory.
+Its folder `<kind>-<fingerprint>` holds train.arrow, eval.arrow, report.json and the manifest of these. The fingerprint
+covers the source's files, what decides about a row, and the tokenizer: whatever changes a row makes a new folder, while
+new weights or other sources beside it do not. A folder that is not as its manifest says is made again (see
+verified_folder). Rows are streamed, so that data may be larger than memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import uuid
+import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -27,6 +25,7 @@ from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
 
 from dschat import watchdog
+from dschat.verified_folder import folder_problems, written_folder
 
 from .encoding import FEATURES, Encoded, Encoder
 from .files import SourceRow
@@ -35,7 +34,7 @@ from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
 from .sources import Source
 
-_FORMAT = 2  # raise it when the same rows would be encoded otherwise: old folders are then not found
+_FORMAT = 3  # raise it when the same rows would be encoded otherwise: old folders are then not found
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,23 @@ class EncodedSource:
     report: SourceReport
 
 
-def encoded_source(source: Source, encoder: Encoder, plan: RowPlan, *, folder: str) -> EncodedSource:
-    """The rows of one source, from its folder inside `folder` or, if there is none yet, through it.
+def encoded_source(
+    source: Source, encoder: Encoder, plan: RowPlan, *, folder: str, verify: bool = True
+) -> EncodedSource:
+    """The rows of one source, from its folder inside `folder` or, if there is none yet or a damaged one, through it.
+
+    Args:
+        verify: False where another process of this machine has just verified the folder.
 
     Raises:
-        ValueError: too many bad rows, no usable row, or a folder whose files do not fit its report.
+        ValueError: too many bad rows, or no usable row.
     """
     place = Path(folder) / f"{encoder.kind}-{_fingerprint(source, encoder, plan)}"
-    if not place.exists():
-        _write(place, source, encoder, plan)
+    if not is_prepared(place, verify=verify):
+        with written_folder(place) as unfinished:
+            _write(unfinished, source, encoder, plan)
     report = SourceReport(**json.loads((place / "report.json").read_text(encoding="utf-8")))
     train, evaluation = (Dataset.from_file(str(place / f"{split}.arrow")) for split in ("train", "eval"))
-    if (len(train), len(evaluation)) != (report.train, report.eval):
-        raise ValueError(f"{place}: its files do not hold the rows that report.json counts; delete the folder.")
     if plan.eval_fraction and not len(evaluation) and len(train) > 1:  # a small source still gives one row to evaluate
         last = len(train) - 1
         train, evaluation = train.select(range(last)), train.select([last])
@@ -96,31 +99,32 @@ def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any]
         return None
 
 
-def _write(place: Path, source: Source, encoder: Encoder, plan: RowPlan) -> None:
-    """Encode into a temporary folder and rename it; nothing is left behind on failure."""
-    unfinished = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    unfinished.mkdir(parents=True)
+def is_prepared(place: Path, *, verify: bool) -> bool:
+    """Whether a folder of prepared rows can be used; a damaged one is named on the console."""
+    if not place.exists():
+        return False
+    problems = folder_problems(place) if verify else []
+    if problems:
+        text = f"warning: {place} is damaged and made again ({'; '.join(problems[:3])})"
+        print(text, file=sys.stderr, flush=True)
+    return not problems
+
+
+def _write(folder: Path, source: Source, encoder: Encoder, plan: RowPlan) -> None:
+    """Encode a source into an empty folder."""
     report = SourceReport(source.name)
-    try:
-        with ExitStack() as stack:
-            writers = {}
-            for split in ("train", "eval"):
-                writer = ArrowWriter(features=FEATURES[encoder.kind], path=str(unfinished / f"{split}.arrow"))
-                stack.callback(writer.close)
-                writers[split] = writer
-            for split, encoded in _encoded_rows(source, encoder, plan, report):
-                writers[split].write(encoded.features)
-            for writer in writers.values():
-                writer.finalize()
-        _refuse_nothing(report, source, plan)
-        (unfinished / "report.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
-        try:
-            os.rename(unfinished, place)
-        except OSError:
-            if not place.exists():  # else another process was faster, with the same rows
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with ExitStack() as stack:
+        writers = {}
+        for split in ("train", "eval"):
+            writer = ArrowWriter(features=FEATURES[encoder.kind], path=str(folder / f"{split}.arrow"))
+            stack.callback(writer.close)
+            writers[split] = writer
+        for split, encoded in _encoded_rows(source, encoder, plan, report):
+            writers[split].write(encoded.features)
+        for writer in writers.values():
+            writer.finalize()
+    _refuse_nothing(report, source, plan)
+    (folder / "report.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
 
 
 def _encoded_rows(
@@ -175,7 +179,10 @@ def _encode(
     for encoded in found:
         if encoded.features is None:
             report.add_dropped(encoded.dropped)
-    return [encoded for encoded in found if encoded.features is not None]
+    kept = [encoded for encoded in found if encoded.features is not None]
+    if kept and (spelled := encoder.control_tokens(record)):
+        report.add_control_tokens(row.where, spelled)
+    return kept
 
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
@@ -199,7 +206,13 @@ def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
         "format": _FORMAT,
         "source": source.identity(),
         "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction, plan.drop_duplicates],
-        "encoder": [encoder.kind, encoder.max_tokens, encoder.drop_overlong, encoder.train_on_prompt],
+        "encoder": [
+            encoder.kind,
+            encoder.max_tokens,
+            encoder.drop_overlong,
+            encoder.train_on_prompt,
+            encoder.parse_special_tokens,
+        ],
         "tokenizer": _tokenizer_content(encoder.tokenizer),
     }
     return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()

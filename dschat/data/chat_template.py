@@ -8,13 +8,26 @@ the very token at which generation stops (`stop_token_ids`). No id is ever compa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]  # {"role": ..., "content": ...}, perhaps "name", "tool_call_id", "tool_calls"
-Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as transformers takes them
+from .assistant_turns import answer_starts
+from .chat_rendering import ChatRenderer, Message, Tools
+from .control_tokens import control_tokens
+from .thoughts import begun_thought, generated_text, goes_on_with
+
+__all__ = [
+    "Message",
+    "Tools",
+    "decode_responses",
+    "encode_answer",
+    "encode_conversation",
+    "encode_prompt",
+    "encode_text",
+    "end_of_turn_id",
+    "ensure_chat_template",
+    "stop_token_ids",
+]
 
 # The generation prompt ends with ":" and the space belongs to the response: " Yes" is one token in most
 # vocabularies, so ids(prompt) stays a prefix of ids(prompt + response).
@@ -66,14 +79,20 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None
-) -> list[int]:
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None,
+    parse_special_tokens: bool = False,
+) -> list[int]:  # fmt: skip
     """Ids of the messages followed by the template's opening of an assistant turn: what generation starts from.
+
+    Args:
+        parse_special_tokens: what spells a control token inside a content becomes that token. By default contents are
+            plain text, whatever they spell.
 
     Raises:
         ValueError: the chat template refuses these messages.
     """
-    return _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=True, tools=tools))
+    renderer = ChatRenderer.of(tokenizer, messages, tools=tools, parse_special_tokens=parse_special_tokens)
+    return renderer.ids(renderer.prompt(messages))
 
 
 def encode_conversation(
@@ -83,6 +102,7 @@ def encode_conversation(
     train_on_prompt: bool = False,
     end_id: int | None = None,
     tools: Tools | None = None,
+    parse_special_tokens: bool = False,
 ) -> tuple[list[int], list[bool]]:
     """Ids of a conversation that ends with an assistant message, and which of them are trained.
 
@@ -95,6 +115,7 @@ def encode_conversation(
         train_on_prompt: train every token but the first (which nothing predicts).
         end_id: `end_of_turn_id(tokenizer)` if the caller has it already, to save the probe.
         tools: what the template shows of tools that may be called.
+        parse_special_tokens: see encode_prompt.
 
     Returns:
         input_ids, loss_mask: lists of equal length, True on trained tokens; both end with the end-of-turn token.
@@ -103,25 +124,35 @@ def encode_conversation(
         ValueError: no assistant message at the end, or the chat template refuses the messages, or gives tool calls at
             the end no place of their own.
     """
-    if not messages or messages[-1]["role"] != "assistant":
-        raise ValueError("a conversation must end with an assistant message")
-    end_id = end_of_turn_id(tokenizer) if end_id is None else end_id
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    prompts = [encode_prompt(tokenizer, messages[:i], tools=tools) for i in turns]
-    whole = _ids(tokenizer, _render(tokenizer, messages, add_generation_prompt=False, tools=tools))
-    spans = _response_spans(whole, prompts, end_id)
-    if spans is None:
-        if messages[-1].get("tool_calls"):
-            raise ValueError("the chat template writes tool calls in a way that cannot be told from their prompt")
-        response = _ids(tokenizer, _last_response_text(tokenizer, messages, tools=tools))
-        whole = prompts[-1] + response + [tokenizer.eos_token_id]
-        spans = [(len(prompts[-1]), len(whole))]
-    whole = whole[: spans[-1][1]]  # text after the last end token ("\n" in ChatML) is never generated
-    mask = [train_on_prompt] * len(whole)
+    if not turns or turns[-1] != len(messages) - 1:
+        raise ValueError("a conversation must end with an assistant message")
+    renderer = ChatRenderer.of(tokenizer, messages, tools=tools, parse_special_tokens=parse_special_tokens)
+    ids, spans = _with_responses(renderer, messages, turns, end_id)
+    mask = [train_on_prompt] * len(ids)
     for start, stop in spans:
         mask[start:stop] = [True] * (stop - start)
     mask[0] = False
-    return whole, mask
+    return ids, mask
+
+
+def encode_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Message],
+    answer: str,
+    *,
+    end_id: int | None = None,
+    tools: Tools | None = None,
+    parse_special_tokens: bool = False,
+) -> tuple[list[int], list[int]]:
+    """Ids of a prompt, as `encode_prompt` gives them, and of an answer to it, which end with the end-of-turn token.
+
+    Earlier answers are part of the prompt. Arguments and errors are those of `encode_conversation`.
+    """
+    messages = [*prompt, {"role": "assistant", "content": answer}]
+    renderer = ChatRenderer.of(tokenizer, messages, tools=tools, parse_special_tokens=parse_special_tokens)
+    ids, ((start, _),) = _with_responses(renderer, messages, [len(prompt)], end_id)
+    return ids[:start], ids[start:]
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
@@ -131,14 +162,26 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Seq
     "Assistant:" is generated by the model, and a message that kept it would be encoded with two.
     """
     turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-    lead = _last_response_text(tokenizer, turn).removesuffix(_PROBE)
+    lead = _last_response_text(ChatRenderer.of(tokenizer, turn), turn).removesuffix(_PROBE)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return [text.removeprefix(lead) for text in texts]
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[bool]]:
-    """Ids of plain text with the tokenizer's own BOS and one EOS; all trained but the first, which nothing predicts."""
-    ids = list(tokenizer(text).input_ids)
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, parse_special_tokens: bool = False
+) -> tuple[list[int], list[bool]]:
+    """Ids of plain text with the tokenizer's own BOS and one EOS; all trained but the first, which nothing predicts.
+
+    Args:
+        parse_special_tokens: see encode_prompt.
+    """
+    control = control_tokens(tokenizer)
+    if parse_special_tokens or not control.found_in([text]):
+        ids = list(tokenizer(text).input_ids)
+    else:
+        around = tokenizer("a").input_ids
+        begins_with_bos = tokenizer.bos_token_id is not None and around[0] == tokenizer.bos_token_id
+        ids = [tokenizer.bos_token_id] * begins_with_bos + control.encode(tokenizer, text)
     if ids[-1:] != [tokenizer.eos_token_id]:  # some tokenizers append it themselves
         ids.append(tokenizer.eos_token_id)
     return ids, [False] + [True] * (len(ids) - 1)
@@ -150,9 +193,10 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     Found by rendering a probe: "<|im_end|>\\n" after the probe gives the id of <|im_end|>.
     """
     turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-    after = _render(tokenizer, turn, add_generation_prompt=False).rpartition(_PROBE)[2]
+    renderer = ChatRenderer.of(tokenizer, turn)
+    after = renderer.conversation(turn).rpartition(_PROBE)[2]
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((i for i in _ids(tokenizer, after) if i in special), None)
+    return next((i for i in renderer.ids(after) if i in special), None)
 
 
 def stop_token_ids(
@@ -169,46 +213,51 @@ def stop_token_ids(
     return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, end_id, *configured) if i is not None))
 
 
-def _response_spans(whole: list[int], prompts: list[list[int]], end_id: int | None) -> list[tuple[int, int]] | None:
-    """[start, stop) of every response inside `whole`, its end token included; None where ids do not line up."""
+def _with_responses(
+    renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int], end_id: int | None
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Ids that end with the last response, and [start, stop) of the responses among them, end tokens included.
+
+    Args:
+        turns: the responses asked for; the last one alone is found where the whole does not line up.
+    """
+    tokenizer = renderer.tokenizer
+    end_id = end_of_turn_id(tokenizer) if end_id is None else end_id
+    text = renderer.conversation(messages)
+    ids = renderer.ids(text)
+    starts = None if end_id is None else answer_starts(renderer, messages, turns, text, ids)
+    spans = None if starts is None else _response_spans(ids, starts, end_id)
+    opening = renderer.prompt(messages[:-1])
+    thought = begun_thought(opening)
+    if spans and all(thought is None or goes_on_with(thought, tokenizer.decode(ids[i:j])) for i, j in spans):
+        return ids[: spans[-1][1]], spans  # text after the last end token ("\n" in ChatML) is never generated
+    if messages[-1].get("tool_calls"):
+        raise ValueError("the chat template writes tool calls in a way that cannot be told from their prompt")
+    prompt = renderer.ids(opening)
+    ids = prompt + renderer.ids(_last_response_text(renderer, messages)) + [tokenizer.eos_token_id]
+    return ids, [(len(prompt), len(ids))]
+
+
+def _response_spans(ids: list[int], starts: list[int], end_id: int) -> list[tuple[int, int]] | None:
+    """[start, stop) of every response, its end token included; None where one has no end token."""
     spans = []
-    for n, prompt in enumerate(prompts):
-        start = len(prompt)
-        limit = len(prompts[n + 1]) if n + 1 < len(prompts) else len(whole)
-        if end_id is None or whole[:start] != prompt or end_id not in whole[start:limit]:
+    for start, limit in zip(starts, [*starts[1:], len(ids)], strict=True):
+        if end_id not in ids[start:limit]:
             return None
-        spans.append((start, whole.index(end_id, start) + 1))
+        spans.append((start, ids.index(end_id, start) + 1))
     return spans
 
 
-def _last_response_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None
-) -> str:
-    """The last message's text, with what the template puts between its opening and the text (often a space)."""
+def _last_response_text(renderer: ChatRenderer, messages: Sequence[Message]) -> str:
+    """What the model would have to generate for the last message, without an end token.
+
+    That is its content, after what the template puts between its opening and the content (often a space), or after
+    the rest of a thought that the opening begins.
+    """
     content = messages[-1]["content"]
     if not content:  # an actor may answer with nothing
         return ""
-    opening = _render(tokenizer, messages[:-1], add_generation_prompt=True, tools=tools)
-    rendered = _render(tokenizer, messages, add_generation_prompt=False, tools=tools)
+    opening, rendered = renderer.prompt(messages[:-1]), renderer.conversation(messages)
     before, found, _ = rendered.removeprefix(opening).partition(content)
-    return before + content if found and rendered.startswith(opening) else content
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool,
-    tools: Tools | None = None,
-) -> str:
-    try:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except TemplateError as error:
-        raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-
-def _ids(tokenizer: PreTrainedTokenizerBase, rendered: str) -> list[int]:
-    """The template alone decides about BOS, as `apply_chat_template(tokenize=True)` has it: none is added here."""
-    return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+    lead = before if found and rendered.startswith(opening) else ""
+    return generated_text(begun_thought(opening), content, lead=lead)

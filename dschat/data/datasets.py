@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
+from .hub_datasets import hub_dataset
 from .mixing import mixed_rows, parse_data_split
 from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
@@ -26,6 +28,7 @@ class DataOptions:
     Args:
         data_path: entries "PATH_OR_NAME[:WEIGHT]"; a weight is the fraction of the mixed epoch (see mixed_rows).
         output_path: folder for the Arrow files.
+        run_path: the run's own output folder, which no data folder may hold; None: there is none.
         max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
         data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
         phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
@@ -38,6 +41,7 @@ class DataOptions:
         train_on_prompt: SFT on every token, not on responses only.
         columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
         drop_duplicates: keep the first of equal records of a source.
+        parse_special_tokens: control tokens that contents spell are meant as such; by default contents are plain text.
         packing: SFT rows of several conversations, max_tokens together (see packing.py).
     """
 
@@ -55,6 +59,8 @@ class DataOptions:
     columns: Mapping[str, str] = field(default_factory=dict)
     drop_duplicates: bool = False
     packing: bool = False
+    parse_special_tokens: bool = False
+    run_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ class DataSplits:
     report: DataReport
 
 
-def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
+def build_dataset(
+    kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions, *, verify: bool = True
+) -> DataSplits:
     """The train and evaluation rows of a step, encoded on the first call and read from disk on later ones.
 
     Call it on one process per machine first, then on the others, which find the files there. The tokenizer must have
@@ -74,6 +82,8 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
 
     Args:
         kind: "sft", "preference" or "prompt".
+        verify: compare what is on disk with its checksums, and make again what is damaged; False where another process
+            of this machine has just done so.
 
     Raises:
         ValueError: options out of range, sources that are missing, empty or of other columns (all of them named), too
@@ -86,9 +96,10 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
         max_tokens=options.max_tokens,
         overlong=options.overlong,
         train_on_prompt=options.train_on_prompt,
+        parse_special_tokens=options.parse_special_tokens,
     )
     paths, weights = parse_data_path(options.data_path)
-    eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+    eval_paths = _eval_paths(options)
     entries = [(path, False) for path in paths] + [(path, True) for path in eval_paths]
     parts: list[EncodedSource] = []
     problems: list[str] = []
@@ -96,7 +107,8 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
             source = _with_role(source, options, for_eval)
-            parts.append(encoded_source(source, encoder, _plan(kind, source, options), folder=options.output_path))
+            plan = _plan(kind, source, options)
+            parts.append(encoded_source(source, encoder, plan, folder=options.output_path, verify=verify))
         except ValueError as problem:
             problems.append(str(problem))
     if problems:
@@ -109,13 +121,19 @@ def build_dataset(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOp
     splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
     if options.packing:
         names = [part.name for part in parts]
-        splits = {name: _packed(rows, options, [name, names, weights]) for name, rows in splits.items()}
-    report = DataReport(reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None)
+        splits = {name: _packed(rows, options, [name, names, weights], verify) for name, rows in splits.items()}
+    report = DataReport(
+        reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None,
+        parses_special_tokens=options.parse_special_tokens,
+    )  # fmt: skip
     return DataSplits(**splits, report=report)
 
 
-def _packed(rows: Dataset, options: DataOptions, identity: list) -> Dataset:
-    return packed(rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path)
+def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -> Dataset:
+    return packed(
+        rows, capacity=options.max_tokens, seed=options.seed, identity=identity, folder=options.output_path,
+        verify=verify,
+    )  # fmt: skip
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
@@ -123,8 +141,7 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
     problems = []
     try:
         _check(options)
-        paths = parse_data_path(options.data_path)[0]
-        eval_paths = parse_data_path(options.eval_data_path)[0] if options.eval_data_path else []
+        paths, eval_paths = parse_data_path(options.data_path)[0], _eval_paths(options)
     except ValueError as problem:
         return [str(problem)]
     for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
@@ -144,6 +161,10 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
     return problems
 
 
+def _eval_paths(options: DataOptions) -> list[str]:
+    return parse_data_path(options.eval_data_path, flag="--eval_data_path")[0] if options.eval_data_path else []
+
+
 def _check(options: DataOptions) -> None:
     """All mistakes in the options at once."""
     problems = []
@@ -160,8 +181,31 @@ def _check(options: DataOptions) -> None:
         problems.append(f"--eval_fraction {options.eval_fraction}: it must be at least 0 and less than 1.")
     if options.max_bad_rows < 0:
         problems.append(f"--max_bad_rows {options.max_bad_rows}: it must not be negative.")
+    problems += _outputs_among_rows(options)
     if problems:
         raise ValueError("\n".join(problems))
+
+
+def _outputs_among_rows(options: DataOptions) -> list[str]:
+    """Output folders inside a data folder: what a run writes there would be rows of the next one, or of its resume."""
+    problems = []
+    outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
+    for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
+        for path in parse_data_path(entries, flag=flag)[0] if entries else []:
+            folder = Path(hub_dataset(path)[1]).expanduser()
+            if not folder.is_dir():
+                continue
+            inside = [
+                f"{name} {output}"
+                for name, output in outputs.items()
+                if output is not None and Path(output).resolve().is_relative_to(folder.resolve())
+            ]
+            if inside:
+                problems.append(
+                    f"{' and '.join(inside)}: lies inside {flag} {path}, so the files of this run would be read as its "
+                    "data when it is resumed: write to another folder, or name the data files themselves."
+                )
+    return problems
 
 
 def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:

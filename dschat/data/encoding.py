@@ -14,7 +14,8 @@ from typing import Any
 from datasets import Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
-from .chat_template import encode_conversation, encode_prompt, encode_text, end_of_turn_id
+from .chat_template import encode_answer, encode_conversation, encode_prompt, encode_text, end_of_turn_id
+from .control_tokens import control_tokens, strings_in
 
 _IDS = Sequence(Value("int32"))
 FEATURES = {
@@ -60,6 +61,7 @@ class Encoder:
         max_tokens: longest prompt (kind "prompt"), else longest sequence of prompt and response.
         drop_overlong: drop longer rows instead of cutting them.
         end_id: `end_of_turn_id(tokenizer)`.
+        parse_special_tokens: control tokens that contents spell are meant as such (see encode_prompt).
     """
 
     kind: str
@@ -68,11 +70,13 @@ class Encoder:
     drop_overlong: bool
     train_on_prompt: bool
     end_id: int | None
+    parse_special_tokens: bool = False
 
     @classmethod
     def for_kind(
-        cls, kind: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, overlong: str, train_on_prompt: bool
-    ) -> Encoder:
+        cls, kind: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, overlong: str, train_on_prompt: bool,
+        parse_special_tokens: bool = False,
+    ) -> Encoder:  # fmt: skip
         """Raises ValueError for a kind, limit or treatment of over-long rows that does not exist."""
         if kind not in FEATURES:
             raise ValueError(f"kind {kind!r}: choose one of {', '.join(FEATURES)}")
@@ -85,7 +89,7 @@ class Encoder:
         if not tokenizer.chat_template:
             raise ValueError("The tokenizer has no chat template: call ensure_chat_template(tokenizer) first.")
         end_id = end_of_turn_id(tokenizer)
-        return cls(kind, tokenizer, max_tokens, overlong == "drop", train_on_prompt, end_id)
+        return cls(kind, tokenizer, max_tokens, overlong == "drop", train_on_prompt, end_id, parse_special_tokens)
 
     def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> list[Encoded]:
         """What becomes of a row: one Encoded, or two of a pair that serves as unpaired responses.
@@ -95,11 +99,17 @@ class Encoder:
         if self.kind == "prompt":
             return [self._encode_prompt(record, row, row_index)]
         if self.kind == "unpaired":
-            return [self._encode_unpaired(record, *answer) for answer in record["answers"]]
+            return [self._encode_unpaired(record, place) for place in range(len(record["answers"]))]
         return [self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)]
 
+    def control_tokens(self, record: Mapping[str, Any]) -> list[str]:
+        """The control tokens that the texts of a record spell, each once."""
+        return control_tokens(self.tokenizer).found_in(strings_in(record))
+
     def _encode_prompt(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
-        ids = encode_prompt(self.tokenizer, record["prompt"], tools=record.get("tools"))
+        ids = encode_prompt(
+            self.tokenizer, record["prompt"], tools=record.get("tools"), parse_special_tokens=self.parse_special_tokens
+        )
         if not ids:
             raise ValueError("the prompt has no tokens")
         cut = len(ids) > self.max_tokens
@@ -118,11 +128,14 @@ class Encoder:
 
     def _encode_sft(self, record: Mapping[str, Any]) -> Encoded:
         if "text" in record:
-            ids, mask = encode_text(self.tokenizer, record["text"])
+            ids, mask = encode_text(self.tokenizer, record["text"], parse_special_tokens=self.parse_special_tokens)
         else:
             ids, mask = encode_conversation(
-                self.tokenizer, record["messages"], end_id=self.end_id, tools=record.get("tools")
-            )
+                self.tokenizer, record["messages"], end_id=self.end_id, tools=record.get("tools"),
+                parse_special_tokens=self.parse_special_tokens,
+            )  # fmt: skip
+        if record.get("cut"):
+            ids, mask = ids[:-1], mask[:-1]
         cut = len(ids) > self.max_tokens
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
@@ -147,7 +160,7 @@ class Encoder:
         return ids[: self.max_tokens], mask[: self.max_tokens]
 
     def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
-        prompt, chosen, rejected = self._answered(record, record["chosen"], record["rejected"])
+        prompt, chosen, rejected = self._answered(record, {0: record["chosen"], 1: record["rejected"]})
         longest = max(len(chosen), len(rejected))
         cut = len(prompt) + longest > self.max_tokens
         if cut and self.drop_overlong:
@@ -167,8 +180,9 @@ class Encoder:
         }
         return Encoded(features, cut)
 
-    def _encode_unpaired(self, record: Mapping[str, Any], answer: str, desirable: bool) -> Encoded:
-        prompt, response = self._answered(record, answer)
+    def _encode_unpaired(self, record: Mapping[str, Any], place: int) -> Encoded:
+        answer, desirable = record["answers"][place]
+        prompt, response = self._answered(record, {place: answer})
         cut = len(prompt) + len(response) > self.max_tokens
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
@@ -179,17 +193,21 @@ class Encoder:
         features = {"input_ids": ids, "prompt_length": len(prompt), "desirable": desirable, "length": len(ids)}
         return Encoded(features, cut)
 
-    def _answered(self, record: Mapping[str, Any], *answers: str) -> list[list[int]]:
-        """Ids of the record's prompt and of each answer to it, these with their end-of-turn token."""
-        tools = record.get("tools")
-        prompt = encode_prompt(self.tokenizer, record["prompt"], tools=tools)
-        if not prompt:
+    def _answered(self, record: Mapping[str, Any], answers: Mapping[int, str]) -> list[list[int]]:
+        """Ids of the record's prompt and of each answer to it, these with their end-of-turn token.
+
+        An answer that was cut off has none: the model that gave it did not end it there.
+        """
+        found: list[list[int]] = []
+        for place, answer in answers.items():
+            prompt, response = encode_answer(
+                self.tokenizer, record["prompt"], answer, end_id=self.end_id, tools=record.get("tools"),
+                parse_special_tokens=self.parse_special_tokens,
+            )  # fmt: skip
+            response = response[:-1] if place in record.get("cut", ()) else response
+            found += [response] if found else [prompt, response]
+        if not found[0]:
             raise ValueError("the prompt has no tokens")
-        found = [prompt]
-        for answer in answers:
-            conversation = [*record["prompt"], {"role": "assistant", "content": answer}]
-            ids, _ = encode_conversation(self.tokenizer, conversation, end_id=self.end_id, tools=tools)
-            found.append(ids[len(prompt) :])  # encode_conversation keeps the prompt's ids as they are
         return found
 
     def _prompt_room(self, prompt: int, response: int) -> int:

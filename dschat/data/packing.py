@@ -10,8 +10,6 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,9 @@ from datasets import Sequence as ListOf
 from datasets.arrow_writer import ArrowWriter
 
 from dschat import watchdog
+from dschat.verified_folder import written_folder
 
+from .arrow import is_prepared
 from .encoding import FEATURES
 
 WINDOW = 1024  # conversations that are packed together: rows are nearly full, and one window is held in memory
@@ -48,23 +48,22 @@ def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     return rows
 
 
-def packed(conversations: Dataset, *, capacity: int, seed: int, identity: Any, folder: str) -> Dataset:
-    """The conversations ("sft" rows) as rows of up to `capacity` tokens, from a file in `folder` or else through it.
+def packed(
+    conversations: Dataset, *, capacity: int, seed: int, identity: Any, folder: str, verify: bool = True
+) -> Dataset:
+    """The conversations ("sft" rows) as rows of up to `capacity` tokens, from a folder in `folder` or else through it.
 
     Args:
         seed: of the order in which windows of conversations are drawn.
-        identity: what names the conversations: another one makes another file.
+        identity: what names the conversations: another one makes another folder.
+        verify: False where another process of this machine has just verified it.
     """
     decisive = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])
-    place = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}.arrow"
-    if not place.exists():
-        unfinished = place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}.unfinished")
-        try:
-            _write(unfinished, conversations, capacity, seed)
-            os.rename(unfinished, place)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    return Dataset.from_file(str(place))
+    place = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}"
+    if not is_prepared(place, verify=verify):
+        with written_folder(place) as unfinished:
+            _write(unfinished / "rows.arrow", conversations, capacity, seed)
+    return Dataset.from_file(str(place / "rows.arrow"))
 
 
 def _write(file: Path, conversations: Dataset, capacity: int, seed: int) -> None:

@@ -5,7 +5,7 @@ prompt, and two unpaired responses, so that one file can feed all three steps.
 
     prompt      prompt | messages (without its last answer) | chosen + rejected (what they share)
     sft         messages | prompt + response | prompt + chosen | text
-    preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin]
+    preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin, chosen_ended, …]
     unpaired    prompt + response (or completion) + label (true: desirable) | a preference row, as two
 
 Beside them may stand `system` (put before the messages, unless they begin with a system prompt) and `tools` (for the
@@ -26,6 +26,7 @@ from .chat_template import Message
 
 KINDS = ("prompt", "sft", "preference", "unpaired")
 ROLES = ("system", "user", "assistant", "tool")
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that a loss can hold
 COLUMNS = {
     "prompt": "prompt, or messages",
     "sft": "messages, or prompt + response, or text",
@@ -45,7 +46,8 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
         "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
         "unpaired": {"prompt": messages, "answers": [(str, whether it is desirable), ...]}: one, or two of a pair.
-        And "tools": a list of dicts, where the row has some.
+        And "tools": a list of dicts, where the row has some; "cut": places of the answers (chosen 0, rejected 1) that
+        were cut off by a length limit when they were sampled, where there are some.
 
     Raises:
         MissingColumn: the columns of this kind are not there.
@@ -94,7 +96,8 @@ def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the last message is of role {messages[-1]['role']!r}, not 'assistant'")
     if len(messages) == 1:
         raise ValueError("an answer without anything before it")
-    return {"messages": messages}
+    uses_chosen = answer == "chosen" and not _has(row, "messages")
+    return {"messages": messages, **(_cut_off(row, "chosen") if uses_chosen else {})}
 
 
 def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,6 +119,7 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
         "chosen": _answer(row["chosen"], "chosen", prompt),
         "rejected": _answer(row["rejected"], "rejected", prompt),
         "margin": _margin(row.get("margin")),
+        **_cut_off(row, "chosen", "rejected"),
     }
 
 
@@ -128,8 +132,24 @@ def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
         return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
     if _has(row, "chosen", "rejected"):
         pair = _preference_record(row)
-        return {"prompt": pair["prompt"], "answers": [(pair["chosen"], True), (pair["rejected"], False)]}
+        answers = [(pair["chosen"], True), (pair["rejected"], False)]
+        return {"prompt": pair["prompt"], "answers": answers, **_cut_off(row, "chosen", "rejected")}
     raise _missing(row, "unpaired")
+
+
+def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
+    """{"cut": places of these answers that did not end by themselves}; {} where all did."""
+    cut = [place for place, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
+    return {"cut": cut} if cut else {}
+
+
+def _ended(value: Any, name: str) -> bool:
+    if value in (None, ""):
+        return True
+    known = {"true": True, "1": True, "false": False, "0": False}
+    if str(value).lower() not in known:
+        raise ValueError(f"{name} {value!r} is neither true nor false")
+    return known[str(value).lower()]
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:
@@ -222,10 +242,12 @@ def _margin(value: Any) -> float | None:
         return None
     try:
         margin = float(value) if not isinstance(value, bool) else math.nan
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         raise ValueError(f"margin {value!r} is not a finite number")
+    if abs(margin) > _LARGEST_FLOAT32:
+        raise ValueError(f"margin {value!r} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
     return margin
 
 

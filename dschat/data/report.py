@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+NAMED_ROWS = 20  # rows that a report names beside their number
+
 
 @dataclass
 class SourceReport:
@@ -24,6 +26,8 @@ class SourceReport:
     tokens: int = 0  # of those kept
     longest: int = 0
     columns: list[str] = field(default_factory=list)  # of any row, in the order of their appearance
+    control_tokens: int = 0  # how many of those kept spell a control token of the chat template in a content
+    control_token_rows: list[str] = field(default_factory=list)  # the first of them: "file:line (<|im_end|>)"
 
     def add_read(self, row: Mapping[str, Any]) -> None:
         self.rows += 1
@@ -42,6 +46,11 @@ class SourceReport:
         self.cut += cut
         self.tokens += length
         self.longest = max(self.longest, length)
+
+    def add_control_tokens(self, where: str, tokens: Sequence[str]) -> None:
+        self.control_tokens += 1
+        if len(self.control_token_rows) < NAMED_ROWS:
+            self.control_token_rows.append(f"{where} ({' '.join(tokens)})")
 
     def refuse_other_columns(self) -> None:
         """Raises ValueError if not one row so far had the columns of its kind: then the file is the wrong one."""
@@ -65,12 +74,14 @@ class SourceReport:
 class DataReport:
     """All sources of a step, those of --eval_data_path last.
 
-    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: what they were packed into.
+    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: what they were packed into;
+    `parses_special_tokens`: control tokens that contents spell were read as such.
     """
 
     sources: Sequence[SourceReport]
     epoch_rows: Sequence[int]
     packed_rows: int | None = None
+    parses_special_tokens: bool = False
 
     @property
     def bad(self) -> list[str]:
@@ -80,6 +91,7 @@ class DataReport:
         """Lines for the console: every source, every bad row, and the epoch if weights changed it."""
         lines = [source.line() for source in self.sources]
         lines += [f"  set aside: {bad}" for bad in self.bad]
+        lines += self._control_token_lines()
         trained = [source for source in self.sources if source.train]
         if [source.train for source in trained] != list(self.epoch_rows):
             mixed = ", ".join(f"{rows} of {s.name}" for s, rows in zip(trained, self.epoch_rows, strict=True))
@@ -87,6 +99,17 @@ class DataReport:
         if self.packed_rows is not None:
             lines.append(f"packed: {sum(self.epoch_rows)} conversations to train on into {self.packed_rows} rows")
         return "\n".join(lines)
+
+    def _control_token_lines(self) -> list[str]:
+        count = sum(source.control_tokens for source in self.sources)
+        if not count:
+            return []
+        became = "became those tokens, as --parse_special_tokens asks" if self.parses_special_tokens else (
+            "stayed plain text; give --parse_special_tokens if they are meant as the tokens"
+        )  # fmt: skip
+        named = [row for source in self.sources for row in source.control_token_rows][:NAMED_ROWS]
+        more = [f"  … and {count - len(named)} more"] if count > len(named) else []
+        return [f"control tokens in the contents of {count} rows {became}:", *(f"  {row}" for row in named), *more]
 
 
 def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:

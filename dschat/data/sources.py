@@ -74,11 +74,11 @@ class Source:
         return [self.name, len(part), part._fingerprint]
 
 
-def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | None]:
+def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tuple[list[str], list[float] | None]:
     """["a:0.7", "b:0.3"] → (["a", "b"], [0.7, 0.3]); without weights (["a", "b"], None).
 
     Raises:
-        ValueError: no entry, a weight that is not positive, or weights on some entries only.
+        ValueError: no entry, one without a path, a weight that is not positive, or weights on some entries only.
     """
     paths: list[str] = []
     weights: list[float | None] = []
@@ -86,14 +86,16 @@ def parse_data_path(entries: Sequence[str]) -> tuple[list[str], list[float] | No
         path, colon, weight = entry.rpartition(":")
         if not colon or Path(entry).exists() or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", weight):
             path, weight = entry, ""
+        if not path.strip():
+            raise ValueError(f"{flag} {entry!r}: is empty, which is no path; name a file, folder or hub data set.")
         paths.append(path)
         weights.append(float(weight) if weight else None)
     if not paths:
-        raise ValueError("--data_path is empty: name at least one file, folder or hub data set.")
+        raise ValueError(f"{flag} is empty: name at least one file, folder or hub data set.")
     if any(weight is not None and weight <= 0 for weight in weights):
-        raise ValueError(f"--data_path {' '.join(entries)}: a weight must be positive.")
+        raise ValueError(f"{flag} {' '.join(entries)}: a weight must be positive.")
     if len({weight is None for weight in weights}) == 2:
-        raise ValueError(f"--data_path {' '.join(entries)}: give every source a weight, or none.")
+        raise ValueError(f"{flag} {' '.join(entries)}: give every source a weight, or none.")
     return paths, None if weights[0] is None else [weight for weight in weights if weight is not None]
 
 
@@ -114,6 +116,8 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
     if path.startswith(PREFIX):
         return Source(path, {"train": [reasoning_task(path)]}, columns=columns or {})
     dataset, place = hub_dataset(path)
+    if not place.strip():
+        raise ValueError(f"--data_path {path!r}: no file or folder is named; write its path.")
     folder = Path(place).expanduser()
     if folder.is_file():
         source = _file_source(place, folder)

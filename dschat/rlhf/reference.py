@@ -6,8 +6,8 @@ the micro-batches in which training sees them first, and those of evaluation in 
 (world size, micro-batch, seed) is another file, whose numbers differ by rounding. From the second epoch on the
 company changes, and the policy's low bits with it.
 
-A file `reference-<fingerprint>.safetensors` lies beside the prepared rows; the fingerprint covers the weights, the
-rows, the cut, precision and device. It is written under a temporary name and renamed.
+A folder `reference-<fingerprint>` lies beside the prepared rows; the fingerprint covers the weights, the rows, the
+cut, precision and device. One that is not as its manifest says is made again (see verified_folder).
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,19 +24,20 @@ import deepspeed
 import torch
 from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dschat import arguments, launch, watchdog
-from dschat.data.arrow import content_digest
+from dschat.data.arrow import content_digest, is_prepared
 from dschat.data.datasets import DataSplits
 from dschat.deepspeed_config import frozen_config
 from dschat.engines import frozen_engine
 from dschat.fit import Batch, Objective, collated, evaluation_steps, schedule, share
 from dschat.models.weight_files import weights_digest
+from dschat.verified_folder import written_folder
 
 Score = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
+_TABLES = "logprobs.safetensors"
 Cuts = dict[str, tuple[list[list[int]], int]]  # split → rows of each forward pass of all ranks, micro-batch size
 
 
@@ -65,8 +64,8 @@ def with_reference_logprobs(
     )
     cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
     watchdog.phase("reference fingerprint")
-    file = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}.safetensors")
-    tables = _read(file)
+    place = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
+    tables = load_file(place / _TABLES) if is_prepared(place, verify=True) else None
     if not all(launch.from_all_ranks(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
@@ -74,10 +73,11 @@ def with_reference_logprobs(
         )  # fmt: skip
         tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
         if launch.is_main_of_node():
-            _write(file, tables)
+            with written_folder(place) as unfinished:
+                save_file(tables, unfinished / _TABLES)
         launch.barrier()
     elif launch.is_main():
-        print(f"reference log-probs found in {file}", flush=True)
+        print(f"reference log-probs found in {place}", flush=True)
     train, held_out_rows = (
         rows.add_column("ref_logprobs", tables[name].tolist())
         for name, rows in (("train", splits.train), ("eval", splits.eval))
@@ -135,18 +135,3 @@ def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> st
         }
         name = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
     return launch.from_all_ranks(name)[0]
-
-
-def _read(file: Path) -> dict[str, torch.Tensor] | None:
-    """The tables, or None where there is no file that can be read."""
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError):
-        return None
-
-
-def _write(file: Path, tables: dict[str, torch.Tensor]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{uuid.uuid4().hex[:8]}.unfinished")
-    save_file(tables, unfinished)
-    os.replace(unfinished, file)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from dschat.data.chat_template import Message, decode_responses, encode_conversation
+from dschat.data.chat_template import Message, decode_responses, encode_answer
 from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
 from dschat.generation import Rollout
@@ -93,10 +93,13 @@ def conversation_ids(
 ) -> list[int]:
     """What a reward model reads: prompt and response in its own template, the left cut off where it is too long.
 
+    Both are plain text, also where they spell control tokens of its tokenizer.
+
     Args:
         ended: False: the response was cut, so the token that closes its turn is left out.
 
     Raises: ValueError where the chat template refuses the messages.
     """
-    ids, _ = encode_conversation(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    asked, answer = encode_answer(tokenizer, prompt, response)
+    ids = asked + answer
     return cut_left(ids if ended else ids[:-1], max_tokens, bos_token_id=tokenizer.bos_token_id)

@@ -22,6 +22,7 @@ from dschat.data.collators import collate_sft
 from dschat.models.scalar_head import TokenScores
 from dschat.rlhf.dynamic_batches import DynamicBatches, QueueFull
 from dschat.rlhf.reward_model import conversation_ids
+from dschat.rlhf.server_connections import Connections
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,16 @@ class Limits:
     max_wait: float = _limit(0.01, "seconds that a conversation waits for others")
     max_queue: int = _limit(4096, "conversations that may wait for a batch, and requests that may be unanswered")
     max_rows: int = _limit(1024, "conversations of a request")
+    max_messages: int = _limit(8192, "messages of a request, all its conversations together")
+    max_characters: int = _limit(4 << 20, "characters of a request's conversations, all together")
     max_body: int = _limit(8 << 20, "bytes of a request")
     max_held: int = _limit(256 << 20, "bytes of all requests that are unanswered")
-    max_read_seconds: float = _limit(30.0, "seconds that a request may take to arrive")
+    max_read_seconds: float = _limit(30.0, "seconds that the body of a request may take to arrive")
+    max_header_seconds: float = _limit(
+        15.0, "seconds that a connection may take to bring the header of a request, or to take an answer"
+    )
+    max_connections: int = _limit(2048, "connections at a time")
+    max_connections_per_client: int = _limit(1024, "connections at a time from one address")
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,10 @@ class Question:
     messages: list[list[Message]]
     responses: list[str]
     ended: list[bool]
+
+
+class TooLarge(ValueError):
+    """A request that makes sense, but asks for too much at a time."""
 
 
 class TextScorer:
@@ -87,10 +99,12 @@ class TextScorer:
         return self.model(ids, attended, whole_sequence=True).tolist()
 
 
-def read_question(body: bytes, *, max_rows: int) -> Question:
+def read_question(body: bytes, limits: Limits) -> Question:
     """The question in a body of JSON; fields that the server has no use for are overlooked.
 
-    Raises: ValueError that says what is wrong with it.
+    Raises:
+        TooLarge: more messages or characters than the limits allow.
+        ValueError: anything else that is wrong with it.
     """
     try:
         fields = json.loads(body)
@@ -101,8 +115,8 @@ def read_question(body: bytes, *, max_rows: int) -> Question:
     messages, responses = fields.get("messages"), fields.get("responses")
     if not (isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses)):
         raise ValueError("responses must be a list of texts, at least one")
-    if len(responses) > max_rows:
-        raise ValueError(f"{len(responses)} responses, but a request may have {max_rows}: ask in parts")
+    if len(responses) > limits.max_rows:
+        raise ValueError(f"{len(responses)} responses, but a request may have {limits.max_rows}: ask in parts")
     if not (isinstance(messages, list) and all(map(_is_chat, messages))):
         raise ValueError('messages must be a list of chats: [[{"role": "user", "content": "..."}], ...]')
     ended = fields.get("ended", [True] * len(responses))
@@ -112,6 +126,7 @@ def read_question(body: bytes, *, max_rows: int) -> Question:
         raise ValueError(
             f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: they must be equally many"
         )
+    _refuse_too_large(messages, responses, limits)
     # Nothing but these two reaches the chat template, which a request's other fields might change.
     chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
     try:
@@ -119,6 +134,19 @@ def read_question(body: bytes, *, max_rows: int) -> Question:
     except UnicodeEncodeError as error:
         raise ValueError("a text holds half of a surrogate pair, which is no character") from error
     return Question(chats, responses, ended)
+
+
+def _refuse_too_large(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
+    """Template and tokenizer take their time for each message and character, and read one request after another."""
+    count = sum(map(len, messages))
+    if count > limits.max_messages:
+        raise TooLarge(f"{count} messages, but a request may have {limits.max_messages}: ask in parts, or shorten")
+    characters = sum(map(len, responses))
+    characters += sum(len(message[name]) for chat in messages for message in chat for name in ("role", "content"))
+    if characters > limits.max_characters:
+        raise TooLarge(
+            f"{characters} characters, but a request may have {limits.max_characters}: ask in parts, or shorten"
+        )
 
 
 def _is_chat(value: Any) -> bool:
@@ -141,6 +169,10 @@ class RewardServer:
     def __init__(self, scorer: TextScorer, *, limits: Limits, token: str | None) -> None:
         self.scorer, self.limits, self.token = scorer, limits, token
         self.requests, self.held = 0, 0
+        self.connections = Connections(
+            most=limits.max_connections, most_per_client=limits.max_connections_per_client,
+            seconds=limits.max_header_seconds,
+        )  # fmt: skip
         self.batches = DynamicBatches(
             scorer.score, max_rows=limits.max_batch_rows, max_tokens=limits.max_batch_tokens,
             max_wait=limits.max_wait, max_queue=limits.max_queue,
@@ -148,7 +180,8 @@ class RewardServer:
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reads")  # tokenizers are not for several threads
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self.limits.max_body)
+        """The application to serve with `self.connections` (see server_connections.serve)."""
+        app = web.Application(client_max_size=self.limits.max_body, middlewares=[self.connections.middleware()])
         app.add_routes([web.get("/health", self.health), web.post("/score", self.score)])
         app.cleanup_ctx.append(self._running)
         return app
@@ -166,7 +199,9 @@ class RewardServer:
     async def score(self, request: web.Request) -> web.Response:
         """Scores, or an error that says whose fault it is; what cannot be kept is refused before it is read."""
         if not self.admits(request.headers.get("Authorization", "")):
-            return _error(401, "wrong or missing token: send Authorization: Bearer TOKEN")
+            refusal = _error(401, "wrong or missing token: send Authorization: Bearer TOKEN")
+            refusal.force_close()  # whoever has no token keeps no connection either
+            return refusal
         size = request.content_length
         if size is not None and size > self.limits.max_body:
             return _error(413, f"{size} bytes, but a request may have {self.limits.max_body}: ask in parts")
@@ -195,6 +230,8 @@ class RewardServer:
             return _error(408, f"the request did not arrive within {self.limits.max_read_seconds:g} s")
         except web.HTTPRequestEntityTooLarge:
             return _error(413, f"a request may have {self.limits.max_body} bytes: ask in parts")
+        except TooLarge as mistake:
+            return _error(413, str(mistake))
         except (ValueError, web.RequestPayloadError) as mistake:
             return _error(400, str(mistake))
         except ConnectionError:
@@ -211,7 +248,7 @@ class RewardServer:
         return web.json_response({"scores": scores})
 
     def _read(self, body: bytes) -> list[Tensor]:
-        return self.scorer.read(read_question(body, max_rows=self.limits.max_rows))
+        return self.scorer.read(read_question(body, self.limits))
 
 
 def _error(status: int, message: str) -> web.Response:

@@ -14,7 +14,14 @@ from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenize
 from dschat.output_conflicts import overwritten_models
 from dschat.rlhf.preference import SCORES, preference_objective
 from dschat.rlhf.reference import with_reference_logprobs
-from dschat.set_up import data_options, load_splits, model_problems, one_model_problems, start
+from dschat.set_up import (
+    data_options,
+    load_splits,
+    model_problems,
+    one_model_problems,
+    start,
+    vocabulary_problems,
+)
 
 GROUPS = (
     arguments.PolicyArguments,
@@ -39,13 +46,18 @@ def check(
             "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
             "and a rank --lora_dim, or take --reference precompute"
         )
-    if preference.ref_model_name_or_path:
+    if reference := preference.ref_model_name_or_path:
         problems += model_problems(
-            "--ref_model_name_or_path", preference.ref_model_name_or_path, tokens=model.max_seq_len,
-            lengths=f"--max_seq_len {model.max_seq_len}", trust_remote_code=model.trust_remote_code,
+            "--ref_model_name_or_path", reference, tokens=model.max_seq_len,
+            lengths=f"--max_seq_len {model.max_seq_len}", add_eot_token=data.add_eot_token,
+            trust_remote_code=model.trust_remote_code,
         )  # fmt: skip
-        reference = ("--ref_model_name_or_path", preference.ref_model_name_or_path)
-        problems += overwritten_models(others[-1].output_dir, [reference])
+        if not problems:
+            problems += vocabulary_problems(
+                "--ref_model_name_or_path", reference, trained=model.model_name_or_path,
+                add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code,
+            )  # fmt: skip
+        problems += overwritten_models(others[-1].output_dir, [("--ref_model_name_or_path", reference)])
     return problems
 
 

@@ -112,8 +112,9 @@ def main() -> None:
         watchdog.phase("judging")
         scores = score(rollout, answers)
         pairs = scored_pairs(
-            batch["messages"], answers.responses, scores, indices, at_most=sampling.pairs_per_prompt, seed=run.seed
-        )
+            batch["messages"], answers.responses, scores, indices, ended=answers.ended,
+            at_most=sampling.pairs_per_prompt, seed=run.seed,
+        )  # fmt: skip
         unscored = scores.count(None)
         return JudgedBatch(indices, pairs, scored=len(scores) - unscored, unscored=unscored)
 
@@ -290,28 +291,33 @@ def sampled_answers(
 
 def scored_pairs(
     prompts: Sequence[list[Message]], responses: Sequence[str], scores: Sequence[float | None], indices: Sequence[int],
-    *, at_most: int, seed: int,
+    *, ended: Sequence[bool], at_most: int, seed: int,
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
     """(index of the prompt, row of the preference file) for every pair found among the answers to a batch of prompts.
 
     Args:
-        responses, scores: equally many for each prompt, prompt after prompt; answers without a score make no pair.
+        responses, scores, ended: equally many for each prompt, prompt after prompt; answers without a score make no
+            pair.
     """
     samples, pairs = len(responses) // len(prompts), []
     for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
         mine = [row for row in range(number * samples, (number + 1) * samples) if scores[row] is not None]
         found = preference_pairs(
-            [responses[row] for row in mine], [scores[row] for row in mine], at_most=at_most,
-            chooser=Random(f"{seed}/{index}"),
+            [responses[row] for row in mine], [scores[row] for row in mine], ended=[ended[row] for row in mine],
+            at_most=at_most, chooser=Random(f"{seed}/{index}"),
         )  # fmt: skip
         pairs += [(index, {"prompt": prompt, **pair}) for pair in found]
     return pairs
 
 
 def preference_pairs(
-    answers: Sequence[str], scores: Sequence[float], *, at_most: int, chooser: Random
+    answers: Sequence[str], scores: Sequence[float], *, ended: Sequence[bool], at_most: int, chooser: Random
 ) -> list[dict[str, Any]]:
-    """Pairs of answers whose scores differ, picked at random among all such pairs, no text twice against itself."""
+    """Pairs of answers whose scores differ, picked at random among all such pairs, no text twice against itself.
+
+    Args:
+        ended: False for an answer that was cut at the length limit: step 2 then puts no end token after it.
+    """
     differing = [
         (better, worse) if scores[better] > scores[worse] else (worse, better)
         for better, worse in combinations(range(len(answers)), 2)
@@ -320,7 +326,8 @@ def preference_pairs(
     usable = [(better, worse) for better, worse in differing if answers[better].strip() and answers[worse].strip()]
     return [
         {"chosen": answers[better], "rejected": answers[worse],
-         "chosen_score": float(scores[better]), "rejected_score": float(scores[worse])}
+         "chosen_score": float(scores[better]), "rejected_score": float(scores[worse]),
+         "chosen_ended": ended[better], "rejected_ended": ended[worse]}
         for better, worse in chooser.sample(usable, min(at_most, len(usable)))
     ]  # fmt: skip
 

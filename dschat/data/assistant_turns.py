@@ -1,0 +1,148 @@
+"""Where the answers of a conversation begin among its ids: after which of them each answer would be generated.
+
+By definition: `ids(prompt of the messages before an answer)` must be a prefix of the ids of the whole. Rendering and
+encoding that prompt for every answer costs the square of their number, so in long conversations it is done for a few
+answers, and for the others it follows from two facts that are checked for each of them: the text between the content
+before an answer and the answer is the same as at those few, and control tokens cut a text into parts that a
+tokenizer encodes one by one. Whatever does not fit this is rendered as the definition says.
+"""
+
+from __future__ import annotations
+
+import bisect
+import re
+import secrets
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from .chat_rendering import ChatRenderer, Message
+
+RENDERED_TURNS = 8  # conversations with up to so many answers are rendered up to each of them
+_NONCE = secrets.token_hex(8)
+
+
+def answer_starts(
+    renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int], text: str, ids: Sequence[int]
+) -> list[int] | None:
+    """Index of the first token of each answer; None where the prompt of one is no prefix of the whole.
+
+    Args:
+        messages: of the whole conversation.
+        turns: the indices among them of the answers, ascending.
+        text, ids: of the whole, as `renderer` makes them.
+    """
+    whole = _Whole(renderer, messages, text, list(ids))
+    if len(turns) <= RENDERED_TURNS:
+        return whole.rendered_starts(turns)
+    whole.align_control_tokens()
+    ends = whole.content_ends()
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for turn in turns:
+        alike[whole.context(turn, ends)].append(turn)
+    starts: dict[int, int] = {}
+    for context, members in alike.items():
+        # Each kind of turn is rendered where it is first, in the middle and last.
+        shown = sorted({members[0], members[len(members) // 2], members[-1]}) if context else members
+        found = whole.rendered_starts(shown)
+        if found is None:
+            return None
+        starts |= dict(zip(shown, found, strict=True))
+        opening = whole.common_opening({turn: (ends[turn - 1], starts[turn]) for turn in shown}) if context else None
+        for turn in members:
+            if turn in starts:
+                continue
+            start = None if opening is None else whole.start_after(ends[turn - 1], opening)
+            found = [start] if start is not None else whole.rendered_starts([turn])
+            if found is None:
+                return None
+            starts[turn] = found[0]
+    return [starts[turn] for turn in turns]
+
+
+class _Whole:
+    """A rendered conversation: its text, its ids, and where the contents of its messages are in the text."""
+
+    def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], text: str, ids: list[int]) -> None:
+        self.renderer, self.messages, self.text, self.ids = renderer, messages, text, ids
+        self._prompts: dict[int, str] = {}  # answer → its prompt
+        # Control token by control token: its first character, its index among the ids. The text's start is one too.
+        self._places: list[int] = []
+        self._indices: list[int] = []
+
+    def align_control_tokens(self) -> None:
+        """Find every control token in text and ids; none where the two do not agree."""
+        places, indices = self.renderer.control_places(self.text), self.renderer.control.indices(self.ids)
+        aligned = [token_id for _, token_id in places] == [token_id for _, token_id in indices]
+        if aligned:
+            self._places = [0, *(place for place, _ in places)]
+            self._indices = [0, *(index for index, _ in indices)]
+
+    def rendered_starts(self, turns: Sequence[int]) -> list[int] | None:
+        """Lengths of the prompts of these answers in ids, as the definition says; None where one is no prefix."""
+        starts = []
+        for turn in turns:
+            self._prompts[turn] = prompt = self.renderer.prompt(self.messages[:turn])
+            ids = self.renderer.ids(prompt)
+            if self.ids[: len(ids)] != ids:
+                return None
+            starts.append(len(ids))
+        return starts
+
+    def content_ends(self) -> list[int | None]:
+        """Where each message's content ends in the text.
+
+        None where a content is empty, and everywhere if the template does more with contents than to show them, with
+        or without the blanks around them.
+        """
+        unknown: list[int | None] = [None] * len(self.messages)
+        names = {f"Xq{_NONCE}m{n:07d}x": n for n, m in enumerate(self.messages) if (m.get("content") or "").strip()}
+        named = list(self.messages)
+        for name, number in names.items():
+            named[number] = named[number] | {"content": name}
+        parts = re.split(rf"(Xq{_NONCE}m\d{{7}}x)", self.renderer.conversation(named))
+        gaps, shown = parts[::2], parts[1::2]
+        if shown != list(names) or not self.text.startswith(gaps[0]):
+            return unknown
+        ends, place = list(unknown), len(gaps[0])
+        for name, gap in zip(shown, gaps[1:], strict=True):
+            content = self.messages[names[name]]["content"]
+            forms = (content, content.strip(), content.lstrip(), content.rstrip())
+            form = next((x for x in forms if self.text.startswith(x + gap, place)), None)
+            if form is None:
+                return unknown
+            ends[names[name]] = place + len(form)
+            place += len(form) + len(gap)
+        return ends if place == len(self.text) else unknown
+
+    def context(self, turn: int, ends: Sequence[int | None]) -> tuple | None:
+        """What decides how the template opens this answer; None where the text before it is not known."""
+        if turn == 0 or ends[turn - 1] is None:
+            return None
+        before = self.messages[turn - 1]
+        return before["role"], bool(before.get("tool_calls"))
+
+    def common_opening(self, rendered: Mapping[int, tuple[int, int]]) -> str | None:
+        """What all these rendered prompts have after their last content; None if `start_after` were wrong for one.
+
+        Args:
+            rendered: answer → (end of the content before it in the text, its start among the ids).
+        """
+        openings = {self._prompts[turn][end:] for turn, (end, _) in rendered.items()}
+        if len(openings) > 1 or not all(self.text.startswith(self._prompts[turn]) for turn in rendered):
+            return None
+        (opening,) = openings
+        agrees = all(self.start_after(end, opening) == start for end, start in rendered.values())
+        return opening if agrees else None
+
+    def start_after(self, end: int, opening: str) -> int | None:
+        """The index after an opening that begins at a character of the text; None where it is not so in the ids.
+
+        The control token before it begins a part of the text whose ids do not depend on what stands before.
+        """
+        if not self._places or not self.text.startswith(opening, end):
+            return None
+        stop = end + len(opening)
+        nearest = bisect.bisect_left(self._places, stop) - 1
+        place, index = self._places[nearest], self._indices[nearest]
+        ids = self.renderer.ids(self.text[place:stop])
+        return index + len(ids) if self.ids[index : index + len(ids)] == ids else None

@@ -1,0 +1,207 @@
+"""Control tokens of a chat template, and how text that merely spells one is kept text.
+
+A tokenizer reads "<|im_end|>" as the token that ends a turn wherever it stands, also in what a user typed. Here the
+template's own control tokens get private names that nobody can type, and a copy of the tokenizer knows them by these
+names alone: the template's become the same ids as ever, and the same words inside a content become plain text. Texts
+that spell no control token never meet the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+Encode = Callable[[str], list[int]]
+
+_NONCE = secrets.token_hex(8)  # of this process: no data can have it
+_BRACKETED = re.compile(r"[<\[{(|＜【｜].*[>\]})|＞】｜]", re.DOTALL)  # what looks like a marker, unlike "\n" or "  "
+_THOUGHT = re.compile(r"</?(think|thinking|thought|reasoning)>|\[/?THINK\]")  # models write them: answers may hold them
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer and its chat template.
+
+    Args:
+        ids: token → its id.
+        unk_id: what a tokenizer may give for any text; not counted as a control token.
+        normalize: what the tokenizer does with text before it finds tokens in it; None: nothing.
+    """
+
+    def __init__(self, ids: Mapping[str, int], *, unk_id: int | None, normalize: Callable[[str], str] | None) -> None:
+        self.ids, self.normalize = dict(ids), normalize
+        self.private = {token: f"<|{_NONCE}{number:04d}|>" for number, token in enumerate(ids)}  # token → its name
+        self._placeholders = {token: f"Xq{_NONCE}{number:04d}x" for number, token in enumerate(ids)}
+        self._counted = set(self.ids.values()) - {unk_id}
+        self._spelled = _any_of(self.ids)
+        self._written = _any_of([*self.ids, *self._placeholders.values()])
+        self._private = _any_of(self.private.values())
+        self._encode: Encode | None = None  # by the copy of the tokenizer, once it is needed
+
+    def found_in(self, texts: Iterable[str]) -> list[str]:
+        """The control tokens that these texts spell, each once."""
+        if not self.ids:
+            return []
+        found: dict[str, None] = {}
+        for text in texts:
+            found |= dict.fromkeys(self._spelled.findall(text))
+            if self.normalize is not None:
+                found |= dict.fromkeys(self._spelled.findall(self.normalize(text)))
+        return list(found)
+
+    def hide(self, value: Any) -> Any:
+        """A copy of messages or tools in which a placeholder stands for each control token that they spell."""
+        if isinstance(value, str):
+            return self._spelled.sub(lambda found: self._placeholders[found[0]], value)
+        if isinstance(value, Mapping):
+            return {self.hide(name): self.hide(item) for name, item in value.items()}
+        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+    def reveal(self, rendered: str) -> str:
+        """What the template made of hidden messages: its own control tokens by private names, theirs as spelled."""
+        spelled = {placeholder: token for token, placeholder in self._placeholders.items()}
+        return self._written.sub(lambda found: spelled.get(found[0]) or self.private[found[0]], rendered)
+
+    def places(self, text: str, *, private: bool) -> list[tuple[int, int]]:
+        """(index of its first character, id) of every control token that the tokenizer reads in a text, in order."""
+        if not self.ids:
+            return []
+        ids = {name: self.ids[token] for token, name in self.private.items()} if private else self.ids
+        pattern = self._private if private else self._spelled
+        found = ((match.start(), ids[match[0]]) for match in pattern.finditer(text))
+        return [(start, token_id) for start, token_id in found if token_id in self._counted]
+
+    def indices(self, ids: Iterable[int]) -> list[tuple[int, int]]:
+        """(index, id) of every control token among ids."""
+        return [(index, token_id) for index, token_id in enumerate(ids) if token_id in self._counted]
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+        """Ids of a text in which only private names are control tokens; no BOS or EOS is added.
+
+        Raises: ValueError if the tokenizer still makes a control token of what is text.
+        """
+        if self._encode is None:
+            self._encode = _encoder_by_private_names(tokenizer, self.private)
+        ids = self._encode(text)
+        if [token_id for _, token_id in self.indices(ids)] != [x for _, x in self.places(text, private=True)]:
+            raise ValueError(
+                "it spells a control token of the chat template, which this tokenizer cannot encode as plain text: "
+                "take it out, or give --parse_special_tokens if it is meant as the token"
+            )
+        return ids
+
+
+_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, ControlTokens]] = WeakKeyDictionary()
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    """The special tokens of a tokenizer and the added tokens around the turns of its template, found once for each.
+
+    Not among them are the tags of a thought (<think>), which an answer holds rightly.
+    """
+    state = (tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map))
+    before, found = _known.get(tokenizer, (None, None))
+    if found is None or before != state:
+        found = _control_tokens(tokenizer)
+        _known[tokenizer] = (state, found)
+    return found
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string inside messages or tools."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from strings_in(name)
+            yield from strings_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings_in(item)
+
+
+def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
+    added: dict[int, AddedToken] = tokenizer.added_tokens_decoder
+    special = {str(token) for token in tokenizer.all_special_tokens}
+    between_turns = _text_between_turns(tokenizer) if tokenizer.chat_template else ""
+    ids, normalized = dict(zip(special, tokenizer.convert_tokens_to_ids(list(special)), strict=True)), False
+    for token_id, token in added.items():
+        opens_or_closes = _BRACKETED.fullmatch(token.content) and token.content in between_turns
+        if token.special or token.content in special or opens_or_closes:
+            ids[token.content] = token_id
+            normalized |= token.normalized
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast and normalized else None
+    kept = {
+        token: token_id
+        for token, token_id in sorted(ids.items())
+        if token_id is not None and token.strip() and not _THOUGHT.fullmatch(token)
+    }
+    return ControlTokens(
+        kept,
+        unk_id=tokenizer.unk_token_id,
+        normalize=None if normalizer is None else normalizer.normalize_str,
+    )
+
+
+def _text_between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A rendered chat that goes on after an answer; templates that show thoughts show them in the last answer only."""
+    user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
+    for chat in ([user, assistant, user], [user, assistant], [user]):
+        try:
+            return tokenizer.apply_chat_template(chat, tokenize=False)
+        except TemplateError:
+            continue
+    return ""
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Finds the longest of these texts, as tokenizers do."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _encoder_by_private_names(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> Encode:
+    """Encodes as the tokenizer does, but knows its control tokens by these names only."""
+    if tokenizer.is_fast:
+        core = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.backend_tokenizer.to_str()), names)))
+        return lambda text: core.encode(text, add_special_tokens=False).ids
+    slow: Any = copy.deepcopy(tokenizer)
+    slow._added_tokens_decoder = {i: _named(token, names) for i, token in tokenizer.added_tokens_decoder.items()}
+    slow._added_tokens_encoder = {token.content: i for i, token in slow._added_tokens_decoder.items()}
+    slow._special_tokens_map = {
+        name: token and _named(token, names) for name, token in tokenizer._special_tokens_map.items()
+    }
+    slow._extra_special_tokens = [_named(token, names) for token in tokenizer._extra_special_tokens]
+    slow.tokens_trie = type(slow.tokens_trie)()
+    slow._update_trie()
+    return lambda text: list(slow(text, add_special_tokens=False).input_ids)
+
+
+def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """A serialised fast tokenizer with other names for some tokens, the ids as they were."""
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in state["added_tokens"]]
+    model = dict(state["model"])
+    if isinstance(model["vocab"], dict):  # BPE, WordPiece, WordLevel
+        model["vocab"] = {names.get(token, token): i for token, i in model["vocab"].items()}
+    else:  # Unigram
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token"):
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    if model.get("merges"):  # none may make or use a token that has another name now
+        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
+        model["merges"] = [list(pair) for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
+    nothing = {"post_processor": None, "truncation": None, "padding": None}
+    return state | {"added_tokens": added, "model": model} | nothing
+
+
+def _named(token: AddedToken | str, names: Mapping[str, str]) -> AddedToken:
+    flags = {name: getattr(token, name) for name in ("lstrip", "rstrip", "single_word", "normalized", "special")
+             if hasattr(token, name)}  # fmt: skip
+    return AddedToken(names.get(str(token), str(token)), **flags)

@@ -1,0 +1,155 @@
+"""The connections of an HTTP server: how many there are, and how long one may keep quiet.
+
+aiohttp waits without end for the header of a first request, and for a client that does not read its answer. Here each
+connection has a deadline whenever the server waits for its client, and a new connection that finds no room takes the
+place of the one that has waited longest: whoever sends a whole request at once is served, however many do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Connections:
+    """The open connections of one server; for its event loop's thread only.
+
+    Args:
+        most: connections at a time.
+        most_per_client: of one address.
+        seconds: that a connection may take to bring the header of its next request, or to take an answer.
+    """
+
+    def __init__(self, *, most: int, most_per_client: int, seconds: float) -> None:
+        self.most, self.most_per_client, self.seconds = most, most_per_client, seconds
+        self._clients: dict[asyncio.BaseTransport, str] = {}  # every connection → its client's address
+        self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # of those waited for, oldest first
+
+    def __len__(self) -> int:
+        return len(self._clients)
+
+    def opened(self, transport: asyncio.BaseTransport) -> bool:
+        """Make room for a new connection; False if there is none, and it has been closed."""
+        client = str((transport.get_extra_info("peername") or ("",))[0])
+        if sum(other == client for other in self._clients.values()) >= self.most_per_client:
+            fits = self._close_oldest(client)
+        else:
+            fits = len(self) < self.most or self._close_oldest(self._client_waited_for_most())
+        if not fits:
+            transport.abort()
+            return False
+        self._clients[transport] = client
+        self.waits(transport)
+        return True
+
+    def waits(self, transport: asyncio.BaseTransport | None) -> None:
+        """From now on the server waits for this client."""
+        if transport in self._clients:
+            self.answers(transport)
+            self._deadlines[transport] = asyncio.get_running_loop().call_later(self.seconds, self._close, transport)
+
+    def answers(self, transport: asyncio.BaseTransport | None) -> None:
+        """From now on the client waits for the server."""
+        deadline = self._deadlines.pop(transport, None)
+        if deadline is not None:
+            deadline.cancel()
+
+    def closed(self, transport: asyncio.BaseTransport) -> None:
+        self.answers(transport)
+        self._clients.pop(transport, None)
+
+    def middleware(self) -> Any:
+        """For the application: between its header and its answer a request has no deadline here."""
+
+        @web.middleware
+        async def without_deadline(request: web.Request, handler: Handler) -> web.StreamResponse:
+            transport = request.transport
+            self.answers(transport)
+            try:
+                return await handler(request)
+            finally:
+                self.waits(transport)
+
+        return without_deadline
+
+    def _client_waited_for_most(self) -> str | None:
+        waiting = Counter(self._clients[transport] for transport in self._deadlines)
+        return waiting.most_common(1)[0][0] if waiting else None
+
+    def _close_oldest(self, client: str | None) -> bool:
+        oldest = next((transport for transport in self._deadlines if self._clients[transport] == client), None)
+        if oldest is not None:
+            self._close(oldest)
+        return oldest is not None
+
+    def _close(self, transport: asyncio.BaseTransport) -> None:
+        self.closed(transport)
+        transport.abort()  # also what is still unsent: a client that reads nothing would keep it for ever
+
+
+class _Guarded(asyncio.Protocol):
+    """An aiohttp connection that `Connections` knows of."""
+
+    def __init__(self, handler: asyncio.Protocol, connections: Connections) -> None:
+        self._handler, self._connections = handler, connections
+        self._transport: asyncio.BaseTransport | None = None  # None: it was refused
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if self._connections.opened(transport):
+            self._transport = transport
+            self._handler.connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._transport is not None:
+            self._connections.closed(self._transport)
+            self._handler.connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received() if self._transport is not None else None
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+
+async def serve(
+    app: web.Application, connections: Connections, *, host: str, port: int, shutdown_seconds: float,
+    ready: Callable[[str], None], until: asyncio.Event,
+) -> None:  # fmt: skip
+    """Serve an application until the event is set; then answer what is inside.
+
+    Args:
+        app: with the middleware of `connections`.
+        shutdown_seconds: that are left to the answers.
+        ready: called with the server's address when it listens.
+
+    Raises: OSError where the address cannot be listened on.
+    """
+    runner = web.AppRunner(
+        app, access_log=None, shutdown_timeout=shutdown_seconds,
+        handler_cancellation=True,  # a client that leaves takes its rows along
+        auto_decompress=False,  # a small body cannot become a large one
+    )  # fmt: skip
+    await runner.setup()
+    try:
+        listener = await asyncio.get_running_loop().create_server(
+            lambda: _Guarded(runner.server(), connections), host, port, backlog=2048
+        )
+        address, bound = listener.sockets[0].getsockname()[:2]
+        ready(f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}")
+        await until.wait()
+        listener.close()
+    finally:
+        await runner.cleanup()

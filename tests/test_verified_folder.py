@@ -1,0 +1,128 @@
+"""Folders that are whole or not there, whatever kills their writer."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dschat import verified_folder
+from dschat.verified_folder import file_problems, folder_problems, remove_unfinished, written_folder
+
+
+def write(place: Path, text: str = "content") -> None:
+    with written_folder(place) as folder:
+        (folder / "inner").mkdir()
+        (folder / "inner" / "a.txt").write_text(text)
+        (folder / "b.bin").write_bytes(bytes(range(100)))
+
+
+def in_a_process(work) -> int:
+    """Does the work in a child process; the child's id. It is still running."""
+    ready, done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work(lambda: os.write(done, b"x"))
+        finally:
+            os._exit(0)
+    os.read(ready, 1)
+    return child
+
+
+def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path):
+    write(tmp_path / "x")
+    assert folder_problems(tmp_path / "x") == []
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.txt", "b.bin", "inner", "manifest.json", "x"]
+
+
+def test_every_flipped_bit_and_every_missing_file_is_found(tmp_path):
+    write(tmp_path / "x")
+    for file in (tmp_path / "x" / "inner" / "a.txt", tmp_path / "x" / "b.bin"):
+        content = file.read_bytes()
+        for place in range(len(content)):
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+            (problem,) = folder_problems(tmp_path / "x")
+            assert problem == f"{file.relative_to(tmp_path / 'x')} has another checksum"
+        file.write_bytes(content[:-1])
+        assert "bytes instead of" in folder_problems(tmp_path / "x")[0]
+        file.unlink()
+        assert "is missing" in folder_problems(tmp_path / "x")[0]
+        file.write_bytes(content)
+    assert folder_problems(tmp_path / "x") == []
+    for manifest in ("", "{}", "[]", '{"files": []}', '{"files": {"a": 3}}', "\xff"):
+        (tmp_path / "x" / "manifest.json").write_text(manifest)
+        assert "manifest.json" in folder_problems(tmp_path / "x")[0]
+    assert "cannot be read" in folder_problems(tmp_path / "nothing")[0]
+
+
+def test_what_raises_inside_leaves_nothing(tmp_path):
+    with pytest.raises(KeyError), written_folder(tmp_path / "x") as folder:
+        (folder / "a").touch()
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_folder_is_replaced_and_a_good_one_stays(tmp_path):
+    write(tmp_path / "x", "first")
+    write(tmp_path / "x", "second")
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "first", "of another process, which was faster"
+    (tmp_path / "x" / "b.bin").unlink()
+    write(tmp_path / "x", "second")
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "second" and folder_problems(tmp_path / "x") == []
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+    synced, sync = [], verified_folder.sync
+    monkeypatch.setattr(
+        verified_folder, "sync", lambda path: (synced.append((path, (tmp_path / "x").exists())), sync(path))
+    )
+    write(tmp_path / "x")
+    before = {path.name for path, named in synced if not named}
+    assert {"a.txt", "b.bin", "inner", "manifest.json"} <= before
+    assert synced[-1] == (tmp_path, True), "the name itself"
+
+
+def test_a_killed_writer_leaves_no_folder_and_the_next_one_removes_what_it_left(tmp_path, monkeypatch):
+    def killed(ready):
+        with written_folder(tmp_path / "x") as folder:
+            (folder / "half").write_text("a")
+            ready()
+            time.sleep(600)
+
+    child = in_a_process(killed)
+    (left,) = tmp_path.iterdir()
+    monkeypatch.setattr(verified_folder, "_YOUNG", -1.0)
+    remove_unfinished(tmp_path)
+    assert left.exists(), "its writer lives"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not (tmp_path / "x").exists()
+    write(tmp_path / "y")
+    assert [path.name for path in tmp_path.iterdir()] == ["y"]
+
+
+def test_a_folder_without_lock_is_left_for_a_day(tmp_path):
+    """It may be about to get its lock, or its name; those of earlier releases had none."""
+    for path in (tmp_path / "a.unfinished", tmp_path / "b.unfinished"):
+        path.mkdir()
+        (path / "train.arrow").touch()
+    (tmp_path / "c.arrow.1234.unfinished").touch()
+    old = time.time() - 2 * 86400
+    for path in (
+        tmp_path / "a.unfinished",
+        tmp_path / "c.arrow.1234.unfinished",
+        tmp_path / "a.unfinished" / "train.arrow",
+    ):
+        os.utime(path, (old, old))
+    remove_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["b.unfinished"]
+
+
+def test_listed_files_are_compared_with_size_and_checksum(tmp_path):
+    (tmp_path / "a").write_bytes(b"")
+    empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
+    assert file_problems(tmp_path, {"a": (0, empty)}) == []
+    assert file_problems(tmp_path, {"a": [1, empty], "b": [0, empty]}) == ["a has 0 bytes instead of 1", "b is missing"]
