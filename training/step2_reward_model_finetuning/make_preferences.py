@@ -137,7 +137,7 @@ def judge_all(
     if judged.earlier:
         log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
     made: list[JudgedBatch] = []
-    with signals.noted() as received:
+    with signals.noted() as received, received.listening():
         for number, batches in enumerate(rounds, start=1):
             problem = None
             if launch.rank() < len(batches):  # some ranks may be left without prompts at the end
