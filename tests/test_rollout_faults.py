@@ -1,4 +1,4 @@
-"""Rollouts that run out of memory, out of room, or into numbers that are none: every row is there, or an error says why."""
+"""Rollouts that run out of memory, of room in the pool, or into NaN: every row is there, or an error says why."""
 
 import functools
 import random
@@ -40,7 +40,7 @@ def failing(monkeypatch, owner: type, name: str, *, calls: set[int], error: Exce
 
 # Where memory is asked for, and which of the calls there finds none.
 PLACES = [
-    *[(PooledModel, name, call) for name in ("prefill", "prefill_packed") for call in (0, 1)],
+    *[(PooledModel, "prefill", call) for call in (0, 1)],
     *[(PooledModel, "decode", call) for call in (0, 3)],
     *[(Step, "draw", call) for call in (0, 1, 4)],
     *[(Slots, "add", call) for call in (0, 1)],
@@ -50,19 +50,15 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize(("owner", "name", "call"), PLACES)
-def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, call, packs):
-    prompts = [*PROMPTS, [7] * 70, *PROMPTS] if packs else [*PROMPTS, *PROMPTS]
-    prompts = [prompt[:40] for prompt in prompts]
+@pytest.mark.parametrize(
+    ("owner", "name", "call"), [*PLACES, *[(PooledModel, "prefill_packed", call) for call in (0, 1)]]
+)
+def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, call):
+    prompts = [*PROMPTS, *PROMPTS]
     whole = sampled(Decoder(llama), prompts, **SETTINGS)
     decoder = Decoder(llama, slots=4)
     decoder._serves()
-    decoder._pooled.packs = packs
-    if not packs and name == "prefill_packed":
-        return
-    if packs and name == "prefill":
-        monkeypatch.setattr(scheduler, "PACKED_PROMPT", 3)
+    decoder._pooled.packs = name == "prefill_packed"
     made = failing(monkeypatch, owner, name, calls={call}, error=torch.OutOfMemoryError("no room"))
     again = sampled(decoder, prompts, **SETTINGS)
     assert len(made) > call + 1, "the fault never came, or nothing was run again"
@@ -75,7 +71,7 @@ def test_any_other_fault_ends_the_rollout_and_the_next_one_is_whole(llama, monke
     whole = sampled(Decoder(llama), **SETTINGS)
     decoder = Decoder(llama, slots=3)
     sampled(decoder, **SETTINGS)
-    decoder._pooled.packs = name != "prefill"
+    decoder._pooled.packs = False
     with monkeypatch.context() as faulty:
         failing(faulty, owner, name, calls=set(range(call, 99)), error=KeyError("a fault"))
         with pytest.raises(KeyError, match="a fault"):
@@ -174,10 +170,10 @@ def test_without_compaction_no_row_writes_into_its_neighbours(slots):
     prompts = [[token, 7, 9] for token in range(20)]
     settings = {"max_new_tokens": 12, "sampling": SamplingParams(temperature=2.0)}
     free = sampled(Decoder(model), prompts, **{**settings, "eos_token_ids": None}).responses()
-    stops = sorted({row[0] for row in free[:12]})  # about half the rows end at once
+    stops = sorted({row[0] for row in free[1::2]})  # beside a row that goes on, one that ends at once
     whole = sampled(Decoder(model), prompts, eos_token_ids=stops, **settings)
     lengths = [len(row) for row in whole.responses()]
-    assert lengths.count(1) >= 5 and max(lengths) > 1
+    assert lengths.count(1) >= 10 and max(lengths) > 1
     plain = sampled(Decoder(model, without=["compaction"], slots=slots), prompts, eos_token_ids=stops, **settings)
     assert plain.responses() == whole.responses()
     torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
