@@ -128,7 +128,10 @@ def reward_of(
     for path in model_paths(reward.reward):
         own = load_tokenizer(path)
         network = TokenScores(load_scalar_head(path, dtype=DTYPES[devices.dtype], tokenizer=own))
-        models[path] = RewardModel(frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer)
+        models[path] = RewardModel(
+            frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer,
+            micro_batch_size=sampling.per_device_generation_batch_size,
+        )  # fmt: skip
     rewards = Rewards(
         [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,
         patience=Patience(seconds=reward.reward_timeout, retries=reward.reward_retries),
