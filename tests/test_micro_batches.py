@@ -123,13 +123,21 @@ class Noting(nn.Module):
 @pytest.mark.parametrize(("most", "repeated"), [(3, 0), (5, 2)])
 def test_a_rank_with_fewer_rows_runs_as_many_passes_and_hands_out_its_own_rows_only(monkeypatch, most, repeated):
     """5 rows, 2 at a time, are 3 passes; another rank has `most`."""
-    monkeypatch.setattr(micro_batches, "max_over_ranks", lambda mine: torch.tensor(max(int(mine), most)))
+    agreed = []
+
+    def max_over_ranks(mine):
+        assert not model.rows, "a rank that runs first and agrees later waits for ranks that run on"
+        agreed.append(int(mine))
+        return torch.tensor(max(int(mine), most))
+
+    monkeypatch.setattr(micro_batches, "max_over_ranks", max_over_ranks)
     x = torch.arange(10.0).view(5, 2)
     for partitioned in (True, False):
         model = Noting(partitioned=partitioned)
         double, square = forward_in_micro_batches(model, x, micro_batch_size=2, factor=3)
         assert torch.equal(double, 6 * x) and torch.equal(square, x.square())
         assert model.rows == [[0, 2], [4, 6], [8]] + [[0]] * (repeated if partitioned else 0)
+    assert agreed == [3], "without partitioned weights nothing is agreed"
     whole = copy.deepcopy(model)
     whole.rows = []
     assert torch.equal(forward_in_micro_batches(whole, x, micro_batch_size=None)[0], 2 * x)

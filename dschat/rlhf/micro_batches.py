@@ -26,8 +26,10 @@ def forward_in_micro_batches(
     """
     total = len(rows[0])
     size = micro_batch_size or total
-    parts = [engine(*(tensor[start : start + size] for tensor in rows), **settings) for start in range(0, total, size)]
-    for _ in range(_forwards_of_other_ranks(engine, len(parts))):
+    starts = range(0, total, size)
+    repeated = _forwards_of_other_ranks(engine, len(starts))  # before the first pass: its order among collectives
+    parts = [engine(*(tensor[start : start + size] for tensor in rows), **settings) for start in starts]
+    for _ in range(repeated):
         engine(*(tensor[:1] for tensor in rows), **settings)
     if isinstance(parts[0], tuple):
         return tuple(torch.cat(column) for column in zip(*parts, strict=True))
