@@ -155,6 +155,8 @@ def test_rows_of_any_limits_prompts_and_room_all_come_to_an_end(monkeypatch):
         limits = [chooser.randint(1, 10) for _ in prompts]
         largest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         size = largest + chooser.choice([0, 1, 1, 2, 3, 8, 20])
+        order = chooser.choice([sorted(range(len(prompts)), key=lambda row: -limits[row]), [*range(len(prompts))]])
+        monkeypatch.setattr(scheduler, "queue_order", lambda request, order=order: order)  # it may be any
         try:
             simulated(monkeypatch, size=size, slots=chooser.randint(1, 6), prompts=prompts, limits=limits)
         except torch.OutOfMemoryError as error:
