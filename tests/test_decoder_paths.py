@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
 
 
 def graphed(actor: HybridEngine) -> GraphedStep:
-    return actor._decoder._rollouts._graphed[1]
+    return next(reversed(actor._decoder._rollouts.captured._kinds.values()))
 
 
 def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):

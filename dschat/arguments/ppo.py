@@ -47,7 +47,9 @@ class PPOArguments:
         "ppo", "how advantages are estimated; only ppo trains a critic"
     )
     num_samples_per_prompt: int | None = flag(None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1)
-    per_device_training_batch_size: int = flag(16, "sequences per forward pass of an update, per device", at_least=1)
+    per_device_training_batch_size: int = flag(
+        16, "sequences per forward pass (scoring, updates), per device", at_least=1
+    )
     ppo_epochs: int = flag(1, "passes over each rollout", at_least=1)
 
     policy_loss: Literal["ppo_clip", "gspo", "cispo", "sapo"] = flag("ppo_clip", "what is made of ratio and advantage")

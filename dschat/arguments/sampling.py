@@ -17,8 +17,9 @@ class SamplingArguments:
     max_answer_seq_len: int = flag(256, "longest response, its EOS included", at_least=1)
     per_device_generation_batch_size: int = flag(16, "prompts per rollout batch and device", at_least=1)
     temperature: float = flag(
-        1.0, "softens the distribution that is sampled; log-probs are taken under it too", above=0
-    )
+        1.0, "softens the distribution that is sampled; log-probs are taken under it too",
+        at_least=1e-30,  # generation.sampling.LOWEST_TEMPERATURE
+    )  # fmt: skip
     top_k: int = flag(0, "sample among this many tokens; 0: all. Otherwise the policy ratio is biased", at_least=0)
     top_p: float = flag(
         1.0, "sample within this probability mass. Below 1 the policy ratio is biased", above=0, at_most=1

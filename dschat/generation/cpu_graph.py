@@ -22,8 +22,8 @@ from dschat.generation import cpu_kernels
 MOST_BYTES = 256 << 20
 
 
-def record(run: Callable[[], None]) -> Callable[[], None] | None:
-    """Run a function; return one that does its tensor operations again, on the same tensors.
+def record(run: Callable[[], None]) -> Recording | None:
+    """Run a function; return what does its tensor operations again, on the same tensors.
 
     None where that would not be the same, since the function reads a number out of a tensor, or not worth it, since it
     makes more than MOST_BYTES of tensors.
@@ -39,7 +39,7 @@ def record(run: Callable[[], None]) -> Callable[[], None] | None:
             library.recorder = None
     if recorder.reads or recorder.bytes > MOST_BYTES:
         return None
-    return Recording(recorder.calls, recorder.kept)
+    return Recording(recorder.calls, recorder.kept, recorder.bytes)
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Recording:
 
     calls: list[Callable[[], Any]]
     kept: list[Tensor]
+    nbytes: int
 
     def __call__(self) -> None:
         for call in self.calls:

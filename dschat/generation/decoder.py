@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,9 @@ from dschat.generation.scheduler import Rollouts
 
 # What can be switched off, to see what it brings.
 PARTS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
+# A pool, its tables and captured steps that together take less than this are kept between contexts although no buffers
+# are pinned: training does not miss them, and a small model's steps would be captured anew for every rollout.
+KEPT_BYTES = 256 << 20
 
 
 class Decoder:
@@ -85,34 +89,46 @@ class Decoder:
 
     def run(self, request: Request) -> Rollout:
         """Decode a request that has been checked."""
-        responses = Responses(request, self._device, reuse=self._responses)
+        responses = self._new_responses(request)
         for _ in self._steps(request, responses):
             watchdog.progress()
+        rollout = responses.rollout(request)
         self._responses = responses  # its tensors are where graphs write
-        return responses.rollout(request)
+        return rollout
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
         """Yield the tokens that generate() would return for this one prompt as they come, the EOS included."""
         wanted = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
         wanted.check(self.model.config)
-        responses, told = Responses(wanted, self._device), 0
-        for drawn in self._steps(wanted, responses):
+        responses, told = self._new_responses(wanted), 0
+        for drawn in self._steps(wanted, responses, streams=True):
+            responses.require_finite(told, drawn)
             yield from responses.tokens[1 + told : 1 + drawn].tolist()
             told = drawn
+        self._responses = responses
 
     @property
     def _device(self) -> torch.device:
         return self.model.get_input_embeddings().weight.device
 
+    def _new_responses(self, request: Request) -> Responses:
+        """An empty table, at the place of the last one where that is large enough: captured steps write there.
+
+        As long as it is in use, a second request (beside an open stream) gets one of its own.
+        """
+        last, self._responses = self._responses, None
+        return Responses(request, self._device, reuse=last)
+
     @torch.inference_mode()
-    def _steps(self, request: Request, responses: Responses) -> Iterator[int]:
+    def _steps(self, request: Request, responses: Responses, *, streams: bool = False) -> Iterator[int]:
         """Decode; after each look of the host, the tokens that the first row has so far."""
         if self._serves():
             if self._rollouts is None:
                 self._rollouts = Rollouts(self._pooled, **self._options)
             # A stream that is still open has the pool for itself.
             rollouts = Rollouts(self._pooled, **self._options) if self._rollouts.busy else self._rollouts
-            yield from rollouts.steps(request, responses, self, fixed_weights=self._fixed_weights)
+            weights = self._weight_addresses() if self._fixed_weights else None
+            yield from rollouts.steps(request, responses, self, weights=weights, streams=streams)
         else:
             yield from plain_steps(self.model, request, responses, self, slots=self._options["slots"])
 
@@ -144,13 +160,30 @@ class Decoder:
         for fused in self._fused:
             fused.take()
 
+    def _weight_addresses(self) -> tuple[int, ...]:
+        """Of everything that a step reads of the model, packed copies included."""
+        packed = [tensor for fused in self._fused for tensor in (fused.packed, fused.bias) if tensor is not None]
+        return tuple(tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers(), *packed))
+
     def unprepare(self, *, keep: bool = False) -> None:
-        """Let go of what `prepare` made; keep: the buffers stay, for the next time."""
+        """Let go of what `prepare` made; keep: the buffers stay, for the next time.
+
+        The pool and captured steps stay in either case, as long as they are small: see KEPT_BYTES.
+        """
         self._fixed_weights = False
+        if not keep and (self._fused or self._kept_bytes() > KEPT_BYTES):
+            self.release()
         for fused in self._fused:
             fused.release(keep=keep)
         for module in self._faster or ():
             vars(module).pop("forward", None)
+
+    def _kept_bytes(self) -> float:
+        """What is held for the next request; infinite while a stream is still open."""
+        if self._rollouts is None:
+            return 0
+        responses = 0 if self._responses is None else self._responses.nbytes
+        return math.inf if self._rollouts.busy else self._rollouts.nbytes + responses
 
     def release(self) -> None:
         """Let go of the pool, of graphs, and of where they write."""

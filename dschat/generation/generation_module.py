@@ -107,6 +107,11 @@ class GenerationModule:
                 set_tensor(self.module, plain_name(name), buffer)
         return self.module
 
+    @property
+    def holds_copies(self) -> bool:
+        """Whether some weight is a copy of its own and not the training model's tensor."""
+        return bool(self._flat) or self.layerwise is not None
+
     def release(self) -> None:
         """Let go of all weights: every parameter is on the meta device again. Under ZeRO-3 ranks may wait here."""
         try:

@@ -52,7 +52,7 @@ class HybridEngine:
             decoder: what runs the tokens; TransformersDecoder neither streams nor counts what it has run.
             slots, memory_fraction, without: see Decoder.
             pin_buffers: keep the pool of keys and values, and the buffers of weights that had to be copied, from one
-                context to the next.
+                context to the next. Otherwise only what is small is kept, see decoder.KEPT_BYTES.
             layerwise: make copies of weights when their layer runs, where they have to be copied; None: where they do
                 not fit into memory_fraction of the free memory. Under ZeRO-3 ranks then decode in step.
         """
@@ -96,8 +96,8 @@ class HybridEngine:
             yield self
         finally:
             self._decoder.unprepare(keep=self.pin_buffers)
-            if not self.pin_buffers:
-                self._decoder.release()
+            if not self.pin_buffers and self._generation_module.holds_copies:
+                self._decoder.release()  # captured steps would keep the copies, which go
             self._generation_module.release()
             self._generating = False
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from dschat.generation.attention import decode_attention
+from dschat.generation.host_tensors import to_device
+from dschat.generation.rollout import left_pad
 from dschat.tensors import position_ids
 
 DECODING = "dschat_decoding"  # the name under which transformers' models find `attend`
@@ -82,8 +84,13 @@ class KVPool(Cache):
         """All places are free again."""
         self.runs = Runs(UNUSED_TOKEN + 1, self.size)
 
-    def fill_in(self, places: Tensor, real: Tensor) -> None:
-        """The next forward passes run prompts. places: [tokens] long, of the tokens where real [U, P] bool is True."""
+    def fill_in(self, places: Tensor, real: Tensor | None) -> None:
+        """The next forward passes run prompts [U, P], whose tokens are kept.
+
+        Args:
+            places: [tokens] long, where in the pool.
+            real: [tokens] long, which of the U·P columns, row after row, they are; None: all.
+        """
         self._prompt_places, self._real, self._spans = places, real, None
 
     def extend(self, spans: Tensor, *, longest: int) -> None:
@@ -104,7 +111,9 @@ class KVPool(Cache):
         if self._spans is not None:
             return NewTokens(self, layer_idx, key_states), value_states
         for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
-            store[self._prompt_places] = states.transpose(1, 2)[self._real]
+            columns = states.transpose(1, 2).flatten(0, 1)  # [U·P, heads, width]
+            # By index: a mask would have the host wait for the device, twice a layer.
+            store.index_copy_(0, self._prompt_places, columns if self._real is None else columns[self._real])
         return key_states, value_states
 
     def attend(
@@ -176,20 +185,31 @@ class PooledModel:
 
     Attributes:
         packs: short prompts can run side by side without padding; known after `mismatch`.
+        capture_failure: why a decoding step of this model could not be captured, so that it is not tried again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.shapes: dict[int, LayerShape] = {}
         self.packs = False
+        self.capture_failure: str | None = None
 
-    def prefill(self, pool: KVPool, ids: Tensor, mask: Tensor, positions: Tensor, places: Tensor) -> Tensor:
-        """Run left-padded prompts ids [U, P] and keep their keys and values at places; the last logits, [U, V]."""
-        pool.fill_in(places, mask)
+    def prefill(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+        """Run prompts, left-padded, and keep their keys and values from `starts` on; the last logits, [U, V].
+
+        All that depends on lengths is computed on the host, so that nothing waits for the device.
+        """
+        device = self.model.get_input_embeddings().weight.device
+        ids, mask = left_pad(prompts, pad_token_id=0, device=torch.device("cpu"))  # [U, P]
+        positions = position_ids(mask)
+        places = (torch.tensor(starts).unsqueeze(1) + positions)[mask]  # [tokens]
         whole = bool(mask.all())
+        real = None if whole else to_device(mask.flatten().nonzero().squeeze(1), device)
+        pool.fill_in(to_device(places, device), real)
         return self.model(
-            input_ids=ids, attention_mask=None if whole else mask.long(), position_ids=positions, past_key_values=pool,
-            use_cache=True, logits_to_keep=1, return_dict=True,
+            input_ids=to_device(ids, device), attention_mask=None if whole else to_device(mask.long(), device),
+            position_ids=to_device(positions, device), past_key_values=pool, use_cache=True, logits_to_keep=1,
+            return_dict=True,
         ).logits[:, -1]  # fmt: skip
 
     def prefill_packed(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
@@ -249,13 +269,13 @@ class PooledModel:
         positions = position_ids(mask)
         pool = KVPool(2 * TRIAL_TOKENS + 3)
         starts = torch.tensor([[1], [1 + TRIAL_TOKENS]], device=device)
-        before = mask[:, :-1]
+        prompts = [row[real].tolist() for row, real in zip(ids[:, :-1], mask[:, :-1], strict=True)]
         try:
             expected = self.model(
                 input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False, logits_to_keep=1
             ).logits[:, -1]
-            self.prefill(pool, ids[:, :-1], before, positions[:, :-1], (starts + positions[:, :-1])[before])
-            lengths = before.sum(1, keepdim=True)
+            self.prefill(pool, prompts, [1, 1 + TRIAL_TOKENS])
+            lengths = mask[:, :-1].sum(1, keepdim=True)
             newest = torch.tensor([[2 * TRIAL_TOKENS + 1], [2 * TRIAL_TOKENS + 2]], device=device)
             spans = torch.cat([starts, lengths, newest, torch.ones_like(newest)], dim=1)
             found = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)

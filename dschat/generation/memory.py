@@ -3,19 +3,71 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
+MEMINFO = Path("/proc/meminfo")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated; on a CPU this process's share of the node's."""
+    """Bytes that can still be allocated; on a CPU this process's share of what its node or container has left."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        lines = MEMINFO.read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
         return 1 << 40  # not Linux: nothing is known, so nothing is bounded
-    return available // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return min(available, *_container_memory()) // local_ranks()
+
+
+def local_ranks() -> int:
+    """Processes of this run on this node: torchrun names it LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
+        if os.environ.get(name):
+            return int(os.environ[name])
+    return 1
+
+
+def _container_memory() -> Iterator[int]:
+    """Bytes left below each memory limit of this process's control groups; at least one number.
+
+    Source: the Linux kernel's cgroup-v1/memory.rst and cgroup-v2.rst. File cache that is not in use counts as usage
+    there, but is given up before a limit is hit.
+    """
+    yield 1 << 62
+    for group in _memory_groups():
+        version = "v2" if (group / "memory.max").exists() else "v1"
+        limit, usage, cache = {
+            "v1": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file "),
+            "v2": ("memory.max", "memory.current", "inactive_file "),
+        }[version]
+        try:
+            most = (group / limit).read_text(encoding="ascii").strip()
+            used = int((group / usage).read_text(encoding="ascii"))
+            stat = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+        except OSError:
+            continue  # the root group has no limit, and what is not mounted here has no files
+        if most.isdigit():
+            reclaimable = next((int(line.split()[1]) for line in stat if line.startswith(cache)), 0)
+            yield max(0, int(most) - used + reclaimable)
+
+
+def _memory_groups() -> Iterator[Path]:
+    """Folders of the groups that bound this process's memory, its own and those above it."""
+    try:
+        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root = CGROUPS / "memory" if controllers else CGROUPS
+        folder = root / path.lstrip("/")
+        yield from (above for above in (folder, *folder.parents) if above.is_relative_to(root))

@@ -112,11 +112,14 @@ class Responses:
         self.tokens.fill_(request.pad_token_id)
         self.logprobs.zero_()
         self.counts = torch.zeros(len(request), dtype=torch.long, device=device)
+        # A greedy request keeps it for the sampled one after it, whose captured steps read it there.
+        self._uniform_buffer = reuse._uniform_buffer if fits else None
         self.uniforms = None
         uniforms = request.uniforms(device)
         if uniforms is not None:
-            kept = reuse.uniforms if fits else None
-            self.uniforms = torch.empty_like(self.logprobs) if kept is None else kept
+            if self._uniform_buffer is None:
+                self._uniform_buffer = torch.empty_like(self.logprobs)
+            self.uniforms = self._uniform_buffer
             self.uniforms[0] = 0.5
             self.uniforms[1 : 1 + self.cells] = uniforms.flatten()
 
@@ -128,8 +131,24 @@ class Responses:
         """Flat cells as [B, T]."""
         return flat[1 : 1 + self.cells].view(-1, self.columns)
 
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where a step writes and reads."""
+        tables = (self.tokens, self.logprobs, self._uniform_buffer)
+        return tuple(number for table in tables if table is not None for number in (table.data_ptr(), len(table)))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tables."""
+        return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.counts) if t is not None)
+
     def rollout(self, request: Request) -> Rollout:
-        """The rectangle of prompts and responses; a row ended where its last token is a stop."""
+        """The rectangle of prompts and responses; a row ended where its last token is a stop.
+
+        Raises:
+            FloatingPointError: the logits that some token was drawn from are not finite.
+            RuntimeError: a row neither ended nor reached its limit, which no decoder may leave behind.
+        """
         device = self.tokens.device
         longest = int(self.counts.max())
         prompts, prompt_mask = left_pad(request.prompts, pad_token_id=request.pad_token_id, device=device)
@@ -139,12 +158,51 @@ class Responses:
         # A row that began again after running out of memory may have left tokens behind its end.
         tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
         last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
-        stops = torch.tensor(request.stops, dtype=torch.long, device=device)
+        ended = torch.isin(last, torch.tensor(request.stops, dtype=torch.long, device=device))
         logprobs = self.table(self.logprobs)[:, :longest]
+        self._require_whole_rows(request, ended)
+        _require_finite(logprobs, mask)
         return Rollout(
             sequences=torch.cat([prompts, tokens], dim=1),
             attention_mask=torch.cat([prompt_mask, mask], dim=1),
             response_mask=mask,
             logprobs=torch.where(mask, logprobs, 0.0),
-            ended=torch.isin(last, stops),
+            ended=ended,
         )
+
+    def require_finite(self, start: int, stop: int) -> None:
+        """Raise FloatingPointError where tokens start … stop − 1 of the first row come of logits that are not."""
+        logprobs = self.logprobs[1 + start : 1 + stop].unsqueeze(0)
+        _require_finite(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
+
+    def _require_whole_rows(self, request: Request, ended: Tensor) -> None:
+        limits = torch.tensor(request.limits, device=self.counts.device)
+        missing = (self.counts < 1) | (~ended & (self.counts != limits))  # [B]
+        if bool(missing.any()):
+            raise RuntimeError(
+                f"rows {_some(missing)} of the rollout have neither an end nor all tokens of their limit: the decoder "
+                "lost them. This is a fault of the decoder, not of the request; please report it."
+            )
+
+
+def _require_finite(logprobs: Tensor, mask: Tensor) -> None:
+    """Raise FloatingPointError naming the rows that drew a token from logits that are not finite: its log-prob is NaN.
+
+    Args:
+        logprobs, mask: [B, T].
+
+    One number is read for the whole rollout: no step waits for it.
+    """
+    rows = (~logprobs.isfinite() & mask).any(dim=1)  # [B]
+    if bool(rows.any()):
+        raise FloatingPointError(
+            f"rows {_some(rows)} of the rollout have logits that are not finite (NaN or infinite): nothing can be "
+            "sampled from them. Check the model's weights; a model that overflows in float16 needs --dtype bf16 or "
+            "fp32, and weights that training has spoilt an earlier checkpoint."
+        )
+
+
+def _some(rows: Tensor) -> str:
+    """Which of rows [B] bool are True, the first few."""
+    numbers = rows.nonzero().squeeze(1).tolist()
+    return ", ".join(map(str, numbers[:8])) + (f" … ({len(numbers)} of {len(rows)})" if len(numbers) > 8 else "")

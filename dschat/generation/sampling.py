@@ -12,6 +12,8 @@ from torch import Tensor
 
 # top-p first looks for its border among this many tokens: sorting a whole vocabulary costs more than a forward.
 TOP_P_CANDIDATES = 1024
+# Dividing by less takes logits out of float32's range (3.4e38): they would become infinite, and the sampling NaN.
+LOWEST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class SamplingParams:
     a property of the values and never of a sorting order.
 
     Attributes:
-        temperature: ≥ 0; 0 is greedy: the most likely token, the lowest id among equals, top_k and top_p unused.
+        temperature: 0 or at least LOWEST_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among equals,
+            top_k and top_p unused.
         top_k: how many tokens stay, 0 = all.
         top_p: probability mass that stays, in (0, 1], 1 = all.
 
@@ -39,6 +42,11 @@ class SamplingParams:
         problems = []
         if not 0 <= self.temperature < float("inf"):
             problems.append(f"temperature is {self.temperature}, but it must be finite and ≥ 0 (0 decodes greedily)")
+        elif 0 < self.temperature < LOWEST_TEMPERATURE:
+            problems.append(
+                f"temperature is {self.temperature}, but logits divided by less than {LOWEST_TEMPERATURE} leave "
+                "float32's range: use 0 to decode greedily"
+            )
         if self.top_k < 0:
             problems.append(f"top_k is {self.top_k}, but it counts tokens: use 0 to keep all of them")
         if not 0 < self.top_p <= 1:
@@ -68,7 +76,7 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, waits: bool = T
     vocabulary = logits.shape[-1]
     if 0 < top_k < vocabulary:
         border = logits.topk(top_k, dim=-1).values[:, -1:]  # [B, 1]
-        logits = torch.where(logits >= border, logits, float("-inf"))
+        logits = logits.masked_fill(logits < border, float("-inf"))  # NaN is never less, so it stays, and shows
     if top_p < 1:
         # Ties at the top-k border may leave more than top_k tokens, so the candidates are not bounded by it.
         ordered, mass = _ordered_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if waits else vocabulary)
@@ -102,7 +110,7 @@ def sample_tokens(
         tokens: [B] long. A token of probability 0 is never drawn.
         logprobs: [B] float32, in nats, under the distribution the token was drawn from (tempered, truncated,
             renormalised); a greedy token's under the model's own distribution, temperature 1 and untruncated.
-            NaN logits give a NaN log-prob and some token of the vocabulary.
+            NaN or infinitely large logits give a NaN log-prob and some token of the vocabulary.
     """
     logits = logits.float()
     if params.greedy:

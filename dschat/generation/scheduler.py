@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dschat.generation.captured_steps import CapturedSteps
+from dschat.generation.host_tensors import to_device
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.memory import free_memory
 from dschat.generation.request import Request, Responses
-from dschat.generation.rollout import left_pad
 from dschat.generation.slots import Slots
 from dschat.generation.step import GraphedStep, Step
-from dschat.tensors import position_ids
 
 # Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
@@ -66,34 +66,46 @@ class Rollouts:
         self.device = model.model.get_input_embeddings().weight.device
         self.pool: KVPool | None = None
         self.busy = False
-        self._graphed: tuple[object, GraphedStep] | None = None  # and what it is good for
+        self.captured = CapturedSteps()
+        # The graphs share their memory: they never overlap.
+        self._graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
+
+    @property
+    def nbytes(self) -> int:
+        """What is kept for the next request."""
+        pool = 0 if self.pool is None else self.pool.size * self.model.bytes_per_token
+        return pool + self.captured.nbytes
 
     def steps(
-        self, request: Request, responses: Responses, counts: Counts, *, fixed_weights: bool = False
+        self, request: Request, responses: Responses, counts: Counts, *, weights: Hashable = None, streams: bool = False
     ) -> Iterator[int]:
         """Decode all rows; after every look of the host the number of tokens that the first row has.
 
         Out of memory, the unfinished rows begin again with half the slots: their tokens are the same.
 
         Args:
-            fixed_weights: they stay where they are, so that steps may be captured.
+            weights: where they lie and stay, so that steps may be captured; None: they may move.
+            streams: whether that number is wanted; else it is 0, since the host would wait for it.
 
         Raises:
             torch.OutOfMemoryError: one row alone does not fit.
         """
         self.busy = True
         try:
-            yield from self._steps(request, responses, counts, fixed_weights)
+            for count_first_row in self._steps(request, responses, counts, weights):
+                yield count_first_row() if streams else 0
         finally:
             self.busy = False
 
-    def _steps(self, request: Request, responses: Responses, counts: Counts, fixed_weights: bool) -> Iterator[int]:
+    def _steps(
+        self, request: Request, responses: Responses, counts: Counts, weights: Hashable
+    ) -> Iterator[Callable[[], int]]:
         waiting = queue_order(request)
         slots = min(self.most_slots or len(waiting), len(waiting))
         while waiting:
             rollout = None
             try:
-                rollout = _Rollout(self, request, responses, counts, waiting, slots, fixed_weights)
+                rollout = _Rollout(self, request, responses, counts, waiting, slots, weights)
                 yield from rollout.steps()
                 return
             except torch.OutOfMemoryError:
@@ -101,9 +113,15 @@ class Rollouts:
                     raise
                 waiting = rollout.unfinished if rollout else waiting
             del rollout
-            self.pool, self._graphed, slots = None, None, max(1, slots // 2)
+            self.free()
+            slots = max(1, slots // 2)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def free(self) -> None:
+        """Let go of the pool, and of the captured steps that use it."""
+        self.pool = None
+        self.captured.clear()
 
     def pool_for(self, request: Request, rows: list[int], slots: int) -> KVPool:
         """A pool with room for what can be in flight at once, as far as memory goes."""
@@ -114,7 +132,7 @@ class Rollouts:
         if self.pool is not None and self.pool.size >= wanted:
             self.pool.clear()
             return self.pool
-        self.pool = self._graphed = None  # their memory first
+        self.free()  # its memory first
         affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
         if affordable <= each[0]:
             raise torch.OutOfMemoryError(
@@ -125,29 +143,26 @@ class Rollouts:
         return self.pool
 
     def step_for(
-        self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, fixed_weights: bool
+        self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, weights: Hashable
     ) -> tuple[Step, Callable[[int], None]]:
         """A step over empty slots, and what runs it: captured where that is possible, with the graphs of last time."""
-        captures = fixed_weights and "graphs" not in self.without and can_capture(self.device)
+        captures = weights is not None and "graphs" not in self.without and can_capture(self.device)
         if captures:
             longest = 1 << (longest - 1).bit_length()  # a bound, so that graphs serve other requests too
-        step = Step(
-            self.model, pool, Slots.empty(slots, self.device), responses, request.sampling,
-            torch.tensor(request.stops, dtype=torch.long, device=self.device), longest,
-            kernels="kernels" not in self.without, waits=not captures,
-        )  # fmt: skip
+
+        def make() -> Step:
+            return Step(
+                self.model, pool, Slots.empty(slots, self.device), responses, request.sampling,
+                to_device(request.stops, self.device), longest, kernels="kernels" not in self.without,
+                waits=not captures,
+            )  # fmt: skip
+
         if not captures:
-            return step, step
-        tables = (responses.tokens, responses.logprobs, responses.uniforms)
-        good_for = (
-            [parameter.data_ptr() for parameter in self.model.model.parameters()],
-            [None if table is None else (table.data_ptr(), len(table)) for table in tables],
-            id(pool), slots, longest, request.sampling, request.stops,
+            return (step := make()), step
+        graphed = self.captured.get(
+            (slots, longest, request.sampling, tuple(request.stops)), (weights, id(pool), responses.addresses),
+            lambda: GraphedStep(make(), memory=self._graph_memory),
         )  # fmt: skip
-        if self._graphed is None or self._graphed[0] != good_for:
-            self._graphed = None  # its memory first
-            self._graphed = good_for, GraphedStep(step)
-        graphed = self._graphed[1]
         graphed.step.slots.reset()
         return graphed.step, graphed
 
@@ -174,69 +189,119 @@ def first_row_tokens(slots: Slots, responses: Responses) -> int:
 
 
 class _Rollout:
-    """One pass over a queue of rows."""
+    """One pass over a queue of rows. After an exception what is not in `finished` has to be run again."""
 
     def __init__(
         self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
-        fixed_weights: bool,
+        weights: Hashable,
     ) -> None:  # fmt: skip
         self.owner, self.request, self.responses, self.counts = owner, request, responses, counts
         self.model, self.device = owner.model, owner.device
         self.pool = owner.pool_for(request, rows, slots)
-        self.queue = deque(rows)
+        self.rows, self.queue = rows, deque(rows)
+        self.finished: set[int] = set()  # rows whose number of tokens is noted
         self.limits = request.limits
         self.prompts: dict[tuple[int, ...], Prompt] = {}
         self.users = Counter(owner.name(request, row) for row in rows)  # rows not finished yet
+        self.in_flight: Counter[tuple[int, ...]] = Counter()  # of them, those with a place in the pool
         self.places: dict[int, int] = {}  # of each row in flight: where its response begins in the pool
         self.step, self.run_step = owner.step_for(
-            request, responses, self.pool, slots=slots, fixed_weights=fixed_weights,
+            request, responses, self.pool, slots=slots, weights=weights,
             longest=max(len(request.prompts[row]) + self.limits[row] for row in rows),
         )  # fmt: skip
         self.slots = self.step.slots
 
     @property
     def unfinished(self) -> list[int]:
-        return [*self.slots.rows, *self.queue]
+        return [row for row in self.rows if row not in self.finished]
 
-    def steps(self) -> Iterator[int]:
+    def steps(self) -> Iterator[Callable[[], int]]:
+        """Decode; after each look of the host, what reads how many tokens the first row has."""
+        steps_per_look = STEPS_PER_LOOK[self.device.type]
         while self.queue or self.slots.used:
             free = self.slots.count - self.slots.used
             if self.queue and (free == self.slots.count or free >= max(1, REFILL_SHARE * self.slots.count)):
                 self.admit()
-            self.retire()
-            yield first_row_tokens(self.slots, self.responses)
+                # Rows may end by their first token. Beside others they cost less than waiting for the device.
+                if steps_per_look == 1 or free == self.slots.count:
+                    self.retire()
+            yield self.first_row_tokens
             if not self.slots.used:
                 continue
-            for _ in range(STEPS_PER_LOOK[self.device.type]):
+            for _ in range(steps_per_look):
                 self.counts.decoded_rows += self.slots.used
                 self.run_step(self.slots.used)
             self.retire()
-        yield first_row_tokens(self.slots, self.responses)
+        yield self.first_row_tokens
+
+    def first_row_tokens(self) -> int:
+        return first_row_tokens(self.slots, self.responses)
 
     def admit(self) -> None:
-        """Fill free slots from the queue, as far as the pool goes; prompts that are new to it run together."""
+        """Fill free slots from the queue, as far as the pool goes; prompts that are new to it run together.
+
+        Raises:
+            torch.OutOfMemoryError: nothing is in flight, and yet the next row has no room.
+        """
         rows, fresh = [], {}
-        while self.queue and len(rows) < self.slots.count - self.slots.used:
-            row = self.queue[0]
-            name, prompt = self.owner.name(self.request, row), self.request.prompts[row]
-            response = self.pool.runs.take(self.limits[row])
-            if response is None:
-                break
-            if name not in self.prompts and name not in fresh:
-                start = self.pool.runs.take(len(prompt))
-                if start is None:
-                    self.pool.runs.give(response, self.limits[row])
-                    break
-                fresh[name] = (start, prompt)
-            self.places[row] = response
+        while self.queue and len(rows) < self.slots.count - self.slots.used and self.reserve(self.queue[0], fresh):
             rows.append(self.queue.popleft())
         if not rows:
+            if not self.slots.used:
+                row = self.queue[0]
+                raise torch.OutOfMemoryError(
+                    f"row {row} needs {len(self.request.prompts[row]) + self.limits[row]} tokens of keys and values, "
+                    f"but the empty pool has {self.pool.size - 1}: shorten prompts or responses, or raise "
+                    "--generation_memory_fraction"
+                )
             return
         self.prefill(fresh)
         prompts = [self.prompts[self.owner.name(self.request, row)] for row in rows]
         spans = [(prompt.start, prompt.length, self.places[row]) for prompt, row in zip(prompts, rows, strict=True)]
         places = self.slots.add(rows, spans, [self.limits[row] for row in rows], self.responses)
         self.step.draw(places, torch.stack([prompt.logits for prompt in prompts]))
+
+    def reserve(self, row: int, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> bool:
+        """Take a row's part of the pool; False: there is none, and nothing was taken.
+
+        Prompts that no row in flight uses make room; their next row runs them again.
+
+        Args:
+            fresh: takes the prompt in where it is not in the pool: name → where, and ids.
+        """
+        name, prompt, runs = self.owner.name(self.request, row), self.request.prompts[row], self.pool.runs
+        while True:
+            response = runs.take(self.limits[row])
+            if response is not None:
+                there = name in self.prompts or name in fresh
+                start = None if there else runs.take(len(prompt))
+                if there or start is not None:
+                    break
+                runs.give(response, self.limits[row])
+            if not self.evict(needed=name):
+                return False
+        if start is not None:
+            fresh[name] = (start, prompt)
+        self.places[row] = response
+        self.in_flight[name] += 1
+        return True
+
+    def evict(self, *, needed: tuple[int, ...]) -> bool:
+        """Give up a prompt that no row in flight uses; False: there is none.
+
+        The needed one only where nothing else is in the pool: it may lie so that its own row finds no room beside it.
+        """
+        idle = [name for name in self.prompts if not self.in_flight[name]]
+        others = [name for name in idle if name != needed]
+        if others or (idle and not self.in_flight.total()):
+            self.drop((others or idle)[0])
+            return True
+        return False
+
+    def drop(self, name: tuple[int, ...]) -> None:
+        """Give a prompt's part of the pool back."""
+        prompt = self.prompts.pop(name)
+        self.pool.runs.give(prompt.start, prompt.length)
 
     def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
         """Run new prompts, similar lengths together: name → where in the pool, and ids."""
@@ -249,12 +314,8 @@ class _Rollout:
             most = max(1, PREFILL_TOKENS[self.device.type] // longest)
             alike = sum(len(prompt) >= PREFILL_ALIKE[self.device.type] * longest for _, (_, prompt) in waiting[:most])
             part, waiting = waiting[:alike], waiting[alike:]
-            ids, mask = left_pad([prompt for _, (_, prompt) in part], pad_token_id=0, device=self.device)  # [U, P]
-            starts = torch.tensor([start for _, (start, _) in part], device=self.device)
-            positions = position_ids(mask)
-            places = (starts.unsqueeze(1) + positions)[mask]
-            logits = self.model.prefill(self.pool, ids, mask, positions, places)  # [U, V]
-            self.note(part, logits)
+            starts, prompts = zip(*(place for _, place in part), strict=True)
+            self.note(part, self.model.prefill(self.pool, prompts, starts))
 
     def prefill_short(self, waiting: list[NewPrompt]) -> list[NewPrompt]:
         """Run prompts that are short, of those sorted by falling length, without padding; the others."""
@@ -281,9 +342,10 @@ class _Rollout:
         if "compaction" in self.owner.without and bool(self.slots.live[: self.slots.used].any()):
             return
         for row in self.slots.leave(self.responses):
+            self.finished.add(row)
             self.pool.runs.give(self.places.pop(row), self.limits[row])
             name = self.owner.name(self.request, row)
+            self.in_flight[name] -= 1
             self.users[name] -= 1
             if not self.users[name]:
-                prompt = self.prompts.pop(name)
-                self.pool.runs.give(prompt.start, prompt.length)
+                self.drop(name)

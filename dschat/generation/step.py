@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dschat.generation.cpu_graph import record
+from dschat.generation import cuda_graph
+from dschat.generation.cpu_graph import Recording, record
+from dschat.generation.cuda_graph import CapturedGraph
 from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Responses
 from dschat.generation.sampling import SamplingParams
 from dschat.generation.slots import Slots
+
+# A capture costs about as much as this many steps whose kernels are launched one by one: a size with fewer is not worth
+# one, and one with more has lost no more than what a capture costs (the rule for renting skis).
+RUNS_BEFORE_CAPTURE = 4
 
 
 @dataclass(frozen=True)
@@ -68,52 +74,62 @@ def ladder(most: int) -> list[int]:
 class GraphedStep:
     """A step that is captured, so that a small model's costs its arithmetic, and not the calls that lead there.
 
-    A captured step is done again for every later one of its size. On CUDA the first of a size runs as it is, since it
-    compiles kernels and makes workspaces; on a CPU it is recorded. A model that cannot be captured goes on uncaptured.
+    A captured step is done again for every later one of its size. On CUDA the first steps of a size run as they are:
+    they compile kernels and make workspaces, and a size that few steps have is not worth a capture. On a CPU a step is
+    recorded as it runs. A model that cannot be captured goes on uncaptured, in later rollouts too.
 
     Attributes:
         step: what is captured.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, memory: object = None) -> None:
+        """Take a step; memory: of CUDA graphs, see cuda_graph.capture."""
         self.step = step
         self._sizes = ladder(step.slots.count)
-        self._seen: set[int] = set()
-        self._graphs: dict[int, Callable[[], None]] = {}
-        self._captures = True
-        self._memory: object = None
+        self._uncaptured_runs: Counter[int] = Counter()  # of each size
+        self._graphs: dict[int, CapturedGraph | Recording] = {}
+        self._records = True
+        self._memory = memory
+
+    @property
+    def nbytes(self) -> int:
+        """What the captured sizes hold."""
+        return sum(graph.nbytes for graph in self._graphs.values())
 
     def __call__(self, count: int) -> None:
         size = next(size for size in self._sizes if size >= count)
         if size in self._graphs:
-            self._graphs[size]()
-        elif not self._captures:
-            self.step(size)
+            self._replay(size)
         elif self.step.slots.tokens.is_cuda:
-            if size in self._seen:
-                self._capture(size)
-            else:
-                self._seen.add(size)
-                self.step(size)
+            self._run_or_capture(size)
         else:
-            replay = record(lambda: self.step(size))
-            self._captures = replay is not None
-            if replay is not None:
-                self._graphs[size] = replay
+            self._run_or_record(size)
 
-    def _capture(self, size: int) -> None:
-        """Capture and run a step; capturing alone runs nothing."""
-        graph = torch.cuda.CUDAGraph()
+    def _replay(self, size: int) -> None:
+        graph = self._graphs[size]
+        graph() if isinstance(graph, Recording) else graph.replay()
+
+    def _run_or_record(self, size: int) -> None:
+        if not self._records:
+            self.step(size)
+            return
+        recording = record(lambda: self.step(size))
+        self._records = recording is not None
+        if recording is not None:
+            self._graphs[size] = recording
+
+    def _run_or_capture(self, size: int) -> None:
+        if self.step.model.capture_failure is not None or self._uncaptured_runs[size] < RUNS_BEFORE_CAPTURE:
+            self._uncaptured_runs[size] += 1
+            self.step(size)
+            return
         try:
-            with torch.cuda.graph(graph, pool=self._memory):  # the graphs share their memory: they never overlap
-                self.step(size)
+            self._graphs[size] = cuda_graph.capture(lambda: self.step(size), memory=self._memory)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            self.step.model.capture_failure = str(error)
             warnings.warn(f"a decoding step cannot be captured, it is launched kernel by kernel: {error}", stacklevel=2)
-            self._captures = False
             self.step(size)
             return
-        self._memory = graph.pool()
-        self._graphs[size] = graph.replay
-        graph.replay()
+        self._replay(size)  # capturing alone has run nothing

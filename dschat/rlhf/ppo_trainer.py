@@ -20,6 +20,7 @@ from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.estimate import estimate_advantages, shaped_scores
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.losses import explained_variance, sft_loss, value_loss
+from dschat.rlhf.micro_batches import forward_in_micro_batches
 from dschat.rlhf.off_policy import gap_metrics, rollout_gap
 from dschat.rlhf.patience import Patience
 from dschat.rlhf.rewards import Answers, Judge, Rewards, Scores, prompt_text
@@ -282,11 +283,15 @@ class DeepSpeedPPOTrainer:
         loss_mask = torch.nn.functional.pad(mask, (rollout.prompt_length, 0))
         old_logprobs, entropy = self.old_logprobs(rollout, loss_mask)
         ref_logprobs = values = None
+        size = self.ppo.per_device_training_batch_size
         if engine.ref is not None:
-            ref_logprobs = _response(engine.ref(ids, attended, loss_mask, self.rollouts.temperature), mask)
+            ref_logprobs = forward_in_micro_batches(
+                engine.ref, ids, attended, loss_mask, temperature=self.rollouts.temperature, micro_batch_size=size
+            )
+            ref_logprobs = _response(ref_logprobs, mask)
         if engine.critic is not None:
             engine.critic.eval()
-            values = _states(engine.critic(ids, attended), mask)
+            values = _states(forward_in_micro_batches(engine.critic, ids, attended, micro_batch_size=size), mask)
         answers = self.answers(rollout, prompts)
         scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
         if failpoint.reached("scores"):
@@ -316,9 +321,10 @@ class DeepSpeedPPOTrainer:
             return rollout.logprobs, -rollout.logprobs  # −log q of what q draws is its entropy, on average
         actor = self.engine.actor.engine
         actor.eval()
-        logprobs, entropy = actor(
-            rollout.sequences, rollout.attention_mask, loss_mask, self.rollouts.temperature, True
-        )  # [B, P+T]
+        logprobs, entropy = forward_in_micro_batches(
+            actor, rollout.sequences, rollout.attention_mask, loss_mask, temperature=self.rollouts.temperature,
+            with_entropy=True, micro_batch_size=self.ppo.per_device_training_batch_size,
+        )  # [B, P+T]  # fmt: skip
         return _response(logprobs, rollout.response_mask), _response(entropy, rollout.response_mask)
 
     def timed(self, what: str, work: Callable[[], Any]) -> Any:

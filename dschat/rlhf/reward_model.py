@@ -14,6 +14,7 @@ from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
 from dschat.generation import Rollout
 from dschat.models.loading import load_tokenizer
+from dschat.rlhf.micro_batches import forward_in_micro_batches
 
 
 def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -48,17 +49,19 @@ class RewardModel:
         tokenizer: the reward model's own.
         actor_tokenizer: of the rollouts; where it differs, conversations are re-tokenised from their text.
             Those with more tokens than the reward model can read are cut from the left, a BOS stays.
+        micro_batch_size: rows of a forward pass; None: the whole rollout.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, tokenizer: PreTrainedTokenizerBase,
-                 actor_tokenizer: PreTrainedTokenizerBase):  # fmt: skip
+                 actor_tokenizer: PreTrainedTokenizerBase, micro_batch_size: int | None = None):  # fmt: skip
         self.engine, self.tokenizer, self.actor_tokenizer = engine, tokenizer, actor_tokenizer
+        self.micro_batch_size = micro_batch_size
         self.max_tokens = longest_sequence(engine.module.model.config, tokenizer)
         self.reads_actor_ids = same_text(tokenizer, actor_tokenizer)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, messages: Sequence[list[Message]]) -> Tensor:
-        """[B] float32: the score at the last token of each conversation.
+        """[B] float32: the score at the last token of each conversation. Under ZeRO-3 a collective.
 
         Args:
             rollout: of the actor, B rows.
@@ -70,7 +73,9 @@ class RewardModel:
             rows = self._retokenised(rollout, messages)
             batch = collate_sft(rows, pad_token_id=self.tokenizer.pad_token_id, pad_to_multiple_of=1)
             input_ids, attention_mask = (batch[name].to(self.engine.device) for name in ("input_ids", "attention_mask"))
-        return self.engine(input_ids, attention_mask, whole_sequence=True)
+        return forward_in_micro_batches(
+            self.engine, input_ids, attention_mask, whole_sequence=True, micro_batch_size=self.micro_batch_size
+        )
 
     def _retokenised(self, rollout: Rollout, messages: Sequence[list[Message]]) -> list[dict[str, list]]:
         texts = decode_responses(self.actor_tokenizer, rollout.responses())

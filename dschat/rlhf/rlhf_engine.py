@@ -205,7 +205,9 @@ class DeepSpeedRLHFEngine:
         config = self._frozen_config(self.models.critic_zero_stage, offload=self.models.offload_reward_model)
         tokenizer = load_tokenizer(path, trust_remote_code=self.models.trust_remote_code)
         engine = frozen_engine(self._scalar_head(path, config, tokenizer, dropout=0.0), config=config)
-        return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer)
+        return RewardModel(
+            engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer, micro_batch_size=self.micro_batch_size
+        )
 
     def _moving_average(self) -> deepspeed.DeepSpeedEngine:
         # float32: in bf16 a step of 1 − decay is lost to rounding.

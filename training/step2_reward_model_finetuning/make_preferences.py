@@ -250,7 +250,10 @@ def reward_of(
         network = TokenScores(
             load_scalar_head(path, dtype=DTYPES[devices.dtype], tokenizer=own, trust_remote_code=trusted)
         )
-        models[path] = RewardModel(frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer)
+        models[path] = RewardModel(
+            frozen_engine(network, config=config), tokenizer=own, actor_tokenizer=tokenizer,
+            micro_batch_size=sampling.per_device_generation_batch_size,
+        )  # fmt: skip
     rewards = Rewards(
         [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,
         patience=Patience(

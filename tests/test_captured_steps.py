@@ -1,0 +1,312 @@
+"""Captured steps: kept while their tensors stay, dropped when these move; captures that fail; waits of the host."""
+
+import contextlib
+
+import pytest
+import torch
+from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
+from test_hybrid_engine import tiny_llama, with_lora
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dschat.generation import Decoder, HybridEngine, SamplingParams, cpu_graph, cuda_graph, decoder, scheduler, step
+from dschat.generation.captured_steps import MOST_KINDS, CapturedSteps
+from dschat.generation.cpu_graph import record
+from dschat.generation.kv_pool import KVPool
+
+SETTINGS = {"max_new_tokens": 12, "eos_token_ids": EOS, "pad_token_id": 0, "seed": 3}
+
+
+def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):
+    with actor.generation():
+        return actor.generate(prompts, **{**SETTINGS, **changes})
+
+
+@pytest.fixture
+def recordings(monkeypatch) -> list[int]:
+    """A number for each recording that is made."""
+    made = []
+
+    def counted(run):
+        made.append(len(made))
+        return record(run)
+
+    monkeypatch.setattr(step, "record", counted)
+    return made
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_rollouts_of_the_same_kind_are_recorded_once(recordings, pinned):
+    model = tiny_llama()
+    actor = HybridEngine(model, pin_buffers=pinned)
+    first = rollout(actor)
+    before = len(recordings)
+    assert before > 0
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)  # as an optimizer step writes: in place
+    second = rollout(actor)
+    assert len(recordings) == before
+    assert second.responses() == rollout(HybridEngine(model, without=["graphs"])).responses() != first.responses()
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_sampled_and_greedy_rollouts_in_turn_keep_each_their_own(recordings, pinned):
+    """As ReMax alternates: several samples of each prompt, then one greedy response to it."""
+    actor = HybridEngine(tiny_llama(), pin_buffers=pinned)
+    several = [prompt for prompt in PROMPTS for _ in range(3)]
+    wanted = None
+    for number in range(3):
+        if number == 1:
+            before = len(recordings)
+        pair = [rollout(actor, several), rollout(actor, sampling=GREEDY)]
+        found = [part.responses() for part in pair]
+        assert wanted in (None, found)
+        wanted = found
+    assert len(recordings) == before > 0
+    fresh = HybridEngine(tiny_llama(), without=["graphs"])
+    assert wanted == [rollout(fresh, several).responses(), rollout(fresh, sampling=GREEDY).responses()]
+
+
+def test_weights_that_moved_are_recorded_anew(recordings):
+    model = tiny_llama()
+    actor = HybridEngine(model)
+    rollout(actor)
+    before = len(recordings)
+    old = model.lm_head.weight.data
+    model.lm_head.weight.data = -old
+    assert rollout(actor).responses() == rollout(HybridEngine(model, without=["graphs"])).responses()
+    assert len(recordings) > before
+
+
+@pytest.mark.parametrize("why", ["size", "copies", "an open stream"])
+def test_what_is_not_pinned_is_kept_only_where_it_is_small_and_no_copy(monkeypatch, why):
+    model = with_lora(tiny_llama()) if why == "copies" else tiny_llama()
+    if why == "size":
+        monkeypatch.setattr(decoder, "KEPT_BYTES", 1000)
+    actor = HybridEngine(model)
+    with actor.generation():
+        actor.generate(PROMPTS, **SETTINGS)
+        stream = actor.stream([5, 6], max_new_tokens=3, eos_token_ids=None)
+        if why == "an open stream":
+            next(stream)
+    assert actor._decoder._rollouts is None and actor._decoder._responses is None
+    kept = HybridEngine(tiny_llama(), pin_buffers=why == "size")
+    rollout(kept)
+    inside = kept._decoder
+    assert inside._rollouts.pool is not None
+    pool = inside._rollouts.pool.size * inside._pooled.bytes_per_token
+    assert inside._kept_bytes() > pool + 12 * len(PROMPTS) * (8 + 4 + 4), "pool, tables and recordings"
+
+
+def test_a_few_kinds_are_kept_and_the_one_unused_for_longest_goes():
+    steps = CapturedSteps()
+    first = steps.get(0, "here", object)
+    kept = [steps.get(kind, "here", object) for kind in range(1, MOST_KINDS)]
+    assert steps.get(0, "here", object) is first
+    steps.get("another", "here", object)
+    assert steps.get(0, "here", object) is first and steps.get(2, "here", object) is kept[1]
+    assert steps.get(1, "here", object) is not kept[0]
+    assert steps.get(0, "there", object) is not first, "other addresses void everything"
+
+
+class Graph:
+    """Stands for torch.cuda.CUDAGraph: capturing runs nothing, here once too many, so that the first launch is none."""
+
+    def __init__(self):
+        self.recording = None
+        self.launches = 0
+
+    def replay(self):
+        self.launches += 1
+        if self.launches > 1:
+            self.recording()
+
+
+class Cuda:
+    """Stands for torch.cuda, whose `graph` leaves its stream current where a capture fails."""
+
+    CUDAGraph = Graph
+
+    def __init__(self, *, fails: str | None = None, error: type[Exception] = RuntimeError):
+        self.fails, self.error = fails, error
+        self.stream, self.captures, self.reserved = "of training", 0, 0
+
+    def current_stream(self):
+        return self.stream
+
+    def set_stream(self, stream):
+        self.stream = stream
+
+    def empty_cache(self):
+        pass
+
+    def memory_reserved(self):
+        return self.reserved
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool):
+        self.captures += 1
+        before, self.stream = self.stream, "of the capture"
+        if self.fails == "begin":
+            raise self.error("cannot begin")
+        yield
+        if self.fails == "end":
+            raise self.error("cannot end")
+        self.reserved += 7
+        self.stream = before
+
+
+@pytest.mark.parametrize("fails", ["begin", "inside", "end"])
+def test_a_capture_that_fails_gives_the_stream_back(fails):
+    cuda = Cuda(fails=fails)
+    ran = []
+
+    def run():
+        ran.append(cuda.stream)
+        if fails == "inside":
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match=r"cannot|not permitted"):
+        cuda_graph.capture(run, memory=None, cuda=cuda)
+    assert cuda.stream == "of training"
+    assert ran == ([] if fails == "begin" else ["of the capture"])
+    cuda.fails = None
+    assert cuda_graph.capture(lambda: None, memory=None, cuda=cuda).nbytes == 7
+    assert cuda.stream == "of training"
+
+
+def test_out_of_memory_in_a_capture_is_not_taken_for_a_model_that_cannot_be_captured():
+    class Broken(Cuda):
+        @contextlib.contextmanager
+        def graph(self, graph, pool):
+            try:
+                yield
+            finally:
+                raise RuntimeError("the capture was invalidated")
+
+    def run():
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        cuda_graph.capture(run, memory=None, cuda=Broken())
+
+
+def captured_as_on_cuda(monkeypatch, cuda: Cuda) -> None:
+    """Have steps captured by cuda_graph.capture with a stand-in; what it captures is recorded, to be launched."""
+    graphs = []
+
+    class Recorded(Graph):
+        def __init__(self):
+            super().__init__()
+            graphs.append(self)
+
+    def capture(run, *, memory):
+        def recorded():
+            graphs[-1].recording = record(run)
+
+        return real(recorded, memory=memory, cuda=cuda)
+
+    real = cuda_graph.capture
+    cuda.CUDAGraph = Recorded
+    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(step.GraphedStep, "_run_or_record", step.GraphedStep._run_or_capture)
+
+
+def test_a_size_is_captured_once_it_has_run_often_enough_and_then_launched(monkeypatch):
+    cuda = Cuda()
+    captured_as_on_cuda(monkeypatch, cuda)
+    model = tiny_llama()
+    actor = HybridEngine(model)
+    plain = HybridEngine(model, without=["graphs"])
+    for changes in ({}, {"seed": 4}, {"sampling": GREEDY}, {}):
+        assert rollout(actor, **changes).responses() == rollout(plain, **changes).responses()
+    assert cuda.captures > 0
+    before = cuda.captures
+    rollout(actor)
+    assert cuda.captures == before
+    short = HybridEngine(model)
+    rollout(short, max_new_tokens=1 + step.RUNS_BEFORE_CAPTURE)
+    assert cuda.captures == before, "a size with fewer steps is not worth a capture"
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_a_model_that_cannot_be_captured_goes_on_uncaptured_and_is_not_tried_again(monkeypatch, pinned):
+    cuda = Cuda(fails="end")
+    monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that nothing but the model remembers
+    captured_as_on_cuda(monkeypatch, cuda)
+    # A failed capture has run nothing on CUDA; the stand-in must not either.
+    monkeypatch.setattr(cuda_graph, "capture", lambda run, *, memory, usual=cuda_graph.capture: usual(
+        lambda: None, memory=memory))  # fmt: skip
+    model = tiny_llama()
+    actor = HybridEngine(model, pin_buffers=pinned)
+    expected = rollout(HybridEngine(model, without=["graphs"])).responses()
+    with pytest.warns(UserWarning, match="cannot be captured, it is launched kernel by kernel: cannot end"):
+        assert rollout(actor).responses() == expected
+    assert cuda.captures == 1 and cuda.stream == "of training"
+    for sampling in (SamplingParams(), GREEDY):
+        rollout(actor, sampling=sampling)
+    assert cuda.captures == 1 and rollout(actor).responses() == expected
+
+
+class Waits(TorchDispatchMode):
+    """Counts what would have the host wait for the device: numbers, shapes or lists read out of certain tensors."""
+
+    def __init__(self, of: list[torch.Tensor] | None = None):
+        super().__init__()
+        self.of = None if of is None else {tensor.untyped_storage().data_ptr() for tensor in of}
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        reads = cpu_graph._reads(func) or any(index.dtype == torch.bool for index in cpu_graph._indices(func, args))
+        places = {tensor.untyped_storage().data_ptr() for tensor in cpu_graph.tensors(args)}
+        self.count += reads and (self.of is None or bool(places & self.of))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("slots", [None, 4])
+def test_the_host_waits_once_a_look_and_streaming_alone_asks_for_more(monkeypatch, slots):
+    monkeypatch.setitem(scheduler.STEPS_PER_LOOK, "cpu", 8)
+    prompts = [[token] for token in range(16)]
+    plain = Decoder(tiny("llama"), slots=slots)
+    settings = {"max_new_tokens": 41, "eos_token_ids": None}
+    expected = sampled(plain, prompts, **settings).responses()
+    looks, admissions, held = [], [], []
+    usual_steps, usual_admit = scheduler._Rollout.retire, scheduler._Rollout.admit
+
+    def retire(self):
+        looks.append(1)
+        held.extend(
+            [self.slots.live, self.slots.cells, self.slots.tokens, self.responses.tokens, self.responses.counts]
+        )
+        waits.of = {tensor.untyped_storage().data_ptr() for tensor in held}
+        return usual_steps(self)
+
+    def admit(self):
+        admissions.append(1)
+        return usual_admit(self)
+
+    monkeypatch.setattr(scheduler._Rollout, "retire", retire)
+    monkeypatch.setattr(scheduler._Rollout, "admit", admit)
+    with Waits(of=[]) as waits:
+        assert sampled(plain, prompts, **settings).responses() == expected
+    groups = 1 if slots is None else 4
+    assert len(looks) == groups * (1 + 5), "40 steps of each group after its first token, a look every 8 of them"
+    # Beside the looks: the checks of the finished rollout, and its size.
+    assert waits.count <= len(looks) + 4
+
+
+def test_a_prefill_waits_for_the_device_no_more_often_with_more_layers():
+    counts = {}
+    for layers in (2, 6):
+        pooled = Decoder(tiny_llama(num_hidden_layers=layers).eval())._pooled
+        pool = KVPool(64)
+        with torch.inference_mode(), Waits() as waits:
+            pooled.prefill(pool, [[5, 6, 7], [9], [3, 4, 8, 8]], [1, 20, 40])
+        counts[layers] = waits.count
+    assert counts[2] == counts[6]
+    pool.fill_in(torch.tensor([5, 3, 4]), torch.tensor([1, 2, 3]))
+    states = torch.arange(8.0).view(2, 1, 2, 2)  # [rows, heads, columns, width]
+    with Waits() as waits:
+        pool.update(states, -states, 9)
+    assert waits.count == 0
+    assert pool._stored[9][0][3:6, 0].tolist() == [[4, 5], [6, 7], [2, 3]]
+    assert pool._stored[9][1][3:6, 0].tolist() == [[-4, -5], [-6, -7], [-2, -3]]

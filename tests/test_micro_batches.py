@@ -1,0 +1,144 @@
+"""Scoring cut into micro-batches: no forward pass is larger, the result is the same, and ranks stay in step."""
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rlhf_models import QUESTIONS, group_of_one, make_trainer, prompts_of, save_models
+from torch import nn
+
+from dschat.generation import SamplingParams
+from dschat.rlhf import micro_batches
+from dschat.rlhf.micro_batches import forward_in_micro_batches
+
+TOOL = Path(__file__).parents[1] / "training/step2_reward_model_finetuning"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def alone():
+    with group_of_one():
+        yield
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def folder(request, tmp_path_factory) -> Path:
+    return save_models(tmp_path_factory.mktemp("models"), request.param, dropout=0.5)
+
+
+def watched(trainer) -> dict[str, list[tuple[int, bool]]]:
+    """Rows of each forward pass of each model, and whether any of its modules was training."""
+    engine, passes = trainer.engine, {}
+    models = {"actor": engine.actor.engine, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
+    for name, model in models.items():
+        noted = passes[name] = []
+
+        def note(module, args, kwargs, noted=noted):
+            noted.append((len(kwargs["input_ids"]), any(part.training for part in module.modules())))
+
+        model.module.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+    return passes
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "remax"])
+def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_exceeds_it(folder, algorithm):
+    settings = {"algorithm": algorithm, "num_samples_per_prompt": 2, "gradient_accumulation_steps": 8}
+    if algorithm == "remax":
+        settings |= {"kl_in": "reward", "kl_coef": 0.1}
+    found = {}
+    for size in (16, 3):
+        trainer = make_trainer(folder, **settings, per_device_training_batch_size=size)
+        trainer.engine.actor.engine.train()  # as an update leaves it
+        passes = watched(trainer) if trainer.engine.critic is not None else {}
+        found[size] = trainer.generate_experience(prompts_of(trainer))
+        assert len(found[size]) == 16
+        for name, noted in passes.items():
+            sizes = [rows for rows, _ in noted]
+            assert sizes == ([16] if size == 16 else [3, 3, 3, 3, 3, 1]), name
+            assert not any(training for _, training in noted), f"{name} drops out while it scores"
+    whole, cut = found[16], found[3]
+    assert torch.equal(whole.sequences, cut.sequences)
+    for name, expected in vars(whole).items():
+        if isinstance(expected, torch.Tensor):
+            torch.testing.assert_close(getattr(cut, name), expected, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: n + m)
+
+
+def test_greedy_baselines_and_evaluations_are_cut_too(folder):
+    trainer = make_trainer(folder, per_device_training_batch_size=3, gradient_accumulation_steps=8)
+    passes = watched(trainer)
+    trainer.greedy_scores(prompts_of(trainer))
+    assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
+    trainer.observe(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
+    assert {rows for noted in passes.values() for rows, _ in noted[-2:]} == {3, 1}
+
+
+def test_a_reward_model_of_make_preferences_reads_as_many_answers_at_once_as_there_are_prompts(folder, monkeypatch):
+    sys.path.insert(0, str(TOOL))
+    import make_preferences
+
+    from dschat import arguments
+
+    tokenizer = make_preferences.load_tokenizer(folder / "actor")
+    sampling = arguments.PairArguments(
+        model_name_or_path=str(folder / "actor"), per_device_generation_batch_size=3, num_samples_per_prompt=2
+    )
+    built = []
+    usual = make_preferences.RewardModel
+    monkeypatch.setattr(make_preferences, "RewardModel", lambda *a, **k: built.append(usual(*a, **k)) or built[-1])
+    score = make_preferences.reward_of(
+        arguments.RewardArguments(reward=[str(folder / "reward")]), sampling, arguments.DeviceArguments(dtype="fp32"),
+        tokenizer,
+    )  # fmt: skip
+    trainer = make_trainer(folder)
+    rollout = trainer.roll_out(
+        prompts_of(trainer, QUESTIONS[:7]), SamplingParams(temperature=0.7), iteration=0, sample_ids=None
+    )
+    answers = trainer.answers(rollout, prompts_of(trainer, QUESTIONS[:7]))
+    rows = []
+    built[0].engine.module.model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    found = score(rollout, answers)
+    assert rows == [3, 3, 1]
+    built[0].micro_batch_size = None
+    assert found == pytest.approx(score(rollout, answers), abs=1e-6)
+
+
+class Noting(nn.Module):
+    """Twice what it is given, and its square; notes the rows of each pass."""
+
+    def __init__(self, *, partitioned: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.rows: list[list[float]] = []
+        if partitioned:
+            self.weight.ds_id = 0
+
+    def forward(self, x, factor=1):
+        self.rows.append(x[:, 0].tolist())
+        return 2 * x * factor, x.square()
+
+
+@pytest.mark.parametrize(("most", "repeated"), [(3, 0), (5, 2)])
+def test_a_rank_with_fewer_rows_runs_as_many_passes_and_hands_out_its_own_rows_only(monkeypatch, most, repeated):
+    """5 rows, 2 at a time, are 3 passes; another rank has `most`."""
+    agreed = []
+
+    def max_over_ranks(mine):
+        assert not model.rows, "a rank that runs first and agrees later waits for ranks that run on"
+        agreed.append(int(mine))
+        return torch.tensor(max(int(mine), most))
+
+    monkeypatch.setattr(micro_batches, "max_over_ranks", max_over_ranks)
+    x = torch.arange(10.0).view(5, 2)
+    for partitioned in (True, False):
+        model = Noting(partitioned=partitioned)
+        double, square = forward_in_micro_batches(model, x, micro_batch_size=2, factor=3)
+        assert torch.equal(double, 6 * x) and torch.equal(square, x.square())
+        assert model.rows == [[0, 2], [4, 6], [8]] + [[0]] * (repeated if partitioned else 0)
+    assert agreed == [3], "without partitioned weights nothing is agreed"
+    whole = copy.deepcopy(model)
+    whole.rows = []
+    assert torch.equal(forward_in_micro_batches(whole, x, micro_batch_size=None)[0], 2 * x)
+    assert whole.rows == [[0, 2, 4, 6, 8]]

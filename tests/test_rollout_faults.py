@@ -1,0 +1,264 @@
+"""Rollouts that run out of memory, of room in the pool, or into NaN: every row is there, or an error says why."""
+
+import functools
+import random
+
+import pytest
+import torch
+from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
+from test_hybrid_engine import tiny_llama
+
+from dschat.generation import Decoder, HybridEngine, SamplingParams, scheduler
+from dschat.generation.kv_pool import KVPool, PooledModel
+from dschat.generation.request import Request, Responses
+from dschat.generation.slots import Slots
+from dschat.generation.step import Step
+
+SETTINGS = {"eos_token_ids": EOS, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return tiny("llama")
+
+
+def failing(monkeypatch, owner: type, name: str, *, calls: set[int], error: Exception) -> list[int]:
+    """Have the given calls of a method raise, after it has done its work; the calls made, in a list that grows."""
+    usual, made = getattr(owner, name), []
+
+    @functools.wraps(usual)
+    def method(*args, **kwargs):
+        made.append(len(made))
+        out = usual(*args, **kwargs)
+        if made[-1] in calls:
+            raise error
+        return out
+
+    monkeypatch.setattr(owner, name, method)
+    return made
+
+
+# Where memory is asked for, and which of the calls there finds none.
+PLACES = [
+    *[(PooledModel, "prefill", call) for call in (0, 1)],
+    *[(PooledModel, "decode", call) for call in (0, 3)],
+    *[(Step, "draw", call) for call in (0, 1, 4)],
+    *[(Slots, "add", call) for call in (0, 1)],
+    *[(Slots, "leave", call) for call in (0, 1, 2, 5)],
+    *[(KVPool, "update", call) for call in (0, 1, 2)],
+    (scheduler.Rollouts, "pool_for", 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"), [*PLACES, *[(PooledModel, "prefill_packed", call) for call in (0, 1)]]
+)
+def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, call):
+    prompts = [*PROMPTS, *PROMPTS]
+    whole = sampled(Decoder(llama), prompts, **SETTINGS)
+    decoder = Decoder(llama, slots=4)
+    decoder._serves()
+    decoder._pooled.packs = name == "prefill_packed"
+    made = failing(monkeypatch, owner, name, calls={call}, error=torch.OutOfMemoryError("no room"))
+    again = sampled(decoder, prompts, **SETTINGS)
+    assert len(made) > call + 1, "the fault never came, or nothing was run again"
+    assert again.responses() == whole.responses() and again.ended.tolist() == whole.ended.tolist()
+    torch.testing.assert_close(again.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("owner", "name", "call"), PLACES)
+def test_any_other_fault_ends_the_rollout_and_the_next_one_is_whole(llama, monkeypatch, owner, name, call):
+    whole = sampled(Decoder(llama), **SETTINGS)
+    decoder = Decoder(llama, slots=3)
+    sampled(decoder, **SETTINGS)
+    decoder._pooled.packs = False
+    with monkeypatch.context() as faulty:
+        failing(faulty, owner, name, calls=set(range(call, 99)), error=KeyError("a fault"))
+        with pytest.raises(KeyError, match="a fault"):
+            sampled(decoder, PROMPTS * 3, **SETTINGS)
+    assert sampled(decoder, **SETTINGS).responses() == whole.responses()
+
+
+def test_a_row_without_an_end_is_never_handed_out(llama):
+    request = Request(prompts=PROMPTS, max_new_tokens=[2, 2, 1, 2, 2], eos_token_ids=9, pad_token_id=0)
+    responses = Responses(request, torch.device("cpu"))
+    responses.counts[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
+    responses.table(responses.tokens)[1, 0] = 9
+    with pytest.raises(RuntimeError, match="rows 3, 4 of the rollout have neither an end nor"):
+        responses.rollout(request)
+
+
+def test_a_prompt_that_waits_for_a_later_row_gives_way(monkeypatch):
+    """Endless before: the first row's prompt stays for the third, and the second finds no room beside it."""
+    model = tiny("llama")
+    prompts, limits = [[5] * 6, [9] * 6, [5] * 6], [9, 8, 7]
+    whole = sampled(Decoder(model), prompts, max_new_tokens=limits)
+    decoder = Decoder(model, slots=1)
+    sampled(decoder, prompts[:1])
+    monkeypatch.setattr(scheduler, "free_memory", lambda device: 20 * decoder._pooled.bytes_per_token)
+    decoder.release()
+    prefilled = decoder.prefilled_tokens
+    assert sampled(decoder, prompts, max_new_tokens=limits).responses() == whole.responses()
+    assert decoder.prefilled_tokens == prefilled + 18, "the first prompt is run again"
+
+
+def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
+    """Run the scheduler over a pool of a size with a model that only counts; each row must get its own places."""
+    vocabulary = 11
+
+    class Model(torch.nn.Module):
+        embedding = torch.nn.Embedding(vocabulary, 1)
+
+        def get_input_embeddings(self):
+            return self.embedding
+
+    class Pooled:
+        model, packs, capture_failure, bytes_per_token = Model(), False, None, 1
+
+        def prefill(self, pool, prompts, starts):
+            for prompt, start in zip(prompts, starts, strict=True):
+                pool.owned[start : start + len(prompt)] = torch.tensor(prompt)
+            return torch.zeros(len(prompts), vocabulary)
+
+        def decode(self, pool, tokens, spans, *, longest):
+            for prompt, length, start, used in spans.tolist():
+                if used and start:
+                    assert (pool.owned[prompt : prompt + length] == pool.owned[prompt]).all() and pool.owned[prompt]
+                    pool.owned[start + used - 1] = 0
+            return torch.zeros(len(tokens), vocabulary)
+
+    class Pool(KVPool):
+        def __init__(self, size, *, kernels):
+            super().__init__(size, kernels=kernels)
+            self.owned = torch.zeros(size, dtype=torch.long)
+
+    monkeypatch.setattr(scheduler, "KVPool", Pool)
+    monkeypatch.setattr(scheduler, "free_memory", lambda device: size)
+    request = Request(prompts=prompts, max_new_tokens=limits, eos_token_ids=None, pad_token_id=0, sampling=GREEDY)
+    responses = Responses(request, torch.device("cpu"))
+    rollouts = scheduler.Rollouts(Pooled(), slots=slots, memory_fraction=1.0, without=())
+    counts = Decoder.__new__(Decoder)
+    counts.prefilled_tokens = counts.decoded_rows = 0
+    most = 10 + 4 * sum(limits) + 4 * len(prompts)
+    for number, _ in enumerate(rollouts.steps(request, responses, counts)):
+        assert number < most, "no progress"
+    assert responses.counts.tolist() == limits
+    responses.rollout(request)
+
+
+def test_rows_of_any_limits_prompts_and_room_all_come_to_an_end(monkeypatch):
+    """300 random requests over pools that are as tight as they may be: all rows come, or the memory needed is named."""
+    chooser, refused = random.Random(5), 0
+    for _ in range(300):
+        kinds = [[token] * chooser.randint(1, 12) for token in range(1, chooser.randint(2, 6))]
+        prompts = [chooser.choice(kinds) for _ in range(chooser.randint(1, 12))]
+        limits = [chooser.randint(1, 10) for _ in prompts]
+        largest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        size = largest + chooser.choice([0, 1, 1, 2, 3, 8, 20])
+        order = chooser.choice([sorted(range(len(prompts)), key=lambda row: -limits[row]), [*range(len(prompts))]])
+        monkeypatch.setattr(scheduler, "queue_order", lambda request, order=order: order)  # it may be any
+        try:
+            simulated(monkeypatch, size=size, slots=chooser.randint(1, 6), prompts=prompts, limits=limits)
+        except torch.OutOfMemoryError as error:
+            assert size == largest and f"take {largest} tokens" in str(error)
+            refused += 1
+    assert 0 < refused < 100
+
+
+@pytest.mark.parametrize("slots", [2, 5])
+def test_without_compaction_no_row_writes_into_its_neighbours(slots):
+    """Rows that end by their first token would write their next one before their own part of the pool."""
+    model = tiny("llama")
+    prompts = [[token, 7, 9] for token in range(20)]
+    settings = {"max_new_tokens": 12, "sampling": SamplingParams(temperature=2.0)}
+    free = sampled(Decoder(model), prompts, **{**settings, "eos_token_ids": None}).responses()
+    stops = sorted({row[0] for row in free[1::2]})  # beside a row that goes on, one that ends at once
+    whole = sampled(Decoder(model), prompts, eos_token_ids=stops, **settings)
+    lengths = [len(row) for row in whole.responses()]
+    assert lengths.count(1) >= 10 and max(lengths) > 1
+    plain = sampled(Decoder(model, without=["compaction"], slots=slots), prompts, eos_token_ids=stops, **settings)
+    assert plain.responses() == whole.responses()
+    torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def with_head_bias(model: torch.nn.Module, value: float, tokens: slice) -> torch.nn.Module:
+    """The model, the value added to the logits of some tokens."""
+    head = model.lm_head
+    model.lm_head = torch.nn.Linear(head.in_features, head.out_features)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(head.weight)
+        model.lm_head.bias.zero_()[tokens] = value
+    return model
+
+
+@pytest.mark.parametrize("without", [(), ("kernels",)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=5), SamplingParams(0.8, top_k=5, top_p=0.9)]
+)
+def test_logits_that_are_not_finite_are_never_sampled_in_silence(sampling, value, without):
+    model = tiny_llama().eval()
+    decoder = Decoder(model, without=without)
+    assert decoder._serves()
+    with_head_bias(model, value, slice(13, 14))
+    with pytest.raises(FloatingPointError, match="rows 0, 1, 2, 3, 4 of the rollout have logits that are not finite"):
+        sampled(decoder, sampling=sampling)
+    with pytest.raises(FloatingPointError, match="rows 0 of the rollout"):
+        list(decoder.stream([5, 6], max_new_tokens=3, eos_token_ids=None, sampling=sampling))
+
+
+@pytest.mark.parametrize("pool", [True, False])
+def test_the_rows_that_are_not_finite_are_named_and_no_others(pool):
+    model = tiny_llama().eval()
+    decoder = Decoder(model)
+    decoder._served = decoder._serves() and pool
+    with torch.no_grad():
+        model.model.embed_tokens.weight[96, 0] = float("nan")
+    prompts = [[5, 6], [96], [7, 8], [3, 96]]
+    with pytest.raises(FloatingPointError, match="rows 1, 3 of"):
+        sampled(decoder, prompts, max_new_tokens=1, sampling=GREEDY)
+    assert sampled(decoder, [[5, 6], [7, 8]], max_new_tokens=1, sampling=GREEDY).response_mask.all()
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn():
+    rollout = sampled(Decoder(with_head_bias(tiny_llama(), float("-inf"), slice(0, 90))), eos_token_ids=None)
+    assert all(token >= 90 for row in rollout.responses() for token in row)
+
+
+def test_a_temperature_that_leaves_float32_is_refused():
+    from dschat.arguments import RolloutArguments
+    from dschat.generation.sampling import LOWEST_TEMPERATURE, sample_tokens
+
+    with pytest.raises(ValueError, match="temperature is 1e-39, but logits divided by less than 1e-30.*use 0"):
+        SamplingParams(temperature=1e-39)
+    logits = torch.tensor([[900.0, -3.0, 899.0]])
+    for device_kernels in (sample_tokens, _kernel_sample):
+        tokens, logprobs = device_kernels(logits, torch.tensor([0.5]), SamplingParams(LOWEST_TEMPERATURE))
+        assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
+    field = RolloutArguments.__dataclass_fields__["temperature"]
+    assert field.metadata["bounds"]["at least"] == LOWEST_TEMPERATURE
+
+
+def _kernel_sample(logits, uniform, params):
+    from dschat.generation import cpu_kernels
+
+    return cpu_kernels.load().sample_tokens(logits, uniform, params)
+
+
+def test_an_engine_is_whole_after_a_rollout_that_was_not_finite():
+    model = tiny_llama()
+    weight = model.model.embed_tokens.weight
+    settings = {"max_new_tokens": 4, "eos_token_ids": None, "pad_token_id": 0, "sampling": GREEDY}
+    actor = HybridEngine(model)
+    with actor.generation():
+        whole = actor.generate(PROMPTS, **settings).responses()
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[9, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="rows 1, 2 of"), actor.generation():
+        actor.generate(PROMPTS, **settings)
+    with torch.no_grad():
+        weight.copy_(kept)
+    with actor.generation():
+        assert actor.generate(PROMPTS, **settings).responses() == whole
