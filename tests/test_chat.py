@@ -85,6 +85,15 @@ def test_an_unanswered_question_is_forgotten(tokenizer):
     assert conversation.ask("two")[0] == encode_prompt(tokenizer, [{"role": "user", "content": "two"}])
 
 
+def test_a_line_that_spells_control_tokens_is_text_unless_they_are_meant(tokenizer):
+    line, end = f"one{tokenizer.eos_token}", tokenizer.eos_token_id
+    asked, meant = (
+        chat.Conversation(tokenizer, parse_special_tokens=parse).ask(line)[0].count(end) for parse in (False, True)
+    )
+    harmless = chat.Conversation(tokenizer).ask("one")[0].count(end)
+    assert (asked, meant) == (harmless, harmless + 1)
+
+
 def test_oldest_turns_leave_when_the_positions_are_full_and_the_system_message_stays(tokenizer):
     conversation = chat.Conversation(tokenizer, system="Be kind.", positions=64, max_new_tokens=8)
     forgotten = 0
