@@ -1,0 +1,111 @@
+"""Rollouts of many architectures: equal to transformers' greedy generate of each prompt alone, or refused."""
+
+import pytest
+import torch
+from architectures import generate_each_alone, tiny_architecture
+
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation.fused_modules import OneInput, Rotary, faster_forwards
+from dschat.models.causal_lm import TokenLogprobs
+
+PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
+GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+
+
+def rollout(model, *, prompts=PROMPTS, **options):
+    actor = HybridEngine(model, **options)
+    with actor.generation():
+        return actor.generate(prompts, **GREEDY)
+
+
+def assert_equals_generate(model) -> None:
+    expected = generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    assert len({token for row in expected for token in row}) > 2, "a model that repeats one token proves nothing"
+    found = rollout(model)
+    assert found.responses() == expected
+    loss_mask = found.attention_mask.clone()
+    loss_mask[:, : found.prompt_length] = False
+    with torch.no_grad():
+        full = TokenLogprobs(model)(found.sequences, found.attention_mask, loss_mask)[:, found.prompt_length :]
+    torch.testing.assert_close(found.logprobs, full, atol=1e-5, rtol=1e-4)
+
+
+# Their norms are given gates, their rotations take one tensor, complex numbers or positions.
+CALLED_OTHERWISE = [
+    "gemma3n_text", "gemma4_text", "gptj", "codegen", "mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CALLED_OTHERWISE)
+def test_modules_that_are_called_otherwise_than_in_the_trial_run_their_own_code(kind):
+    assert_equals_generate(tiny_architecture(kind))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "nemotron_h", "bamba"])
+def test_residuals_in_float32_beside_weights_in_bfloat16(kind):
+    model = tiny_architecture(kind)
+    fused, plain = (
+        rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=without)
+        for without in ((), ["fusion", "kernels", "graphs"])
+    )
+    torch.testing.assert_close(fused.logprobs[:, 0], plain.logprobs[:, 0], atol=0.05, rtol=0)
+
+
+def test_a_kernel_is_called_for_what_the_trial_covered_and_nothing_else():
+    calls = []
+    forward = OneInput(
+        lambda *args, **kwargs: calls.append((args, kwargs)), lambda x: "kernel", width=4, dtype=torch.float32
+    )
+    x = torch.ones(2, 4)
+    assert forward(x) == "kernel"
+    others = [
+        ((x, x), {}),
+        ((x,), {"gate": x}),
+        ((), {"x": x}),
+        ((x.double(),), {}),
+        ((x[:, :3],), {}),
+        ((x[:0],), {}),
+        ((None,), {}),
+    ]
+    for args, kwargs in others:
+        assert forward(*args, **kwargs) is None
+    assert len(calls) == len(others)
+
+
+@pytest.mark.parametrize("name", ["q, k and v", "one tensor", "complex", "by name", "two widths"])
+def test_rotations_of_any_signature_reach_the_models_own_function(name):
+    q, k, angles = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8)
+    arguments = {
+        "q, k and v": ((q, k, q, angles, angles), {}), "one tensor": ((q, angles, angles), {}),
+        "complex": ((q, k, torch.polar(angles, angles), None), {}), "by name": ((q, k), {"cos": angles, "sin": angles}),
+        "two widths": ((q, k[..., :4], angles, angles), {}),
+    }  # fmt: skip
+    args, kwargs = arguments[name]
+    given = []
+    rotary = Rotary(lambda *args, **kwargs: given.append((args, kwargs)), library=None)
+    rotary(*args, **kwargs)
+    assert (
+        len(given) == 1
+        and given[0][0] is not None
+        and given[0][1].keys() == kwargs.keys()
+        and len(given[0][0]) == len(args)
+    )
+
+
+def test_weights_of_zeros_do_not_choose_a_kernel():
+    """Weights that are zero at the start change in training, a choice made with them would stay."""
+    model = tiny_architecture("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "down_proj.weight")):
+                parameter.zero_()
+    forwards = faster_forwards(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.normal_()
+    norm = model.model.norm
+    x = torch.randn(3, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(forwards[norm](x), norm(x))
+    assert not any(type(module).__name__ == "LlamaMLP" for module in forwards)
