@@ -13,7 +13,7 @@ _PAIRS = ["sliding_attention", "full_attention"] * 2
 _FIELDS = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "ffn_hidden_size"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 32),
@@ -28,7 +28,7 @@ _FIELDS = {
     **dict.fromkeys(("ssm_state_size", "state_size", "mamba_chunk_size", "linear_key_head_dim", "index_topk"), 8),
     **dict.fromkeys(("n_group", "topk_group", "n_groups", "mamba_n_groups"), 1),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
-    **dict.fromkeys(("num_key_value_heads", "encoder_layers", "linear_num_key_heads", "max_window_layers"), 2),
+    **dict.fromkeys(("num_key_value_heads", "linear_num_key_heads", "max_window_layers"), 2),
     **dict.fromkeys(("index_n_heads",), 2),
     **dict.fromkeys(("index_head_dim", "hidden_size_per_layer_input", "linear_value_head_dim"), 8),
     **dict.fromkeys(("time_step_rank", "linear_num_value_heads", "encoder_attention_heads"), 4),
@@ -43,6 +43,7 @@ _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _CONV = {"layer_types": ["conv", "full_attention"] * 2}
 # What a config needs beside, and what makes a model show all it can do.
 _OWN = {
+    "bart": {"pad_token_id": 0},
     "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "cohere2": {"layer_types": _PAIRS},

@@ -6,7 +6,7 @@ from architectures import generate_each_alone, tiny_architecture
 
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.generation.fused_modules import OneInput, Rotary, faster_forwards
-from dschat.models.causal_lm import TokenLogprobs
+from dschat.models.causal_lm import TokenLogprobs, verify_head
 
 PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
 GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
@@ -109,3 +109,46 @@ def test_weights_of_zeros_do_not_choose_a_kernel():
     with torch.inference_mode():
         torch.testing.assert_close(forwards[norm](x), norm(x))
     assert not any(type(module).__name__ == "LlamaMLP" for module in forwards)
+
+
+# What is wrong with each as an actor, in the words of the refusal.
+REFUSED = {
+    "bert": "changes its logits|later tokens",
+    "roberta": "later tokens",
+    "xlnet": "later tokens",
+    "rembert": "cannot be run as a causal language model",
+    "modernbert-decoder": "changes its logits",
+    "whisper": "left-padded",
+    "bart": "left-padded",
+    "rwkv": "left-padded",
+    "recurrent_gemma": "left-padded",
+    "deepseek_v4": "left-padded",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_read_the_future_or_let_padding_in_are_refused_with_the_reason(kind, dtype):
+    model = tiny_architecture(kind).to(dtype).train()
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*({REFUSED[kind]})"):
+        verify_head(model)
+    assert model.training and all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "kind", ["mamba", "jamba", "dbrx", "qwen3_next", "gemma3n_text", "llama4_text", "falcon", "mpt"]
+)
+def test_other_architectures_are_verified_in_any_precision(kind):
+    for dtype in (torch.float32, torch.bfloat16):
+        verify_head(tiny_architecture(kind).to(dtype))
+
+
+def test_a_decoder_that_ignores_the_mask_is_refused_though_one_row_alone_is_right():
+    """What one unpadded row does not show: masks that a model's code drops."""
+    model = tiny_architecture("llama")
+    body, own = model.model, model.model.forward
+    body.forward = lambda *args, attention_mask=None, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ValueError, match="left-padded row"):
+        verify_head(model)

@@ -116,7 +116,16 @@ def load_pretrained(
     if dropout is not None:
         set_dropout(config, dropout)
     with partitioned_loading(deepspeed_config):
-        model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        try:
+            model, info = auto_class.from_pretrained(path, config=config, dtype=dtype, output_loading_info=True)
+        except (AttributeError, AssertionError, IndexError, KeyError, TypeError) as error:
+            # Of transformers' code for this architecture, for example RWKV's under ZeRO-3.
+            under = " under ZeRO stage 3" if is_zero3(deepspeed_config) else ""
+            raise ValueError(
+                f"{path}: transformers cannot load a {config.model_type} as {auto_class.__name__.removeprefix('Auto')}"
+                f"{under} ({type(error).__name__}: {error}): choose another architecture"
+                f"{' or a lower stage' if under else ''}."
+            ) from error
         _require_weights(model, info["missing_keys"], path, new_head=new_head)
         if tokenizer is not None:
             grow_embeddings(model, tokenizer)
