@@ -92,6 +92,10 @@ _OWN = {
         "attn_layer_offset": 1, "attn_layer_period": 2, "n_mamba_heads": 2, "mamba_dt_rank": 4, "mamba_d_state": 8,
         "num_key_value_heads": 4, "attention_head_dim": 16,
     },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2, "n_mamba_heads": 8, "num_mem_blocks": 1,
+        "adapter_rank": 4, "chunk_size": 8, "num_key_value_heads": 4,
+    },
 }  # fmt: skip
 
 
