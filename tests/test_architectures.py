@@ -1,5 +1,7 @@
 """Rollouts of many architectures: equal to transformers' greedy generate of each prompt alone, or refused."""
 
+import warnings
+
 import pytest
 import torch
 from architectures import generate_each_alone, tiny_architecture
@@ -152,3 +154,40 @@ def test_a_decoder_that_ignores_the_mask_is_refused_though_one_row_alone_is_righ
     body.forward = lambda *args, attention_mask=None, **kwargs: own(*args, **kwargs)
     with pytest.raises(ValueError, match="left-padded row"):
         verify_head(model)
+
+
+# Weights of parts that the layer reads without calling them, or that are the layer's own.
+BY_LAYERS = ["jamba", "mamba", "bamba", "falcon_h1", "lfm2", "qwen3_next", "dbrx", "jetmoe", "gemma3n_text", "zamba2"]
+
+
+@pytest.mark.parametrize("kind", BY_LAYERS)
+def test_weights_layer_by_layer_give_what_whole_weights_give(kind):
+    model = tiny_architecture(kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*one layer's weights")
+        found = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, layerwise=True)
+    whole = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=["fusion", "kernels", "graphs"])
+    assert found.logprobs.isfinite().all()
+    torch.testing.assert_close(found.logprobs[:, 0], whole.logprobs[:, 0], atol=0.05, rtol=0)
+
+
+def test_a_model_that_reads_weights_outside_of_its_layers_is_gathered_whole_and_says_so(monkeypatch):
+    model = tiny_architecture("llama")
+    expected = rollout(model, dtype=torch.bfloat16)
+    body = type(model.model)
+    own = body.forward
+
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state + 0 * self.layers[1].mlp.up_proj.weight.sum()
+        return out
+
+    monkeypatch.setattr(body, "forward", forward)
+    actor = HybridEngine(model, dtype=torch.bfloat16, layerwise=True)
+    said = pytest.warns(UserWarning, match="LlamaForCausalLM does not run with one layer's weights.*gathered at once")
+    with said, actor.generation():
+        found = actor.generate(PROMPTS, **GREEDY)
+    assert found.responses() == expected.responses()
+    with warnings.catch_warnings(), actor.generation():
+        warnings.simplefilter("error")
+        assert actor.generate(PROMPTS, **GREEDY).responses() == expected.responses()

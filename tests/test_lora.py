@@ -144,8 +144,19 @@ def test_without_adapters_the_model_is_what_it_was_and_comes_back_to_the_last_bi
 # Fused experts, a router that is a linear layer, weights that are read without a call, blocks that share weights.
 @pytest.mark.parametrize(
     "kind",
-    ["deepseek_v3", "longcat_flash", "qwen3_next", "llama4_text", "jamba", "mamba", "falcon_h1", "zamba", "zamba2"],
-)
+    [
+        "deepseek_v3",
+        "longcat_flash",
+        "qwen3_next",
+        "llama4_text",
+        "jamba",
+        "mamba",
+        "falcon_h1",
+        "zamba",
+        "zamba2",
+        "falcon",
+    ],
+)  # fmt: skip
 def test_the_export_of_an_adapted_model_is_what_was_trained(kind, tmp_path):
     model = tiny_architecture(kind)
     tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -7,6 +7,7 @@ import inspect
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -117,10 +118,24 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
 def _is_adaptable(model: PreTrainedModel, name: str) -> bool:
     """Whether the layer's output is its weight times its input, and all its use."""
     layer = model.get_submodule(name)
-    if type(layer).forward not in (nn.Linear.forward, Conv1D.forward):
+    if not (type(layer).forward is Conv1D.forward or _multiplies(type(layer))):
         return False
     parent, _, leaf = name.rpartition(".")
     return not any(f"self.{leaf}.weight" in source for source in _method_sources(type(model.get_submodule(parent))))
+
+
+@functools.cache
+def _multiplies(cls: type[nn.Linear]) -> bool:
+    """Whether the forward of a kind of linear layer is x Wᵀ + b, which small numbers show."""
+    if cls.forward is nn.Linear.forward:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 5)))
+    try:
+        out = cls.forward(SimpleNamespace(weight=weight, bias=bias), x)
+    except Exception:  # of its own code, which needs more than these
+        return False
+    return isinstance(out, torch.Tensor) and torch.allclose(out, nn.functional.linear(x, weight, bias), atol=1e-5)
 
 
 @functools.cache
