@@ -31,6 +31,7 @@ from dschat.metrics import RunLog
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
+from dschat.models.positions import position_limit
 from dschat.models.weight_files import weight_problems
 from dschat.output_folder import claim
 
@@ -62,10 +63,10 @@ def model_problems(flag: str, path: str | None, *, tokens: int, lengths: str, ad
         load_tokenizer(path, add_eot_token=add_eot_token)
     except ValueError as error:
         problems.append(f"{flag} {path}: {error}")
-    positions = vars(config).get("max_position_embeddings") or vars(config).get("n_positions")
+    positions, kind = position_limit(config)
     if positions and tokens > positions:
         problems.append(
-            f"{lengths} = {tokens} tokens, but {path} has {positions} positions: "
+            f"{lengths} = {tokens} tokens, but {path} has {positions} {kind}: "
             "lower the lengths, or choose a model with more positions"
         )
     return problems

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.models.positions import position_limit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
@@ -226,8 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    config = vars(model.config)
-    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    positions, _ = position_limit(model.config)
     conversation = Conversation(
         tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens
     )
