@@ -6,8 +6,9 @@ import pytest
 import torch
 from architectures import generate_each_alone, tiny_architecture
 
-from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation import Decoder, HybridEngine, SamplingParams
 from dschat.generation.fused_modules import OneInput, Rotary, faster_forwards
+from dschat.generation.trial import short_windows
 from dschat.models.causal_lm import TokenLogprobs, verify_head
 
 PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
@@ -191,3 +192,68 @@ def test_a_model_that_reads_weights_outside_of_its_layers_is_gathered_whole_and_
     with warnings.catch_warnings(), actor.generation():
         warnings.simplefilter("error")
         assert actor.generate(PROMPTS, **GREEDY).responses() == expected.responses()
+
+
+# ALiBi, rotations of pairs, sinks, latent attention, chunks, windows in masks alone, other attention of their own.
+GATHERED = [
+    "bloom", "falcon", "mpt", "gptj", "codegen", "gpt_neo", "gpt_oss", "deepseek_v2", "deepseek_v3", "minicpm3",
+    "llama4_text", "phimoe", "diffllama", "doge", "jetmoe", "longcat_flash", "xglm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_models_whose_attention_is_not_ours_are_decoded_over_the_pool(kind):
+    model = tiny_architecture(kind)
+    assert_equals_generate(model)
+    decoder = Decoder(model, slots=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no plain loop
+        rows = decoder.generate(PROMPTS, **GREEDY).responses()
+    assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    assert decoder._pooled.gathers and decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a prompt that comes twice"
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3n_text", "olmo3"])
+def test_windows_that_attention_is_told_are_decoded_by_our_kernels(kind):
+    model = tiny_architecture(kind)
+    assert_equals_generate(model)
+    decoder = Decoder(model)
+    assert decoder._serves() and not decoder._pooled.gathers
+
+
+def test_a_trial_is_left_with_the_windows_as_they_were():
+    model = tiny_architecture("mistral", sliding_window=40)
+    with short_windows(model) as has_windows:
+        assert has_windows and model.config.sliding_window < 12
+        assert {
+            layer.self_attn.sliding_window for layer in model.model.layers if hasattr(layer.self_attn, "sliding_window")
+        } <= {model.config.sliding_window}
+    assert model.config.sliding_window == 40
+
+
+def test_a_window_in_the_mask_alone_is_found_though_it_is_longer_than_the_trial():
+    """The window begins to matter at the 40th token, the trial has 12."""
+    model = tiny_architecture("phimoe", sliding_window=40)
+    expected = generate_each_alone(model, PROMPTS[:3], 60)
+    settings = {**GREEDY, "max_new_tokens": 60}
+    assert Decoder(model).generate(PROMPTS[:3], **settings).responses() == expected
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("qwen3_next", "layers of linear_attention, whose state.*rows wait for their batch"),
+        ("mamba", "every token runs all columns again"),
+        ("minimax", "cache of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("default:.*decoded by a plain loop")
+def test_models_that_the_pool_cannot_serve_say_once_what_it_costs_and_why(kind, reason):
+    model = tiny_architecture(kind)
+    decoder = Decoder(model)
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} is decoded by a plain loop.*{reason}"):
+        rows = decoder.generate(PROMPTS, **GREEDY).responses()
+    assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder.generate(PROMPTS[:1], **GREEDY)
