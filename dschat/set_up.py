@@ -31,6 +31,7 @@ from dschat.metrics import RunLog
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
 from dschat.models.lora import add_lora, optimizer_groups
+from dschat.models.positions import position_limit
 from dschat.models.weight_files import weight_problems
 from dschat.output_conflicts import overwritten_models
 from dschat.output_folder import check_shared, claim
@@ -71,10 +72,10 @@ def model_problems(
         load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
     except ValueError as error:
         problems.append(f"{flag} {path}: {error}")
-    positions = vars(config).get("max_position_embeddings") or vars(config).get("n_positions")
+    positions, kind = position_limit(config)
     if positions and tokens > positions:
         problems.append(
-            f"{lengths} = {tokens} tokens, but {path} has {positions} positions: "
+            f"{lengths} = {tokens} tokens, but {path} has {positions} {kind}: "
             "lower the lengths, or choose a model with more positions"
         )
     return problems

@@ -22,6 +22,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.models.positions import position_limit
 from dschat.script_inputs import SEEDS, exit_on_mistake, number_type
 from dschat.terminal import printable
 
@@ -251,8 +252,7 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(printable(error), file=sys.stderr)
         return 2
-    config = vars(model.config)
-    positions = config.get("max_position_embeddings") or config.get("n_positions")
+    positions, _ = position_limit(model.config)
     conversation = Conversation(
         tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens,
         parse_special_tokens=options.parse_special_tokens,

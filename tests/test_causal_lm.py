@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import CONFIGS, VOCABULARY, left_and_right_padded, tiny_causal_lm, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer, verify_head
 from dschat.models.loading import set_dropout
 from dschat.models.lora import add_lora
+from dschat.models.weights import export_model
 
 
 @pytest.fixture
@@ -148,6 +150,30 @@ def test_embeddings_grow_for_new_tokens_and_never_shrink(folder):
     assert model.generation_config.eos_token_id == [2, VOCABULARY]
     small = load_causal_lm(folder, dtype=torch.float32, tokenizer=tiny_tokenizer(words=20))
     assert small.get_input_embeddings().weight.shape[0] == VOCABULARY
+
+
+def test_an_export_stops_at_the_end_of_a_turn_though_the_eos_is_another_token(tmp_path):
+    """ChatML over a tokenizer whose EOS is <|endoftext|>: plain generate has to stop where our own decoder does."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] }} {{ m['content'] }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    tiny_causal_lm("llama").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    model = load_causal_lm(tmp_path, dtype=torch.float32, tokenizer=tokenizer)
+    end_of_text, end_of_turn = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    export_model(model, tmp_path / "out", tokenizer)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sorted(exported.generation_config.eos_token_id) == sorted([2, end_of_text, end_of_turn])
+    with torch.no_grad():
+        exported.lm_head.weight.zero_()
+        exported.model.norm.weight.zero_()
+        exported.lm_head.bias = torch.nn.Parameter(torch.zeros(len(exported.lm_head.weight)))
+        exported.lm_head.bias[end_of_turn] = 1.0  # what it always says
+    assert exported.generate(torch.tensor([[5, 6]]), max_new_tokens=5).tolist() == [[5, 6, end_of_turn]]
 
 
 def test_growing_depends_on_the_seed_only(folder):

@@ -31,7 +31,7 @@ def test_greedy_tokens_equal_generate_on_every_path(name, slots):
     actor = HybridEngine(model, slots=slots, pin_buffers=True)
     for _ in range(2):  # the second time steps are done again from the first on
         assert rollout(actor, sampling=GREEDY).responses() == expected
-    if name not in ("bloom", "mamba"):
+    if name not in ("bloom", "mamba"):  # gathered contexts change their shape
         assert graphed(actor)._graphs, "nothing was captured, so nothing is shown"
 
 

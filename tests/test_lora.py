@@ -2,11 +2,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier
+import transformers
+from architectures import tiny_architecture
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs
 from dschat.models.lora import add_lora, lora_targets, optimizer_groups, without_adapters
 from dschat.models.scalar_head import TokenScores
+from dschat.models.weights import export_model
 
 
 def trainable(model):
@@ -135,3 +139,51 @@ def test_without_adapters_the_model_is_what_it_was_and_comes_back_to_the_last_bi
     with pytest.raises(KeyError), without_adapters(model):
         raise KeyError
     assert torch.equal(model(tokens, mask, mask), adapted), "also after an error"
+
+
+# Fused experts, a router that is a linear layer, weights that are read without a call, blocks that share weights.
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "deepseek_v3",
+        "longcat_flash",
+        "qwen3_next",
+        "llama4_text",
+        "jamba",
+        "mamba",
+        "falcon_h1",
+        "zamba",
+        "zamba2",
+        "falcon",
+    ],
+)  # fmt: skip
+def test_the_export_of_an_adapted_model_is_what_was_trained(kind, tmp_path):
+    model = tiny_architecture(kind)
+    tokens = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(0))
+    before = model(tokens).logits
+    add_lora(model, dim=2, module_name="all", only_optimize_lora=True)
+    assert not any(isinstance(layer, ParamWrapper) for layer in model.modules())
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    trained = model(tokens).logits
+    assert (trained - before).abs().max() > 0.1
+    export_model(model, tmp_path, tiny_tokenizer(97))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(exported(tokens).logits, trained, atol=1e-4, rtol=1e-4)
+
+
+def test_blocks_that_share_their_weights_share_one_adapter_and_its_gradient():
+    model = tiny_architecture("zamba2")
+    add_lora(model, dim=2, module_name="shared_transformer.self_attn.q_proj", only_optimize_lora=True)
+    layers = [layer for layer in model.modules() if isinstance(layer, LoraLayer)]
+    assert len(layers) == 2 and layers[0].lora_A is layers[1].lora_A and layers[0].lora_B is layers[1].lora_B
+    assert len(trainable(model)) == 2
+
+
+def test_a_layer_whose_weight_is_read_without_a_call_is_refused_by_name(caplog):
+    model = tiny_architecture("jamba")
+    assert not any(name.endswith("dt_proj") for name in lora_targets(model, "all"))
+    assert "dt_proj" in caplog.text
+    with pytest.raises(ValueError, match="'dt_proj'.*read without calling"):
+        lora_targets(model, "dt_proj")

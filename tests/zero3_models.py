@@ -10,6 +10,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers as hf
+from architectures import tiny_architecture
 from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
@@ -100,6 +101,24 @@ def check_scalar_head(folder: Path) -> None:
     )
 
 
+def check_refusals(folder: Path) -> None:
+    """Partitioned weights are no reason to trust a head, or a model that lets padding in."""
+    for kind, reason in (
+        ("rwkv", "cannot load a rwkv"), ("recurrent_gemma", "left-padded"), ("roberta", "later tokens"), ("mamba", None)
+    ):  # fmt: skip
+        place = folder / kind
+        if dist.get_rank() == 0:
+            tiny_architecture(kind).save_pretrained(place)
+        dist.barrier()
+        try:
+            model = load_causal_lm(place, dtype=torch.bfloat16, deepspeed_config=CONFIG)
+            answer = None
+            assert all(is_partitioned(p) for p in model.parameters()), kind
+        except ValueError as error:
+            answer = str(error)
+        assert (answer is None) if reason is None else (reason in str(answer)), (kind, answer)
+
+
 if __name__ == "__main__":
     root = Path(sys.argv[1])
     os.environ.setdefault("LOCAL_RANK", "0")
@@ -107,5 +126,6 @@ if __name__ == "__main__":
     check_causal_lm(root / "llama", "llama-tied", lora=False, checkpointing=True)
     check_causal_lm(root / "gpt2", "gpt2", lora=True, checkpointing=True)
     check_scalar_head(root / "llama")
+    check_refusals(root)
     print("all equal", flush=True)
     dist.destroy_process_group()

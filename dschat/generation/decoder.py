@@ -15,7 +15,7 @@ from dschat import watchdog
 from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
 from dschat.generation.fused_modules import faster_forwards
 from dschat.generation.kv_pool import PooledModel
-from dschat.generation.plain_rows import plain_steps, takes
+from dschat.generation.plain_rows import cache_mismatch, plain_steps
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
 from dschat.generation.scheduler import Rollouts
@@ -74,6 +74,7 @@ class Decoder:
         self._responses: Responses | None = None
         self._fixed_weights = False
         self._served: bool | None = None
+        self._cached = False
         self._faster: dict[nn.Module, Callable] | None = None
         self._fused: list[FusedLinears] = []
 
@@ -130,7 +131,9 @@ class Decoder:
             weights = self._weight_addresses() if self._fixed_weights else None
             yield from rollouts.steps(request, responses, self, weights=weights, streams=streams)
         else:
-            yield from plain_steps(self.model, request, responses, self, slots=self._options["slots"])
+            yield from plain_steps(
+                self.model, request, responses, self, slots=self._options["slots"], cached=self._cached
+            )
 
     def _serves(self) -> bool:
         """Whether the pool gives what the model's own forward gives; tried once, on a few tokens."""
@@ -138,9 +141,12 @@ class Decoder:
             problem = self._pooled.mismatch()
             self._served = problem is None
             if problem:
+                without_cache = cache_mismatch(self.model)
+                self._cached = without_cache is None
+                again = f": every token runs all columns again ({without_cache})"
                 warnings.warn(
                     f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, decoding "
-                    f"is slow{'' if takes(self.model, 'past_key_values') else ': every token runs all columns again'}.",
+                    f"is slow{'' if self._cached else again}. Prompts are not shared, and rows wait for their batch.",
                     stacklevel=2,
                 )
         return self._served

@@ -7,6 +7,7 @@ layers share an input is seen by watching a forward pass, so no architecture is 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,13 @@ class FusedLinears:
             vars(layer).pop("forward", None)
 
     def _forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
-        def forward(x: Tensor) -> Tensor:
+        layer = self.layers[place]
+        usual = partial(type(layer).forward, layer)
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            if len(args) != 1 or kwargs or args[0].dtype != self.packed.dtype or not args[0].numel():
+                return usual(*args, **kwargs)
+            (x,) = args
             if x is not self.input or place not in self.parts:
                 out = self.library.linear(x, self.packed, self.bias, sum(self.sizes))
                 if len(self.sizes) == 1:
@@ -83,7 +90,7 @@ def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
     met: list[tuple[nn.Linear, Any]] = []  # inputs are held, so that no address is given twice
 
     def note(layer: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        met.append((layer, inputs[0]))
+        met.append((layer, inputs[0] if inputs else object()))  # an input given by name is shared with nobody
 
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]

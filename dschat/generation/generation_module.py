@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import defaultdict
 
 import torch
@@ -66,6 +67,7 @@ class GenerationModule:
         self._buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         self._flat: dict[torch.dtype, Tensor] = {}
         self.layerwise: LayerwiseWeights | None = None
+        self._layers_suffice = False
         tied = defaultdict(list)
         for name, parameter in self._meta.items():
             tied[id(parameter)].append(name)
@@ -105,12 +107,38 @@ class GenerationModule:
             # Rotary frequencies and causal masks, which a state dict may leave out.
             if plain_name(name) in self._buffers:
                 set_tensor(self.module, plain_name(name), buffer)
+        if self.layerwise is not None and not self._runs_by_layers():
+            return self.fill()
         return self.module
 
     @property
     def holds_copies(self) -> bool:
         """Whether some weight is a copy of its own and not the training model's tensor."""
         return bool(self._flat) or self.layerwise is not None
+
+    def _runs_by_layers(self) -> bool:
+        """Whether a few tokens run with the weights of each layer alone, tried once; if not, all will be gathered."""
+        if self._layers_suffice:
+            return True
+        problem = self.layerwise.problem()
+        self._layers_suffice = self._agreed(problem is None, self.layerwise.partitioned)
+        if not self._layers_suffice:
+            warnings.warn(
+                f"{type(self.module).__name__} does not run with one layer's weights at a time ({problem}): all are "
+                "gathered at once, which takes the memory of the whole model on every device.",
+                stacklevel=2,
+            )
+            self.layerwise.abandon()
+            self.layerwise, self._wants_layerwise = None, False
+        return self._layers_suffice
+
+    def _agreed(self, here: bool, distributed: bool) -> bool:
+        """Whether all ranks say so, where they gather together."""
+        device = next(self.model.parameters()).device
+        answer = torch.tensor(int(here), dtype=torch.int32, device=device)
+        if distributed:
+            dist.all_reduce(answer, op=dist.ReduceOp.MIN)
+        return bool(answer)
 
     def release(self) -> None:
         """Let go of all weights: every parameter is on the meta device again. Under ZeRO-3 ranks may wait here."""
@@ -153,10 +181,8 @@ class GenerationModule:
             return bool(self._wants_layerwise)
         device = next(self.model.parameters()).device
         needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in copies.values())
-        fits = torch.tensor(needed <= self.memory_fraction * free_memory(device), dtype=torch.int32, device=device)
-        if any(is_partitioned(parameter) for source in sources for parameter in source.needed):
-            dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-        return not fits
+        partitioned = any(is_partitioned(parameter) for source in sources for parameter in source.needed)
+        return not self._agreed(needed <= self.memory_fraction * free_memory(device), partitioned)
 
     def _rooms(self, copies: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
         """A place for each copy in the flat buffer of its dtype; the same places every time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,11 +15,13 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from dschat.generation.attention import decode_attention
 from dschat.generation.host_tensors import to_device
 from dschat.generation.rollout import left_pad
+from dschat.generation.trial import TRIAL_TOKENS, distance, short_windows, takes
 from dschat.tensors import position_ids
+
+logger = logging.getLogger(__name__)
 
 DECODING = "dschat_decoding"  # the name under which transformers' models find `attend`
 UNUSED_TOKEN = 0  # a place of the pool that belongs to no row
-TRIAL_TOKENS = 12  # of each of the two rows that a model is tried on
 
 
 class Runs:
@@ -79,6 +82,7 @@ class KVPool(Cache):
         self._real: Tensor | None = None
         self._spans: Tensor | None = None
         self._longest = 0
+        self._index: Tensor | None = None
 
     def clear(self) -> None:
         """All places are free again."""
@@ -91,11 +95,27 @@ class KVPool(Cache):
             places: [tokens] long, where in the pool.
             real: [tokens] long, which of the U·P columns, row after row, they are; None: all.
         """
-        self._prompt_places, self._real, self._spans = places, real, None
+        self._prompt_places, self._real, self._spans, self._index = places, real, None, None
 
     def extend(self, spans: Tensor, *, longest: int) -> None:
         """The next forward passes run the newest token of each row; arguments as in attention.decode_attention."""
-        self._spans, self._longest, self._prompt_places = spans, longest, None
+        self._spans, self._longest, self._prompt_places, self._index = spans, longest, None, None
+
+    def extend_gathered(self, spans: Tensor) -> Tensor:
+        """The same for attention of the model's own, which is given each row's whole context, padded on the left.
+
+        Returns:
+            The mask [R, L] bool of the contexts, of which the longest has L tokens.
+        """
+        prompt_start, prompt_length, response_start, response_length = spans.T.unsqueeze(-1)  # each [R, 1]
+        context = prompt_length + response_length
+        columns = int(context.max())
+        place = torch.arange(columns, device=spans.device) - columns + context  # [R, L], below 0 on padding
+        index = torch.where(place < prompt_length, prompt_start + place, response_start + place - prompt_length)
+        real = place >= 0
+        self.extend(spans, longest=columns)
+        self._index = torch.where(real, index, UNUSED_TOKEN)
+        return real
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -108,6 +128,8 @@ class KVPool(Cache):
                 key_states.new_zeros(self.size, shape.heads, shape.width),
                 value_states.new_zeros(self.size, shape.heads, shape.value_width),
             )
+        if self._index is not None:
+            return self._gathered(layer_idx, key_states, value_states)
         if self._spans is not None:
             return NewTokens(self, layer_idx, key_states), value_states
         for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
@@ -115,6 +137,13 @@ class KVPool(Cache):
             # By index: a mask would have the host wait for the device, twice a layer.
             store.index_copy_(0, self._prompt_places, columns if self._real is None else columns[self._real])
         return key_states, value_states
+
+    def _gathered(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
+        """Keep the newest keys and values [R, heads, 1, width]; those of all contexts, [R, heads, L, width]."""
+        newest = self._spans[:, 2] + self._spans[:, 3] - 1
+        for store, states in zip(self._stored[layer], new, strict=True):
+            store.index_copy_(0, newest, states[:, :, 0])
+        return tuple(store[self._index].transpose(1, 2) for store in self._stored[layer])
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None,
@@ -133,13 +162,14 @@ class KVPool(Cache):
         return out.unsqueeze(0 if packed else 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0  # positions are always passed, and masks made of the forward's own columns
+        """0 but for gathered contexts: positions are always passed, and masks made of the forward's own columns."""
+        return 0 if self._index is None else self._index.shape[1] - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        return 0
+        return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, 0
+        return self.get_seq_length() + query_length, 0
 
 
 @dataclass(frozen=True)
@@ -185,14 +215,22 @@ class PooledModel:
 
     Attributes:
         packs: short prompts can run side by side without padding; known after `mismatch`.
+        gathers: each step gathers the rows' contexts out of the pool for the model's own attention (ALiBi, latents,
+            chunks, masks that slide), where ours does not stand for it; known after `mismatch`.
         capture_failure: why a decoding step of this model could not be captured, so that it is not tried again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.shapes: dict[int, LayerShape] = {}
-        self.packs = False
+        self.packs = self.gathers = False
         self.capture_failure: str | None = None
+        self._takes = {name: takes(model, name) for name in ("position_ids", "logits_to_keep", "past_key_values")}
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps may be captured: contexts that are gathered change their shape from step to step."""
+        return not self.gathers
 
     def prefill(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         """Run prompts, left-padded, and keep their keys and values from `starts` on; the last logits, [U, V].
@@ -206,11 +244,18 @@ class PooledModel:
         whole = bool(mask.all())
         real = None if whole else to_device(mask.flatten().nonzero().squeeze(1), device)
         pool.fill_in(to_device(places, device), real)
-        return self.model(
-            input_ids=to_device(ids, device), attention_mask=None if whole else to_device(mask.long(), device),
-            position_ids=to_device(positions, device), past_key_values=pool, use_cache=True, logits_to_keep=1,
-            return_dict=True,
-        ).logits[:, -1]  # fmt: skip
+        attention_mask = None if whole else to_device(mask.long(), device)
+        return self._forward(to_device(ids, device), attention_mask, to_device(positions, device), pool)
+
+    def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, pool: KVPool | None) -> Tensor:
+        """The logits [R, V] after the last column."""
+        inputs = {"position_ids": positions, "logits_to_keep": 1, "past_key_values": pool}
+        taken = {name: value for name, value in inputs.items() if self._takes[name]}
+        if pool is not None and "past_key_values" not in taken:
+            raise NotImplementedError("it keeps no keys and values")
+        use_cache = pool is not None
+        out = self.model(input_ids=ids, attention_mask=mask, use_cache=use_cache, return_dict=True, **taken)
+        return out.logits[:, -1]
 
     def prefill_packed(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         """The same for prompts one behind the other in one row, each token attending as a row of a decoding step does.
@@ -242,13 +287,12 @@ class PooledModel:
 
     def decode(self, pool: KVPool, tokens: Tensor, spans: Tensor, *, longest: int) -> Tensor:
         """Run the newest token of each row, tokens [R]; the next logits, [R, V]."""
+        positions = (spans[:, 1] + spans[:, 3] - 1).unsqueeze(1)
+        if self.gathers:
+            return self._forward(tokens.unsqueeze(1), pool.extend_gathered(spans).long(), positions, pool)
         pool.extend(spans, longest=longest)
-        positions = spans[:, 1] + spans[:, 3] - 1
         with self._decoding_attention():
-            return self.model(
-                input_ids=tokens.unsqueeze(1), position_ids=positions.unsqueeze(1), past_key_values=pool,
-                use_cache=True, logits_to_keep=1, return_dict=True,
-            ).logits[:, -1]  # fmt: skip
+            return self._forward(tokens.unsqueeze(1), None, positions, pool)
 
     @property
     def bytes_per_token(self) -> int:
@@ -261,6 +305,22 @@ class PooledModel:
 
         An architecture is never asked for by name: whatever it does to its attention shows in its logits.
         """
+        problems = []
+        for self.gathers in (False, True):
+            with short_windows(self.model) as has_windows:
+                problem = self._mismatch(has_windows)
+            if problem is None:
+                if self.gathers:
+                    logger.info(
+                        "%s: contexts are gathered out of the pool for its own attention at every step, which costs a "
+                        "copy of keys and values: %s", type(self.model).__name__, problems[0],
+                    )  # fmt: skip
+                return None
+            problems.append(problem)
+        self.gathers = False
+        return problems[0]
+
+    def _mismatch(self, has_windows: bool) -> str | None:
         embeddings = self.model.get_input_embeddings()
         vocabulary, device = embeddings.num_embeddings, embeddings.weight.device
         ids = torch.arange(2 * TRIAL_TOKENS, device=device).view(2, -1) * 7919 % vocabulary
@@ -271,36 +331,27 @@ class PooledModel:
         starts = torch.tensor([[1], [1 + TRIAL_TOKENS]], device=device)
         prompts = [row[real].tolist() for row, real in zip(ids[:, :-1], mask[:, :-1], strict=True)]
         try:
-            expected = self.model(
-                input_ids=ids, attention_mask=mask.long(), position_ids=positions, use_cache=False, logits_to_keep=1
-            ).logits[:, -1]
+            expected = self._forward(ids, mask.long(), positions, None)
             self.prefill(pool, prompts, [1, 1 + TRIAL_TOKENS])
             lengths = mask[:, :-1].sum(1, keepdim=True)
             newest = torch.tensor([[2 * TRIAL_TOKENS + 1], [2 * TRIAL_TOKENS + 2]], device=device)
             spans = torch.cat([starts, lengths, newest, torch.ones_like(newest)], dim=1)
             found = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)
-        except (
-            AttributeError,
-            IndexError,
-            KeyError,
-            NotImplementedError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model's own code, given a cache of ours
+            if strange := self._strange_layers():
+                return f"it has layers of {strange}, whose state is no keys and values"
             return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
         self.shapes = pool.shapes
-        spread = (expected.float() - expected.float().mean(-1, keepdim=True)).norm()
         most = 1e-2 if expected.dtype == torch.float32 else 0.1
-        off = float((found.float() - expected.float()).norm() / spread)
+        off = distance(found, expected)
         if not off < most:
             return f"over the pool its logits are off by {off:.2g} of their spread"
-        self.packs = device.type == "cpu" and self._packs(ids, mask, expected, spread, most)
-        return self._window_mismatch(pool.windows)
+        self.packs = device.type == "cpu" and not self.gathers and self._packs(ids, mask, expected, most)
+        return self._window_mismatch(pool.windows, has_windows)
 
-    def _packs(self, ids: Tensor, mask: Tensor, expected: Tensor, spread: Tensor, most: float) -> bool:
+    def _packs(self, ids: Tensor, mask: Tensor, expected: Tensor, most: float) -> bool:
         """Whether packed prompts give the same logits, as they do where nothing but attention looks at other tokens."""
         prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
         pool = KVPool(2 * TRIAL_TOKENS + 1)
@@ -308,16 +359,22 @@ class PooledModel:
             found = self.prefill_packed(pool, prompts, [1, 1 + TRIAL_TOKENS])
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        return bool((found.float() - expected.float()).norm() < most * spread)
+        return distance(found, expected) < most
 
-    def _window_mismatch(self, windows: dict[int, int | None]) -> str | None:
-        """Layers that slide by their mask alone would look right on a few tokens: they have to say their window."""
-        config = self.model.config.get_text_config()
-        kinds = getattr(config, "layer_types", None) or []
-        strange = set(kinds) - {"full_attention", "sliding_attention"}
-        if strange:
-            return f"it has layers of {', '.join(sorted(strange))}"
+    def _window_mismatch(self, windows: dict[int, int | None], has_windows: bool) -> str | None:
+        """Layers that keep something else than keys and values; windows that the trial could not shorten."""
+        if strange := self._strange_layers():
+            return f"it has layers of {strange}"
+        if has_windows or self.gathers:
+            return None
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
         silent = [
             layer for layer, kind in enumerate(kinds) if (kind == "sliding_attention") != bool(windows.get(layer))
         ]
         return f"its layers {silent} do not tell their attention which window they have" if silent else None
+
+    def _strange_layers(self) -> str:
+        """The kinds of layers that the pool may not serve, whatever their logits on a few tokens."""
+        kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
+        served = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if self.gathers else set())
+        return ", ".join(sorted(set(kinds) - served))

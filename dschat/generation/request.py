@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from dschat.generation.rollout import Rollout, left_pad
 from dschat.generation.sampling import SamplingParams
+from dschat.models.positions import position_limit
 from dschat.tensors import seeded_uniform
 
 # Numbers hashed at once: the hash works on int64 and makes many temporaries.
@@ -77,13 +78,20 @@ class Request:
             problems.append(f"max_new_tokens is {min(limits)}, but a response has at least 1 token")
         if self.sample_ids is not None and self.sample_ids.shape != (len(self),):
             problems.append(f"sample_ids has shape {tuple(self.sample_ids.shape)}, but there are {len(self)} prompts")
-        positions = getattr(config, "max_position_embeddings", None)
+        positions, kind = position_limit(config)
         longest, limit = max(((len(p), limit) for p, limit in zip(self.prompts, limits)), key=sum)  # noqa: B905
         # The last token is never fed, so it needs no position.
         if positions is not None and longest + limit - 1 > positions:
             problems.append(
                 f"the longest prompt has {longest} tokens, with max_new_tokens {limit} that is {longest + limit}, "
-                f"but the model has {positions} positions: shorten one of them"
+                f"but the model has {positions} {kind}: shorten one of them"
+            )
+        vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+        largest, smallest = max(map(max, self.prompts)), min(map(min, self.prompts))
+        if smallest < 0 or vocabulary is not None and largest >= vocabulary:
+            problems.append(
+                f"the prompts hold the ids {smallest} to {largest}, but the model's vocabulary has {vocabulary}: "
+                "encode them with the model's own tokenizer"
             )
         if problems:
             raise ValueError("; ".join(problems) + ".")

@@ -146,7 +146,9 @@ class Rollouts:
         self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, weights: Hashable
     ) -> tuple[Step, Callable[[int], None]]:
         """A step over empty slots, and what runs it: captured where that is possible, with the graphs of last time."""
-        captures = weights is not None and "graphs" not in self.without and can_capture(self.device)
+        captures = (
+            weights is not None and "graphs" not in self.without and can_capture(self.device) and self.model.captures
+        )
         if captures:
             longest = 1 << (longest - 1).bit_length()  # a bound, so that graphs serve other requests too
 

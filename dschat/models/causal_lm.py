@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from dschat.data.chat_template import stop_token_ids
 from dschat.models.loading import load_pretrained, load_tokenizer
 from dschat.models.packing import packed_attention
-from dschat.models.weights import is_partitioned
-from dschat.tensors import linear_logprobs, logprobs_of, position_ids
+from dschat.models.verification import verify_logprobs
+from dschat.tensors import linear_logprobs, position_ids
 
 __all__ = ["LogprobHead", "TokenLogprobs", "head_transform", "load_causal_lm", "load_tokenizer", "verify_head"]
 
@@ -60,12 +61,14 @@ def load_causal_lm(
 
 
 def set_generation_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let plain `generate` of the exported model stop at the tokenizer's EOS too, beside the ids it stopped at."""
+    """Let plain `generate` of the exported model stop where ours does, beside the ids it stopped at.
+
+    These are the tokenizer's EOS and the template's end of turn: ChatML has <|im_end|> beside an EOS <|endoftext|>.
+    """
     generation = model.generation_config
-    stops = generation.eos_token_id
-    stops = [] if stops is None else [stops] if isinstance(stops, int) else list(stops)
-    if tokenizer.eos_token_id not in stops:
-        stops.append(tokenizer.eos_token_id)
+    configured = generation.eos_token_id
+    configured = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    stops = list(dict.fromkeys([*configured, *stop_token_ids(tokenizer)]))
     generation.eos_token_id = stops if len(stops) > 1 else stops[0]
     generation.pad_token_id = tokenizer.pad_token_id
     try:
@@ -124,7 +127,8 @@ class TokenLogprobs(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         output_embeddings = model.get_output_embeddings()
-        if output_embeddings is None or model.base_model is model:
+        body = backbone(model)
+        if output_embeddings is None or body is None:
             raise ValueError(
                 f"{type(model).__name__} has no output embedding apart from its backbone, but log-probs are computed "
                 "from hidden states and that embedding: load a decoder with AutoModelForCausalLM."
@@ -132,7 +136,7 @@ class TokenLogprobs(nn.Module):
         scale, softcap = head_transform(model)
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
-        self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self.takes_positions = "position_ids" in inspect.signature(body.forward).parameters
         self.packs_by_mask = False  # see dschat.models.packing
 
     def forward(
@@ -181,9 +185,8 @@ class TokenLogprobs(nn.Module):
         if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
             mask = packed_attention(packed_positions, self.model.dtype) if self.packs_by_mask else None
         taken = {"position_ids": positions} if self.takes_positions else {}
-        return self.model.base_model(
-            input_ids=input_ids, attention_mask=mask, use_cache=False, **taken
-        ).last_hidden_state
+        out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **taken)
+        return out.last_hidden_state
 
 
 def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
@@ -202,35 +205,24 @@ def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
         scale *= config.logits_scaling if config.model_type.startswith("hyperclovax") else 1 / config.logits_scaling
     for name in ("lm_head_multiplier", "output_multiplier"):  # Falcon-H1; µP models
         scale *= getattr(config, name, None) or 1.0
+    scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
     return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
 
 
-@torch.no_grad()
-def verify_head(model: PreTrainedModel) -> None:
-    """Compare our log-probs with the model's own logits on a few tokens.
+def backbone(model: PreTrainedModel) -> nn.Module | None:
+    """The part of a model that makes hidden states of ids; None where it does not stand apart from the head."""
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4 names its backbone otherwise than its class announces.
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [part for part in model.children() if embeddings in part.modules() and head not in part.modules()]
+    return parts[0] if len(parts) == 1 and parts[0] is not embeddings else None
 
-    Nothing is checked where parameters are partitioned or not materialised: the model's own head would need a gather.
+
+def verify_head(model: PreTrainedModel) -> None:
+    """Compare our log-probs with the model's own logits on a few tokens, padded and not; see `verify_logprobs`.
 
     Raises:
-        ValueError: they differ, so the architecture does something to its logits that `head_transform` does not know.
+        ValueError: they differ, or the model is no causal language model.
     """
-    if any(is_partitioned(p) or p.is_meta for p in model.parameters()):
-        return
-    ours = TokenLogprobs(model)
-    vocabulary, device = model.get_input_embeddings().num_embeddings, model.get_output_embeddings().weight.device
-    tokens = torch.randint(vocabulary, (1, 8), generator=torch.Generator().manual_seed(0)).to(device)
-    everything = torch.ones_like(tokens, dtype=torch.bool)
-    was_training = model.training
-    model.eval()
-    logits = model(input_ids=tokens, attention_mask=everything.long(), use_cache=False).logits
-    difference = ours(tokens, everything, everything)[:, 1:] - logprobs_of(logits[:, :-1], tokens[:, 1:])
-    model.train(was_training)
-    # Logits are rounded to their own precision (2⁻⁸ of their size in bf16, TF32 sums in fp32), some models' twice.
-    tolerance = max(1e-3, 4 * torch.finfo(model.dtype).eps) * max(1.0, logits.abs().max().item())
-    worst = difference.abs().max().item()
-    if not worst <= tolerance:
-        raise ValueError(
-            f"{type(model).__name__}: log-probs from hidden states differ from the model's own logits by {worst:.3g} "
-            f"(tolerance {tolerance:.3g}), so it changes its logits in a way this suite does not know: "
-            "add it to head_transform in dschat/models/causal_lm.py."
-        )
+    verify_logprobs(model, TokenLogprobs(model))

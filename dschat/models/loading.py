@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.utils import logging as transformers_logging
 
@@ -78,8 +85,10 @@ def load_tokenizer(
     try:
         with custom_code_refused(path):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except OSError as problem:
-        raise ValueError(f"no tokenizer could be loaded from {path}: {problem}") from problem
+    except CustomCodeError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as problem:
+        raise ValueError(f"no tokenizer could be loaded from {path}: {problem}{_conversion_hint(folder)}") from problem
     if add_eot_token:
         tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.eos_token_id is None:
@@ -92,6 +101,18 @@ def load_tokenizer(
         logger.info("%s has no pad token, its EOS %r is used: padding is known by masks", path, tokenizer.pad_token)
     ensure_chat_template(tokenizer)
     return tokenizer
+
+
+def _conversion_hint(folder: Path) -> str:
+    """The way out where a folder has a SentencePiece model and nothing else, which takes packages to read."""
+    if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
+        return ""
+    models = [name for name in TOKENIZER_FILES if name.endswith(".model") and (folder / name).is_file()]
+    return (
+        f" {folder} has {models[0]} alone: pip install sentencepiece protobuf tiktoken, or convert it where they are "
+        "installed with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which adds a tokenizer.json."
+        if models else ""
+    )  # fmt: skip
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -147,13 +168,24 @@ def load_pretrained(
         set_dropout(config, dropout)
     watchdog.phase("model loading")
     with partitioned_loading(deepspeed_config), _counting_weights():
-        with custom_code_refused(path):
-            model, info = auto_class.from_pretrained(
-                path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
-            )
+        try:
+            with custom_code_refused(path):
+                model, info = auto_class.from_pretrained(
+                    path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+                )
+        except (AttributeError, AssertionError, IndexError, KeyError, TypeError) as error:
+            # Of transformers' code for this architecture, for example RWKV's under ZeRO-3.
+            under = " under ZeRO stage 3" if is_zero3(deepspeed_config) else ""
+            raise ValueError(
+                f"{path}: transformers cannot load a {config.model_type} as {auto_class.__name__.removeprefix('Auto')}"
+                f"{under} ({type(error).__name__}: {error}): choose another architecture"
+                f"{' or a lower stage' if under else ''}."
+            ) from error
         _require_weights(model, info["missing_keys"], path, new_head=new_head)
         if tokenizer is not None:
             grow_embeddings(model, tokenizer)
+            heads = [model.get_output_embeddings()] if auto_class is AutoModelForCausalLM else []
+            _require_rows(model, [model.get_input_embeddings(), *heads], tokenizer, path)
     # An embedding's padding_idx gets no gradient, and pad may equal EOS; masks keep padding out of the loss anyway.
     model.get_input_embeddings().padding_idx = None
     if gradient_checkpointing:
@@ -255,3 +287,18 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         torch.manual_seed(torch.initial_seed())
         model.resize_token_embeddings(needed)
     logger.info("%d embedding rows added for new tokens: %d in all", needed - rows, needed)
+
+
+def _require_rows(
+    model: PreTrainedModel, tables: list[torch.nn.Module], tokenizer: PreTrainedTokenizerBase, path: str | Path
+) -> None:
+    """Every id of the tokenizer has to be one of the model: others end in a fault of the device, or in silence."""
+    largest = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1) - 1
+    for table in tables:
+        weight = getattr(table, "weight", None)
+        if weight is not None and largest >= full_shape(weight)[0]:
+            raise ValueError(
+                f"{path}: the tokenizer has ids up to {largest}, but the {type(table).__name__} of a "
+                f"{type(model).__name__} has {full_shape(weight)[0]} rows and does not grow: "
+                "use the tokenizer that the model was trained with."
+            )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -14,6 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from dschat.models.weights import full_shape, pretrained_model
+
+logger = logging.getLogger(__name__)
 
 HEADS = ("score", "classifier")  # of scalar-head models: small, and trained as they are
 
@@ -54,11 +60,15 @@ def add_lora(
         r=dim,
         lora_alpha=2 * dim if alpha is None else alpha,
         lora_dropout=dropout,
-        target_modules=targets,
         # GPT-2's Conv1D keeps its weight as [in, out].
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
-    inject_adapter_in_model(config, model)
+    # PEFT must not know the architecture: it would put experts' fused weights in the place of the layers named here.
+    holder = nn.Module()
+    holder.model = model
+    config.target_modules = {f"model.{name}" for name in targets}
+    inject_adapter_in_model(config, holder)
+    _share_adapters(model)
     _seed_adapters(model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
@@ -71,6 +81,10 @@ def add_lora(
 def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
     """Full names of the linear layers whose name contains module_name ("all" takes all of them).
 
+    Left out are layers that do more than multiply (a router that returns its choice as well), and those whose weight
+    the module around them reads without calling them (Mamba's kernels): an adapter would not act in training, but in
+    the export. Experts that keep their weights in one fused tensor are no linear layers.
+
     Raises:
         ValueError: no layer has such a name; the message lists the names there are.
     """
@@ -80,14 +94,69 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
         for name, part in model.named_modules()
         if isinstance(part, (nn.Linear, Conv1D)) and part is not output and name.split(".")[0] not in HEADS
     ]
-    targets = layers if module_name == "all" else [name for name in layers if module_name in name]
+    adaptable = [name for name in layers if _is_adaptable(model, name)]
+    targets = adaptable if module_name == "all" else [name for name in adaptable if module_name in name]
+    left_out = sorted({name.rsplit(".", 1)[-1] for name in layers if module_name in ("all", *name.split("."))} - {
+        name.rsplit(".", 1)[-1] for name in targets
+    })  # fmt: skip
     if not targets:
-        kinds = sorted({name.rsplit(".", 1)[-1] for name in layers})
+        kinds = sorted({name.rsplit(".", 1)[-1] for name in adaptable})
+        why = " (its weight is read without calling it, so that an adapter would not act)" if left_out else ""
         raise ValueError(
-            f"--lora_module_name {module_name!r} is in no name of a linear layer of {type(model).__name__}, so nothing "
-            f"would be adapted: use one of {', '.join(kinds)}, a longer part of a name such as {layers[0]!r}, or 'all'."
+            f"--lora_module_name {module_name!r} is in no name of a linear layer of {type(model).__name__} that can be "
+            f"adapted{why}, so nothing would be adapted: use one of {', '.join(kinds)}, a longer part of a name such "
+            f"as {(adaptable or layers)[0]!r}, or 'all'."
         )
+    if left_out:
+        logger.warning(
+            "--lora_module_name %s: %s of %s get no adapters: more than a call of the layer uses its weight",
+            module_name, ", ".join(left_out), type(model).__name__,
+        )  # fmt: skip
     return targets
+
+
+def _is_adaptable(model: PreTrainedModel, name: str) -> bool:
+    """Whether the layer's output is its weight times its input, and all its use."""
+    layer = model.get_submodule(name)
+    if not (type(layer).forward is Conv1D.forward or _multiplies(type(layer))):
+        return False
+    parent, _, leaf = name.rpartition(".")
+    return not any(f"self.{leaf}.weight" in source for source in _method_sources(type(model.get_submodule(parent))))
+
+
+@functools.cache
+def _multiplies(cls: type[nn.Linear]) -> bool:
+    """Whether the forward of a kind of linear layer is x Wᵀ + b, which small numbers show."""
+    if cls.forward is nn.Linear.forward:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 5)))
+    try:
+        out = cls.forward(SimpleNamespace(weight=weight, bias=bias), x)
+    except Exception:  # of its own code, which needs more than these
+        return False
+    return isinstance(out, torch.Tensor) and torch.allclose(out, nn.functional.linear(x, weight, bias), atol=1e-5)
+
+
+@functools.cache
+def _method_sources(cls: type) -> list[str]:
+    """The code of a module's methods, without that which initialises it."""
+    sources = []
+    for parent in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        for name, method in vars(parent).items():
+            if inspect.isfunction(method) and "init" not in name and not name.startswith("reset"):
+                with suppress(OSError, TypeError):  # code without a source file
+                    sources.append(inspect.getsource(method))
+    return sources
+
+
+def _share_adapters(model: PreTrainedModel) -> None:
+    """Layers that share their weight share one adapter too, as there is one weight that it can be folded into."""
+    first: dict[int, LoraLayer] = {}
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer):
+            owner = first.setdefault(id(layer.get_base_layer().weight), layer)
+            layer.lora_A, layer.lora_B = owner.lora_A, owner.lora_B
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
 from dschat.generation import Rollout
 from dschat.models.loading import load_tokenizer
+from dschat.models.positions import position_limit
 from dschat.rlhf.micro_batches import forward_in_micro_batches
 
 
@@ -88,9 +89,8 @@ class RewardModel:
 
 def longest_sequence(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens that a reward model can read."""
-    # Not vars(): GPT-2's config knows the name as an alias. RoBERTa's tokenizer knows that two are never used.
-    positions = getattr(config, "max_position_embeddings", None) or 2**31
-    return min(positions, tokenizer.model_max_length)
+    # RoBERTa's tokenizer knows that two positions are never used.
+    return min(position_limit(config)[0] or 2**31, tokenizer.model_max_length)
 
 
 def conversation_ids(

@@ -1,0 +1,134 @@
+"""Whether a model is a causal language model whose log-probs we get right, found out by running a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat.models.layer_weights import full_layers
+from dschat.models.weights import full_shape, gathered, is_partitioned
+from dschat.tensors import logprobs_of
+
+TRIAL_TOKENS = 12
+PREFIX_TOKENS = 7  # of them, in rows of their own that are padded
+
+# Log-probs [B, S] of input_ids [B, S] under an attention mask and a loss mask [B, S].
+Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@torch.no_grad()
+def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
+    """Compare our log-probs of whole, left-padded and right-padded rows with the model's own logits of one row alone.
+
+    Weights are gathered and computed with in float32 one layer at a time, so that differences are the model's and not
+    those of rounding. A model that cannot run so is gathered whole and compared in its own dtype. A collective under
+    ZeRO-3. Nothing is checked where weights are not there at all (the meta device).
+
+    Args:
+        model: as it will be trained; its mode stays what it is.
+        ours: TokenLogprobs of the model.
+
+    Raises:
+        ValueError: the model cannot be run as a causal language model, its logits for a token depend on later tokens,
+            it does to its logits what `head_transform` does not know, or a row's log-probs depend on padding.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        return
+    was_training = ours.training, model.training
+    ours.eval()
+    try:
+        problem = _problem_by_layers(model, ours)
+    finally:
+        ours.train(was_training[0])
+        model.train(was_training[1])
+    if problem is not None:
+        raise ValueError(f"{type(model).__name__}: {problem}")
+
+
+def _problem_by_layers(model: PreTrainedModel, ours: nn.Module) -> str | None:
+    exact = model.dtype == torch.float32
+    if not (exact or model.device.type == "meta") or any(is_partitioned(p) for p in ours.parameters()):
+        try:
+            with full_layers(ours, dtype=torch.float32):
+                return _problem(model, ours, torch.float32)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the model's own code, which may read a weight where it is not lent
+            pass
+    with ExitStack() as stack:
+        stack.enter_context(gathered(list(ours.parameters())))
+        try:
+            return _problem(model, ours, model.dtype)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model's own code: whatever it is, this is no model for us
+            return (
+                f"it cannot be run as a causal language model on a batch of token ids "
+                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
+                "name a decoder that continues text."
+            )
+
+
+def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str | None:
+    """What is wrong with the model's log-probs, or None."""
+    embeddings = model.get_input_embeddings()
+    vocabulary, device = full_shape(embeddings.weight)[0], embeddings.weight.device
+    tokens = torch.randint(vocabulary, (1, TRIAL_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
+    own, largest = _own_logprobs(model, tokens)  # [n - 1]
+    # Logits are rounded to their own precision (2⁻⁸ of their size in bf16, TF32 sums in fp32), some models' twice.
+    tolerance = max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
+    rows, mask = _padded_rows(tokens)
+    found = ours(rows, mask, mask).float()  # [3, n]
+    whole = found[0, 1:] - own
+    left = found[1, 1 - PREFIX_TOKENS :] - own[: PREFIX_TOKENS - 1]
+    right = found[2, 1:PREFIX_TOKENS] - own[: PREFIX_TOKENS - 1]
+    problem = None
+    if not _small(whole, tolerance, dtype) or not _small(right, tolerance, dtype):
+        prefix, _ = _own_logprobs(model, tokens[:, :PREFIX_TOKENS])
+        if not _small(prefix - own[: PREFIX_TOKENS - 1], tolerance, dtype):
+            problem = (
+                "its logits for a token depend on later tokens, so it is no causal language model but an encoder, or "
+                "a decoder whose config lacks is_decoder: name a decoder that continues text."
+            )
+        else:
+            worst = max(whole.abs().max().item(), right.abs().max().item())
+            problem = (
+                f"log-probs from hidden states differ from the model's own logits by {worst:.3g} "
+                f"(tolerance {tolerance:.3g}), so it changes its logits in a way this suite does not know: "
+                "add it to head_transform in dschat/models/causal_lm.py."
+            )
+    elif not _small(left, tolerance, dtype):
+        problem = (
+            f"log-probs of a left-padded row differ from those of the row alone by {left.abs().max().item():.3g} "
+            f"(tolerance {tolerance:.3g}): it does not keep padding out, but prompts of a batch are padded on the "
+            "left. Choose another architecture."
+        )
+    return problem
+
+
+def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, float]:
+    """By the model's own logits, of every token of the row tokens [1, n] but the first; and the largest logit."""
+    mask = torch.ones_like(tokens)
+    logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    return logprobs_of(logits[0, :-1], tokens[0, 1:]).float(), logits.abs().max().item()
+
+
+def _padded_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """The row [1, n], and its beginning padded on the left and on the right: ids and mask [3, n]."""
+    padding = tokens.shape[1] - PREFIX_TOKENS
+    prefix, mask = tokens[0, :PREFIX_TOKENS], torch.ones_like(tokens, dtype=torch.bool).repeat(3, 1)
+    # Real tokens as padding: one that is let in has an effect.
+    filler = tokens[0, PREFIX_TOKENS:].flip(0)
+    mask[1, :padding] = False
+    mask[2, PREFIX_TOKENS:] = False
+    return torch.stack([tokens[0], torch.cat([filler, prefix]), torch.cat([prefix, filler])]), mask
+
+
+def _small(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
+    """Whether all differences are rounding; in half precision most of them, as a token may go to another expert."""
+    size = difference.abs()
+    return bool((size.max() if dtype == torch.float32 else size.median()) <= tolerance)

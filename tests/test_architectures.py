@@ -1,0 +1,259 @@
+"""Rollouts of many architectures: equal to transformers' greedy generate of each prompt alone, or refused."""
+
+import warnings
+
+import pytest
+import torch
+from architectures import generate_each_alone, tiny_architecture
+
+from dschat.generation import Decoder, HybridEngine, SamplingParams
+from dschat.generation.fused_modules import OneInput, Rotary, faster_forwards
+from dschat.generation.trial import short_windows
+from dschat.models.causal_lm import TokenLogprobs, verify_head
+
+PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
+GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+
+
+def rollout(model, *, prompts=PROMPTS, **options):
+    actor = HybridEngine(model, **options)
+    with actor.generation():
+        return actor.generate(prompts, **GREEDY)
+
+
+def assert_equals_generate(model) -> None:
+    expected = generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    assert len({token for row in expected for token in row}) > 2, "a model that repeats one token proves nothing"
+    found = rollout(model)
+    assert found.responses() == expected
+    loss_mask = found.attention_mask.clone()
+    loss_mask[:, : found.prompt_length] = False
+    with torch.no_grad():
+        full = TokenLogprobs(model)(found.sequences, found.attention_mask, loss_mask)[:, found.prompt_length :]
+    torch.testing.assert_close(found.logprobs, full, atol=1e-5, rtol=1e-4)
+
+
+# Their norms are given gates, their rotations take one tensor, complex numbers or positions.
+CALLED_OTHERWISE = [
+    "gemma3n_text", "gemma4_text", "gptj", "codegen", "mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CALLED_OTHERWISE)
+def test_modules_that_are_called_otherwise_than_in_the_trial_run_their_own_code(kind):
+    assert_equals_generate(tiny_architecture(kind))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "nemotron_h", "bamba"])
+def test_residuals_in_float32_beside_weights_in_bfloat16(kind):
+    model = tiny_architecture(kind)
+    fused, plain = (
+        rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=without)
+        for without in ((), ["fusion", "kernels", "graphs"])
+    )
+    torch.testing.assert_close(fused.logprobs[:, 0], plain.logprobs[:, 0], atol=0.05, rtol=0)
+
+
+def test_a_kernel_is_called_for_what_the_trial_covered_and_nothing_else():
+    calls = []
+    forward = OneInput(
+        lambda *args, **kwargs: calls.append((args, kwargs)), lambda x: "kernel", width=4, dtype=torch.float32
+    )
+    x = torch.ones(2, 4)
+    assert forward(x) == "kernel"
+    others = [
+        ((x, x), {}),
+        ((x,), {"gate": x}),
+        ((), {"x": x}),
+        ((x.double(),), {}),
+        ((x[:, :3],), {}),
+        ((x[:0],), {}),
+        ((None,), {}),
+    ]
+    for args, kwargs in others:
+        assert forward(*args, **kwargs) is None
+    assert len(calls) == len(others)
+
+
+@pytest.mark.parametrize("name", ["q, k and v", "one tensor", "complex", "by name", "two widths"])
+def test_rotations_of_any_signature_reach_the_models_own_function(name):
+    q, k, angles = torch.randn(2, 3, 5, 8), torch.randn(2, 1, 5, 8), torch.randn(2, 5, 8)
+    arguments = {
+        "q, k and v": ((q, k, q, angles, angles), {}), "one tensor": ((q, angles, angles), {}),
+        "complex": ((q, k, torch.polar(angles, angles), None), {}), "by name": ((q, k), {"cos": angles, "sin": angles}),
+        "two widths": ((q, k[..., :4], angles, angles), {}),
+    }  # fmt: skip
+    args, kwargs = arguments[name]
+    given = []
+    rotary = Rotary(lambda *args, **kwargs: given.append((args, kwargs)), library=None)
+    rotary(*args, **kwargs)
+    assert (
+        len(given) == 1
+        and given[0][0] is not None
+        and given[0][1].keys() == kwargs.keys()
+        and len(given[0][0]) == len(args)
+    )
+
+
+def test_weights_of_zeros_do_not_choose_a_kernel():
+    """Weights that are zero at the start change in training, a choice made with them would stay."""
+    model = tiny_architecture("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "down_proj.weight")):
+                parameter.zero_()
+    forwards = faster_forwards(model)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.data.normal_()
+    norm = model.model.norm
+    x = torch.randn(3, 32)
+    with torch.inference_mode():
+        torch.testing.assert_close(forwards[norm](x), norm(x))
+    assert not any(type(module).__name__ == "LlamaMLP" for module in forwards)
+
+
+# What is wrong with each as an actor, in the words of the refusal.
+REFUSED = {
+    "bert": "changes its logits|later tokens",
+    "roberta": "later tokens",
+    "xlnet": "later tokens",
+    "rembert": "cannot be run as a causal language model",
+    "modernbert-decoder": "changes its logits",
+    "whisper": "left-padded",
+    "bart": "left-padded",
+    "rwkv": "left-padded",
+    "recurrent_gemma": "left-padded",
+    "deepseek_v4": "left-padded",
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_models_that_read_the_future_or_let_padding_in_are_refused_with_the_reason(kind, dtype):
+    model = tiny_architecture(kind).to(dtype).train()
+    weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(ValueError, match=f"{type(model).__name__}.*({REFUSED[kind]})"):
+        verify_head(model)
+    assert model.training and all(torch.equal(weights[name], p) for name, p in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    "kind", ["mamba", "jamba", "dbrx", "qwen3_next", "gemma3n_text", "llama4_text", "falcon", "mpt"]
+)
+def test_other_architectures_are_verified_in_any_precision(kind):
+    for dtype in (torch.float32, torch.bfloat16):
+        verify_head(tiny_architecture(kind).to(dtype))
+
+
+def test_a_decoder_that_ignores_the_mask_is_refused_though_one_row_alone_is_right():
+    """What one unpadded row does not show: masks that a model's code drops."""
+    model = tiny_architecture("llama")
+    body, own = model.model, model.model.forward
+    body.forward = lambda *args, attention_mask=None, **kwargs: own(*args, **kwargs)
+    with pytest.raises(ValueError, match="left-padded row"):
+        verify_head(model)
+
+
+# Weights of parts that the layer reads without calling them, or that are the layer's own.
+BY_LAYERS = ["jamba", "mamba", "bamba", "falcon_h1", "lfm2", "qwen3_next", "dbrx", "jetmoe", "gemma3n_text", "zamba2"]
+
+
+@pytest.mark.parametrize("kind", BY_LAYERS)
+def test_weights_layer_by_layer_give_what_whole_weights_give(kind):
+    model = tiny_architecture(kind)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*one layer's weights")
+        found = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, layerwise=True)
+    whole = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=["fusion", "kernels", "graphs"])
+    assert found.logprobs.isfinite().all()
+    torch.testing.assert_close(found.logprobs[:, 0], whole.logprobs[:, 0], atol=0.05, rtol=0)
+
+
+def test_a_model_that_reads_weights_outside_of_its_layers_is_gathered_whole_and_says_so(monkeypatch):
+    model = tiny_architecture("llama")
+    expected = rollout(model, dtype=torch.bfloat16)
+    body = type(model.model)
+    own = body.forward
+
+    def forward(self, *args, **kwargs):
+        out = own(self, *args, **kwargs)
+        out.last_hidden_state = out.last_hidden_state + 0 * self.layers[1].mlp.up_proj.weight.sum()
+        return out
+
+    monkeypatch.setattr(body, "forward", forward)
+    actor = HybridEngine(model, dtype=torch.bfloat16, layerwise=True)
+    said = pytest.warns(UserWarning, match="LlamaForCausalLM does not run with one layer's weights.*gathered at once")
+    with said, actor.generation():
+        found = actor.generate(PROMPTS, **GREEDY)
+    assert found.responses() == expected.responses()
+    with warnings.catch_warnings(), actor.generation():
+        warnings.simplefilter("error")
+        assert actor.generate(PROMPTS, **GREEDY).responses() == expected.responses()
+
+
+# ALiBi, rotations of pairs, sinks, latent attention, chunks, windows in masks alone, other attention of their own.
+GATHERED = [
+    "bloom", "falcon", "mpt", "gptj", "codegen", "gpt_neo", "gpt_oss", "deepseek_v2", "deepseek_v3", "minicpm3",
+    "llama4_text", "phimoe", "diffllama", "doge", "jetmoe", "longcat_flash", "xglm",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GATHERED)
+def test_models_whose_attention_is_not_ours_are_decoded_over_the_pool(kind):
+    model = tiny_architecture(kind)
+    assert_equals_generate(model)
+    decoder = Decoder(model, slots=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no plain loop
+        rows = decoder.generate(PROMPTS, **GREEDY).responses()
+    assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    assert decoder._pooled.gathers and decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a prompt that comes twice"
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3n_text", "olmo3"])
+def test_windows_that_attention_is_told_are_decoded_by_our_kernels(kind):
+    model = tiny_architecture(kind)
+    assert_equals_generate(model)
+    decoder = Decoder(model)
+    assert decoder._serves() and not decoder._pooled.gathers
+
+
+def test_a_trial_is_left_with_the_windows_as_they_were():
+    model = tiny_architecture("mistral", sliding_window=40)
+    with short_windows(model) as has_windows:
+        assert has_windows and model.config.sliding_window < 12
+        assert {
+            layer.self_attn.sliding_window for layer in model.model.layers if hasattr(layer.self_attn, "sliding_window")
+        } <= {model.config.sliding_window}
+    assert model.config.sliding_window == 40
+
+
+def test_a_window_in_the_mask_alone_is_found_though_it_is_longer_than_the_trial():
+    """The window begins to matter at the 40th token, the trial has 12."""
+    model = tiny_architecture("phimoe", sliding_window=40)
+    expected = generate_each_alone(model, PROMPTS[:3], 60)
+    settings = {**GREEDY, "max_new_tokens": 60}
+    assert Decoder(model).generate(PROMPTS[:3], **settings).responses() == expected
+
+
+@pytest.mark.parametrize(
+    "kind, reason",
+    [
+        ("qwen3_next", "layers of linear_attention, whose state.*rows wait for their batch"),
+        ("mamba", "every token runs all columns again"),
+        ("minimax", "cache of its own"),
+    ],
+)
+@pytest.mark.filterwarnings("default:.*decoded by a plain loop")
+def test_models_that_the_pool_cannot_serve_say_once_what_it_costs_and_why(kind, reason):
+    model = tiny_architecture(kind)
+    decoder = Decoder(model)
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} is decoded by a plain loop.*{reason}"):
+        rows = decoder.generate(PROMPTS, **GREEDY).responses()
+    assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decoder.generate(PROMPTS[:1], **GREEDY)

@@ -1,0 +1,64 @@
+"""How many positions a model has, wherever its config keeps them."""
+
+import pytest
+import torch
+import transformers
+from architectures import tiny_architecture, tiny_config
+from tiny_models import tiny_causal_lm, tiny_tokenizer
+
+from dschat.generation import Decoder
+from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.models.positions import position_limit
+from dschat.set_up import model_problems
+
+# Short factors up to 16 positions, long ones beyond.
+LONGROPE = {
+    "rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "rope_theta": 1e4, "factor": 8.0,
+    },
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def test_positions_are_found_wherever_a_config_keeps_them():
+    assert position_limit(tiny_config("llama"))[0] == position_limit(tiny_config("gpt2"))[0] == 128
+    assert position_limit(tiny_config("bloom"))[0] is None, "ALiBi has no end"
+    assert position_limit(transformers.XLNetConfig())[0] is None
+    vision = transformers.Gemma3Config(text_config={"max_position_embeddings": 77})
+    assert position_limit(vision)[0] == 77
+    limit, kind = position_limit(tiny_config("phi3", **LONGROPE))
+    assert limit == 16 and "longrope" in kind
+
+
+def test_a_rollout_that_would_change_the_frequencies_of_other_rows_is_refused():
+    model = tiny_architecture("phi3", **LONGROPE)
+    settings = {"eos_token_ids": None, "pad_token_id": 0}
+    assert Decoder(model).generate([[5] * 8], max_new_tokens=9, **settings).response_mask.all()
+    with pytest.raises(ValueError, match="8 tokens, with max_new_tokens 10 that is 18.*16 positions until longrope"):
+        Decoder(model).generate([[5] * 8], max_new_tokens=10, **settings)
+
+
+def test_lengths_are_checked_against_the_text_part_before_anything_is_loaded(tmp_path):
+    transformers.Gemma3Config(text_config={"max_position_embeddings": 77}).save_pretrained(tmp_path)
+    problems = model_problems("--model", str(tmp_path), tokens=78, lengths="--max_seq_len 78", add_eot_token=False)
+    assert any("78 tokens" in problem and "77 positions" in problem for problem in problems)
+
+
+def test_ids_that_the_model_does_not_have_are_refused_before_the_device_faults():
+    model = tiny_causal_lm("llama").eval()
+    with pytest.raises(ValueError, match="the ids 5 to 67, but the model's vocabulary has 67.*own tokenizer"):
+        Decoder(model).generate([[5], [66, 67]], max_new_tokens=2, eos_token_ids=None, pad_token_id=0)
+
+
+def test_a_tokenizer_larger_than_a_model_that_does_not_grow_is_refused(tmp_path, monkeypatch):
+    tiny_causal_lm("llama").save_pretrained(tmp_path)
+    monkeypatch.setattr(transformers.PreTrainedModel, "resize_token_embeddings", lambda self, rows: None)
+    with pytest.raises(ValueError, match="ids up to 69, but the Embedding of a LlamaForCausalLM has 67 rows"):
+        load_causal_lm(tmp_path, dtype=torch.float32, tokenizer=tiny_tokenizer(words=70))
+
+
+def test_a_folder_with_a_sentencepiece_model_alone_names_the_way_out(tmp_path):
+    transformers.LlamaConfig().save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
+    with pytest.raises(ValueError, match="tokenizer.model alone: pip install sentencepiece.*save_pretrained"):
+        load_tokenizer(tmp_path)
