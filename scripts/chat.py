@@ -19,12 +19,12 @@ from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments.models import TRUST_HELP
+from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, number_type
 from dschat.data.chat_template import Message, encode_prompt, stop_token_ids
+from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
-from dschat.script_inputs import SEEDS, exit_on_mistake, number_type
-from dschat.terminal import printable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from dschat.arguments import PPOArguments
 from dschat.arguments.models import TRUST_HELP
+from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, number_type, read_json
+from dschat.losses.losses import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
-from dschat.rlhf.estimate import estimate_advantages
+from dschat.rlhf.algorithms import estimate_advantages
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.losses import value_loss
-from dschat.script_inputs import existing_folder, exit_on_mistake, number_type, read_json
 
 SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len": int, "kl_coef": (int, float),
             "ppo": dict}  # fmt: skip

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat.script_inputs import exit_on_mistake, new_file, number_type
+from dschat.arguments.script_inputs import exit_on_mistake, new_file, number_type
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
 PHASES = ("train", "eval")

@@ -24,15 +24,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from dschat.arguments.models import TRUST_HELP
-from dschat.deepspeed_config import DTYPES
+from dschat.arguments.script_inputs import PORTS, exit_on_mistake, number_type
+from dschat.distributed.deepspeed_config import DTYPES
+from dschat.distributed.terminal import printable
 from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
-from dschat.rlhf.reward_model import longest_sequence
-from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer
-from dschat.rlhf.reward_service import TOKEN_VARIABLE, token_of_environment
-from dschat.rlhf.server_connections import serve
-from dschat.script_inputs import PORTS, exit_on_mistake, number_type
-from dschat.terminal import printable
+from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
+from dschat.rewards.reward_model import longest_sequence
+from dschat.rewards.server.connections import serve
+from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer
 
 OTHER_FILES = 128  # that the process has open beside its connections
 

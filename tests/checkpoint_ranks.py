@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dschat import checkpoint, launch
+from dschat.checkpoints import checkpoint
+from dschat.distributed import launch
 
 FOLDER = Path(sys.argv[1])
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from rlhf_models import eval_rows, make_trainer
 
-from dschat import launch
 from dschat.arguments import EvaluationArguments, RunArguments
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
+from dschat.distributed import launch
 from dschat.rlhf.experience import MiniDataset
-from dschat.rlhf.fit import PPORun
+from dschat.rlhf.training_loop import PPORun
 
 SIZE, SLOTS = 3, 8  # responses to a prompt, prompts of an iteration
 QUESTIONS = [f"What is {i} plus {i * i}?" for i in range(20)]  # two iterations and a rest that is left out

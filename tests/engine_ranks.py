@@ -6,9 +6,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from dschat import launch
-from dschat.deepspeed_config import frozen_config, training_config
-from dschat.engines import frozen_engine, optimizer_step, trainable_engine
+from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import frozen_config, training_config
+from dschat.distributed.engines import frozen_engine, optimizer_step, trainable_engine
 from dschat.models.weights import gathered
 
 ROWS, STEPS, CLIP, RATE, BETAS, DECAY = 8, 3, 0.05, 1e-2, (0.8, 0.9), 0.1

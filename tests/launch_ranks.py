@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dschat import launch
-from dschat.command_line import raise_together
+from dschat.arguments.command_line import raise_together
+from dschat.distributed import launch
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 

@@ -3,8 +3,9 @@
 import sys
 from pathlib import Path
 
-from dschat import launch, output_folder
-from dschat.command_line import settings_of_user
+from dschat.arguments.command_line import settings_of_user
+from dschat.distributed import launch
+from dschat.runs import output_folder
 
 
 def main() -> None:

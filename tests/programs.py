@@ -104,9 +104,8 @@ def _serve() -> None:
         LlamaForSequenceClassification,
     )
 
-    import dschat.fit
+    import dschat.preference.reference_logprobs
     import dschat.rlhf.ppo_trainer
-    import dschat.rlhf.reference
     import dschat.rlhf.rlhf_engine  # noqa: F401
 
     for line in sys.stdin:

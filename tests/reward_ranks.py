@@ -6,9 +6,9 @@ from pathlib import Path
 
 import torch
 
-from dschat import launch
+from dschat.distributed import launch
 from dschat.generation import Rollout
-from dschat.rlhf.rewards import Answers, Rewards, parse_reward
+from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
 
 SCORES = [[1.0, 5.0, -2.0, 7.5, 0.0, 3.0], [100.0, 90.0, 95.0, 103.0, 70.0, 91.0]]
 FUNCTION = "def column(rows):\n    return [row['x'] for row in rows]\n"

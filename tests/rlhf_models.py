@@ -15,15 +15,16 @@ import transformers as hf
 from datasets import Dataset
 from tiny_tokenizers import CHATML, make_tokenizer
 
-from dschat import arguments, launch
+from dschat import arguments
 from dschat.data.batches import rank_share
 from dschat.data.chat_template import encode_prompt
+from dschat.distributed import launch
 from dschat.models.causal_lm import load_tokenizer
+from dschat.rewards.weighted_sum import Rewards, model_paths, parse_reward
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rewards import Rewards, model_paths, parse_reward
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
-from dschat.rlhf.settings import reward_entries
+from dschat.rlhf.validation import reward_entries
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a", "Of course", "Is it 21?", "sum", "the sum of 4", "5."]
 

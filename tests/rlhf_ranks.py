@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rlhf_models import QUESTIONS, eval_rows, make_trainer, one_iteration
 
-from dschat import launch
+from dschat.distributed import launch
 from dschat.models.weights import full_weights
 from dschat.rlhf.evaluation import evaluate
 

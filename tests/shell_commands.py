@@ -13,7 +13,7 @@ from types import ModuleType
 
 from deepspeed.launcher.runner import parse_args as parse_launcher_args
 
-from dschat.command_line import parse
+from dschat.arguments.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("main.py", "make_preferences.py")

@@ -7,7 +7,7 @@ import torch
 from architectures import generate_each_alone, tiny_architecture
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams
-from dschat.generation.fused_modules import OneInput, Rotary, faster_forwards
+from dschat.generation.cpu.fused_modules import OneInput, Rotary, faster_forwards
 from dschat.generation.trial import short_windows
 from dschat.models.causal_lm import TokenLogprobs, verify_head
 

@@ -11,7 +11,7 @@ import pytest
 from programs import MAINS
 
 from dschat import arguments
-from dschat.command_line import SettingsError, parse
+from dschat.arguments.command_line import SettingsError, parse
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
@@ -58,7 +58,7 @@ def test_a_step_has_every_flag_that_users_know_and_none_twice(step, known):
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
 def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(group):
-    from dschat.command_line import out_of_bounds
+    from dschat.arguments.command_line import out_of_bounds
 
     assert out_of_bounds(group()) == []
     for field in dataclasses.fields(group):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dschat import build_locks
-from dschat.build_locks import MACHINES, clear_stale_build_locks
-from dschat.command_line import SettingsError
+from dschat.arguments.command_line import SettingsError
+from dschat.distributed import build_locks
+from dschat.distributed.build_locks import MACHINES, clear_stale_build_locks
 
 
 def lock_of(builds: Path, name: str, *, age: float = 0.0) -> Path:

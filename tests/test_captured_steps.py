@@ -8,9 +8,11 @@ from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
 from test_hybrid_engine import tiny_llama, with_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat.generation import Decoder, HybridEngine, SamplingParams, cpu_graph, cuda_graph, decoder, scheduler, step
+from dschat.generation import Decoder, HybridEngine, SamplingParams, decoder, scheduler, step
 from dschat.generation.captured_steps import MOST_KINDS, CapturedSteps
-from dschat.generation.cpu_graph import record
+from dschat.generation.cpu import step_recording
+from dschat.generation.cpu.step_recording import record
+from dschat.generation.cuda import graph
 from dschat.generation.kv_pool import KVPool
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": EOS, "pad_token_id": 0, "seed": 3}
@@ -166,11 +168,11 @@ def test_a_capture_that_fails_gives_the_stream_back(fails):
             raise RuntimeError("operation not permitted when stream is capturing")
 
     with pytest.raises(RuntimeError, match=r"cannot|not permitted"):
-        cuda_graph.capture(run, memory=None, cuda=cuda)
+        graph.capture(run, memory=None, cuda=cuda)
     assert cuda.stream == "of training"
     assert ran == ([] if fails == "begin" else ["of the capture"])
     cuda.fails = None
-    assert cuda_graph.capture(lambda: None, memory=None, cuda=cuda).nbytes == 7
+    assert graph.capture(lambda: None, memory=None, cuda=cuda).nbytes == 7
     assert cuda.stream == "of training"
 
 
@@ -187,11 +189,11 @@ def test_out_of_memory_in_a_capture_is_not_taken_for_a_model_that_cannot_be_capt
         raise torch.OutOfMemoryError("no room")
 
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
-        cuda_graph.capture(run, memory=None, cuda=Broken())
+        graph.capture(run, memory=None, cuda=Broken())
 
 
 def captured_as_on_cuda(monkeypatch, cuda: Cuda) -> None:
-    """Have steps captured by cuda_graph.capture with a stand-in; what it captures is recorded, to be launched."""
+    """Have steps captured by graph.capture with a stand-in; what it captures is recorded, to be launched."""
     graphs = []
 
     class Recorded(Graph):
@@ -205,9 +207,9 @@ def captured_as_on_cuda(monkeypatch, cuda: Cuda) -> None:
 
         return real(recorded, memory=memory, cuda=cuda)
 
-    real = cuda_graph.capture
+    real = graph.capture
     cuda.CUDAGraph = Recorded
-    monkeypatch.setattr(cuda_graph, "capture", capture)
+    monkeypatch.setattr(graph, "capture", capture)
     monkeypatch.setattr(step.GraphedStep, "_run_or_record", step.GraphedStep._run_or_capture)
 
 
@@ -234,7 +236,7 @@ def test_a_model_that_cannot_be_captured_goes_on_uncaptured_and_is_not_tried_aga
     monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that nothing but the model remembers
     captured_as_on_cuda(monkeypatch, cuda)
     # A failed capture has run nothing on CUDA; the stand-in must not either.
-    monkeypatch.setattr(cuda_graph, "capture", lambda run, *, memory, usual=cuda_graph.capture: usual(
+    monkeypatch.setattr(graph, "capture", lambda run, *, memory, usual=graph.capture: usual(
         lambda: None, memory=memory))  # fmt: skip
     model = tiny_llama()
     actor = HybridEngine(model, pin_buffers=pinned)
@@ -256,8 +258,8 @@ class Waits(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        reads = cpu_graph._reads(func) or any(index.dtype == torch.bool for index in cpu_graph._indices(func, args))
-        places = {tensor.untyped_storage().data_ptr() for tensor in cpu_graph.tensors(args)}
+        reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in step_recording._indices(func, args))
+        places = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
         self.count += reads and (self.of is None or bool(places & self.of))
         return func(*args, **(kwargs or {}))
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from dschat import checkpoint
+from dschat.checkpoints import checkpoint
 
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from dschat.command_line import SettingsError, flag, parse, raise_together, settings_of_user
+from dschat.arguments.command_line import SettingsError, flag, parse, raise_together, settings_of_user
 
 
 @dataclass

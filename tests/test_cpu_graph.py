@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from dschat.generation import cpu_graph, cpu_kernels
+from dschat.generation.cpu import cpp_kernels, step_recording
 
 
 def again(function, *tensors):
     """What a replay leaves in tensors that the recording and its inputs share, for new inputs."""
     with torch.inference_mode():
-        return cpu_graph.record(lambda: function(*tensors))
+        return step_recording.record(lambda: function(*tensors))
 
 
 def test_views_in_place_writes_and_results_follow_new_inputs():
@@ -67,7 +67,7 @@ def test_a_tensor_made_of_a_constant_is_made_anew():
 
 
 def test_our_kernels_are_part_of_a_recording():
-    library = cpu_kernels.load()
+    library = cpp_kernels.load()
     x, weight, out = torch.randn(5, 8), torch.randn(8), torch.empty(5, 8)
     replay = again(lambda: out.copy_(library.rms_norm(x.t().t() * 1, weight, eps=1e-6)))
     x.normal_()
@@ -84,7 +84,7 @@ def test_what_reads_a_number_or_makes_too_much_has_run_and_is_not_recorded(monke
         assert again(lambda read=read: x.add_(read(x[0]))) is None
         assert x[0] in (2, 4)
     x.fill_(2)
-    monkeypatch.setattr(cpu_graph, "MOST_BYTES", 100)
+    monkeypatch.setattr(step_recording, "MOST_BYTES", 100)
     assert again(lambda: x.copy_(torch.cat([x] * 20)[:3] + 1)) is None
     assert x.tolist() == [3, 3, 3]
 
@@ -92,4 +92,4 @@ def test_what_reads_a_number_or_makes_too_much_has_run_and_is_not_recorded(monke
 def test_an_exception_leaves_no_recorder_behind():
     with pytest.raises(KeyError):
         again(lambda: {}["nothing"])
-    assert cpu_kernels.load().recorder is None
+    assert cpp_kernels.load().recorder is None

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dschat.generation import SamplingParams, cpu_kernels
+from dschat.generation import SamplingParams
 from dschat.generation.attention import decode_attention, plain_attention
+from dschat.generation.cpu import cpp_kernels
 from dschat.generation.sampling import sample_tokens
 
 # Contexts of 1 to 73 tokens; the first two rows share a prompt, the fifth has none.
@@ -15,8 +16,8 @@ SPANS = [[0, 17, 100, 5], [0, 17, 120, 1], [20, 1, 140, 40], [30, 33, 180, 20], 
 
 
 @pytest.fixture(scope="module")
-def kernels() -> cpu_kernels.CPUKernels:
-    loaded = cpu_kernels.load()
+def kernels() -> cpp_kernels.CPUKernels:
+    loaded = cpp_kernels.load()
     assert loaded is not None, "the tests' machine has a compiler"
     return loaded
 
@@ -135,23 +136,23 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match="cannot be built.*no-such-compiler"):
-        assert cpu_kernels.load.__wrapped__() is None
+        assert cpp_kernels.load.__wrapped__() is None
     monkeypatch.setattr(
         subprocess, "run",
         lambda *_, **__: (_ for _ in ()).throw(subprocess.CalledProcessError(1, "c++", stderr="unknown flag")),
     )  # fmt: skip
     with pytest.warns(UserWarning, match="unknown flag"):
-        assert cpu_kernels.load.__wrapped__() is None
+        assert cpp_kernels.load.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
 
 
 def test_a_library_that_others_may_have_written_is_built_anew(monkeypatch, tmp_path):
     """It has the right name, in a folder of ours, but its mode lets others write to it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    library = cpu_kernels._folder() / f"cpu_kernels-{cpu_kernels._identity()}.so"
+    library = cpp_kernels._folder() / f"cpu_kernels-{cpp_kernels._identity()}.so"
     library.write_bytes(b"not ours")
     library.chmod(0o666)
-    loaded = cpu_kernels.load.__wrapped__()
+    loaded = cpp_kernels.load.__wrapped__()
     assert loaded is not None and library.read_bytes()[:4] == b"\x7fELF"
     assert library.stat().st_mode & 0o777 == 0o700
 

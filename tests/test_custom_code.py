@@ -15,7 +15,7 @@ from dschat.models.causal_lm import load_causal_lm
 from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import has_scalar_head, load_scalar_head
 from dschat.models.weights import export_model
-from dschat.set_up import model_problems
+from dschat.runs.set_up import model_problems
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = """

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_tokenizers import CHATML, make_tokenizer
 
-from dschat import verified_folder
+from dschat.checkpoints import verified_folder
 from dschat.data.chat_template import encode_conversation, encode_prompt, ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset, data_problems
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dschat.deepspeed_config import DTYPES, frozen_config, training_config
+from dschat.distributed.deepspeed_config import DTYPES, frozen_config, training_config
 
 PLAIN = {"dtype": "bf16", "zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 3, "world_size": 5,
          "max_grad_norm": 1.0}  # fmt: skip

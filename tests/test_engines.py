@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat.engines import sum_metrics
+from dschat.distributed.engines import sum_metrics
 
 RANKS = Path(__file__).with_name("engine_ranks.py")
 

@@ -18,8 +18,8 @@ from programs import MAINS
 from safetensors.torch import load_file, save_file
 from step_materials import flags, metrics_of, weights_of, write_materials
 
-from dschat import checkpoint
-from dschat.signals import SAVED
+from dschat.checkpoints import checkpoint
+from dschat.runs.signals import SAVED
 
 FOLDERS = {"sft": [""], "reward": [""], "dpo": [""], "ppo": ["", "critic"]}
 
@@ -576,8 +576,8 @@ def test_ranks_with_unequal_numbers_of_micro_batches_say_so(programs, tmp_path):
 
 UNEQUAL = """
 import deepspeed, torch
-from dschat import launch
-from dschat.engines import optimizer_step
+from dschat.distributed import launch
+from dschat.distributed.engines import optimizer_step
 launch.join(seed=1)
 model = torch.nn.Linear(4, 1)
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True}
@@ -601,9 +601,10 @@ EXCHANGE = """
 import os, sys
 from pathlib import Path
 import torch
-from dschat import checkpoint, launch
-from dschat.deepspeed_config import frozen_config
-from dschat.engines import frozen_engine
+from dschat.checkpoints import checkpoint
+from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import frozen_config
+from dschat.distributed.engines import frozen_engine
 launch.join(seed=1)
 config = frozen_config(dtype="fp32", zero_stage=0, micro_batch_size=1, world_size=1)
 engines = {"model": frozen_engine(torch.nn.Linear(2, 2), config=config)}

@@ -5,9 +5,11 @@ import torch
 from datasets import Dataset
 from torch import nn
 
-from dschat import arguments, launch, signals
+from dschat import arguments
 from dschat.data.datasets import DataSplits
-from dschat.fit import Objective, collated, evaluation, fit
+from dschat.distributed import launch
+from dschat.runs import signals
+from dschat.runs.fit import Objective, collated, evaluation, fit
 
 LENGTHS = [3, 9, 1, 7, 5, 2, 8, 4, 6, 10, 11]
 

@@ -5,10 +5,11 @@ import torch
 from test_generation import tiny
 from torch import nn
 
-from dschat.generation import HybridEngine, SamplingParams, cpu_kernels
-from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation.cpu import cpp_kernels
+from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
 
-LIBRARY = cpu_kernels.load()
+LIBRARY = cpp_kernels.load()
 pytestmark = pytest.mark.skipif(
     LIBRARY is None or not LIBRARY.multiplies_bf16, reason="this processor does not multiply bfloat16"
 )

@@ -6,7 +6,7 @@ import transformers
 from test_generation import COMMON, GROUPED, tiny
 from torch import nn
 
-from dschat.generation.fused_modules import faster_forwards
+from dschat.generation.cpu.fused_modules import faster_forwards
 
 
 def served(model: nn.Module) -> set[str]:

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("reasoning_gym")
 
 from dschat.data.reasoning import row_of, task_of  # noqa: E402
-from dschat.rlhf.guarded_scorers import evaluate_literal, parse_formula  # noqa: E402
-from dschat.rlhf.reasoning_reward import reasoning_score  # noqa: E402
+from dschat.rewards.guarded_scorers import evaluate_literal, parse_formula  # noqa: E402
+from dschat.rewards.reasoning_gym import reasoning_score  # noqa: E402
 
 EVALUATING = ["string_insertion", "spiral_matrix", "binary_matrix", "n_queens"]
 PARSING = ["countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"]
@@ -100,7 +100,7 @@ def test_rows_are_drawn_as_before_where_the_guards_are_on():
     script = (
         "import sys\nfrom dschat.data.reasoning import task_of\n"
         f"tasks = [task_of('reasoning_gym:' + name + '?size=4') for name in {tasks!r}]\n"
-        "if sys.argv[1] == 'guarded':\n    from dschat.rlhf.guarded_scorers import guard_scorers\n    guard_scorers()\n"
+        "if sys.argv[1] == 'guarded':\n    from dschat.rewards.guarded_scorers import guard_scorers\n    guard_scorers()\n"
         "print([[(entry['question'], entry['answer']) for entry in task] for task in tasks])\n"
     )
     plain, guarded = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.rlhf.judged_batches import JudgedBatch, JudgedBatches, batches_to_do, read_parts, without_repeats
+from dschat.preference.judged_batches import JudgedBatch, JudgedBatches, batches_to_do, read_parts, without_repeats
 
 SETTINGS = {"--seed": 1, "--temperature": 0.7, "--reward": ["length?max=3@0.1"]}
 

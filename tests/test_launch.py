@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from dschat import launch
-from dschat.command_line import SettingsError
+from dschat.arguments.command_line import SettingsError
+from dschat.distributed import launch
 
 RANKS = Path(__file__).with_name("launch_ranks.py")
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from programs import MAINS
 
-from dschat.launch_environment import LaunchError, first_host, is_first_of_node, launch_variables
+from dschat.distributed.launch_environment import LaunchError, first_host, is_first_of_node, launch_variables
 
 TORCH = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node1",
          "MASTER_PORT": "29501"}  # fmt: skip
@@ -147,7 +147,7 @@ def test_a_step_says_so_at_once_with_status_2(given, message, programs, tmp_path
 
 
 RANKS_OF_MPI = """
-from dschat import launch
+from dschat.distributed import launch
 def main():
     launch.join(seed=1)
     print("place", launch.from_all_ranks(launch.rank()), flush=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat.rlhf.losses import explained_variance, pairwise_loss, policy_loss, sft_loss, value_loss
+from dschat.losses.losses import explained_variance, pairwise_loss, policy_loss, sft_loss, value_loss
 
 NAN, INF = float("nan"), float("inf")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from dschat.rlhf import math_verify_process
-from dschat.rlhf.answer_metrics import plain_math
-from dschat.rlhf.latex_answers import clean_latex, one_line
-from dschat.rlhf.math_equality import equal_answers
-from dschat.rlhf.math_verify_process import Comparison, MathVerifyProcess
-from dschat.rlhf.reward_sources import reward_problems
-from dschat.rlhf.rule_rewards import RULES
-from dschat.rlhf.units import split_unit
+from dschat.rewards.answer_extraction import plain_math
+from dschat.rewards.math import verify_process
+from dschat.rewards.math.equality import equal_answers
+from dschat.rewards.math.latex import clean_latex, one_line
+from dschat.rewards.math.units import split_unit
+from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
+from dschat.rewards.rules import RULES
+from dschat.rewards.specification import reward_problems
 
 # given = wanted, by the kind of difference between them
 EQUAL = r"""
@@ -205,7 +205,7 @@ def test_many_endless_comparisons_get_less_time_each(process, monkeypatch):
         return compare(comparison, seconds)
 
     monkeypatch.setattr(process, "_compare", noted)
-    monkeypatch.setattr(math_verify_process, "BUDGET", 0.1)
+    monkeypatch.setattr(verify_process, "BUDGET", 0.1)
     bombs = [Comparison(f"9999999{digit}!", "(x+y)z") for digit in range(3)]
     assert process.compare([bombs[0], RIGHT, *bombs, RIGHT]) == [None, True, None, None, None, True]
     assert asked == [2.0, 0.3, 0.3, 0.3]  # what occurs again is not compared again
@@ -238,7 +238,7 @@ ENDS = {"returns": "", "raises": "raise ValueError", "is killed": "os.kill(os.ge
 @pytest.mark.parametrize("end", ENDS)
 def test_the_process_ends_with_its_owner(end):
     script = (
-        "import os\nfrom dschat.rlhf.math_verify_process import *\np = MathVerifyProcess()\n"
+        "import os\nfrom dschat.rewards.math.verify_process import *\np = MathVerifyProcess()\n"
         f"print(p.compare([Comparison('(x+1)^2', 'x^2+2x+1')]), p._process.pid, flush=True)\n{ENDS[end]}"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
@@ -263,8 +263,8 @@ def running(group: int) -> bool:
 
 
 def test_without_math_verify_the_rule_is_refused_with_the_way_out(monkeypatch):
-    find = math_verify_process.importlib.util.find_spec
+    find = verify_process.importlib.util.find_spec
     monkeypatch.setattr(
-        math_verify_process.importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name)
+        verify_process.importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name)
     )
     assert "pip install -r requirements.txt" in reward_problems(["boxed"])[0]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dschat import failpoint
-from dschat.metrics import RunLog
+from dschat.distributed import failpoint
+from dschat.runs.run_log import RunLog
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, prompts_of, save_models
 from torch import nn
 
+from dschat.distributed import micro_batches
+from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import SamplingParams
-from dschat.rlhf import micro_batches
-from dschat.rlhf.micro_batches import forward_in_micro_batches
 
 TOOL = Path(__file__).parents[1] / "training/step2_reward_model_finetuning"
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from dschat.rlhf.off_policy import CORRECTIONS, correction_weights, gap_metrics, rollout_gap
+from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, gap_metrics, rollout_gap
 
 tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")

@@ -9,9 +9,9 @@ import torch
 from rlhf_models import group_of_one
 from torch import nn
 
-from dschat import checkpoint
-from dschat.deepspeed_config import training_config
-from dschat.engines import optimizer_step, trainable_engine
+from dschat.checkpoints import checkpoint
+from dschat.distributed.deepspeed_config import training_config
+from dschat.distributed.engines import optimizer_step, trainable_engine
 from dschat.models.weights import gathered
 
 BEFORE, AFTER = 2, 3  # steps

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat import output_folder
+from dschat.runs import output_folder
 
 RANKS = Path(__file__).with_name("output_folder_ranks.py")
 

@@ -14,9 +14,9 @@ from dschat.data.chat_template import ensure_chat_template
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions, build_dataset
 from dschat.data.packing import pack, packed
+from dschat.losses.losses import sft_loss
 from dschat.models.causal_lm import TokenLogprobs
-from dschat.models.packing import choose_packing
-from dschat.rlhf.losses import sft_loss
+from dschat.models.packed_attention import choose_packing
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "initializer_range": 0.5}
 OTHERS = {  # windows shorter than conversations; positions and masks of their own

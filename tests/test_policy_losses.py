@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from dschat.rlhf.losses import policy_loss
-from dschat.rlhf.policy_losses import (
+from dschat.losses.losses import policy_loss
+from dschat.losses.policy_losses import (
     AGGREGATIONS,
     aggregation_weights,
     cispo_loss,

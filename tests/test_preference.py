@@ -18,7 +18,7 @@ from dschat.data.collators import collate_preferences
 from dschat.data.datasets import DataSplits
 from dschat.data.encoding import FEATURES
 from dschat.data.mismatched import next_other, with_mismatched
-from dschat.rlhf.preference import pair_loss_of
+from dschat.preference.objective import pair_loss_of
 
 LOSSES = ["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
 PAIRS = [

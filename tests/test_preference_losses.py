@@ -6,7 +6,8 @@ import pytest
 import torch
 from test_losses import gradient_of
 
-from dschat.rlhf.preference_losses import (
+from dschat.losses.kto import kto_kl, kto_loss
+from dschat.losses.preference import (
     chosen_nll,
     dpo_loss,
     hinge_loss,
@@ -16,7 +17,6 @@ from dschat.rlhf.preference_losses import (
     sequence_logprobs,
     simpo_loss,
 )
-from dschat.rlhf.unpaired_losses import kto_kl, kto_loss
 
 WITH_REFERENCE = {
     "dpo": (dpo_loss, {"beta": 0.3}),

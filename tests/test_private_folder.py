@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dschat.private_folder import is_private_file, private_folder
+from dschat.distributed.private_folder import is_private_file, private_folder
 
 NAME = f"dschat-{os.getuid()}"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")

@@ -12,8 +12,8 @@ from dschat.data.collators import collate_prompts  # noqa: E402
 from dschat.data.datasets import DataOptions, build_dataset, data_problems  # noqa: E402
 from dschat.data.reasoning import entry_of, row_of, task_of  # noqa: E402
 from dschat.data.sources import load_source, parse_data_path  # noqa: E402
-from dschat.rlhf.reasoning_reward import answer_of, reasoning_score  # noqa: E402
-from dschat.rlhf.rewards import prompt_text  # noqa: E402
+from dschat.rewards.reasoning_gym import answer_of, reasoning_score  # noqa: E402
+from dschat.rewards.weighted_sum import prompt_text  # noqa: E402
 
 SUMS = "reasoning_gym:chain_sum?size=12&seed=5&min_terms=2&max_terms=2&max_digits=1"
 # Their entries hold tuples (most), numbers as keys (graph_color) or numpy text (knights_knaves); prime_factorization

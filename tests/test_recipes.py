@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dschat import arguments
-from dschat.command_line import SettingsError
-from dschat.rlhf.settings import rlhf_problems
-from dschat.set_up import one_model_problems
+from dschat.arguments.command_line import SettingsError
+from dschat.rlhf.validation import rlhf_problems
+from dschat.runs.set_up import one_model_problems
 from tests import recipe_memory as memory
 from tests.shell_commands import ROOT, Command, commands_in_text, commands_of, module_of, settings_in_text
 

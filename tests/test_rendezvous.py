@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 from torch import distributed as dist
 
-from dschat.launch_environment import LaunchError
-from dschat.rendezvous import meet, open_store
+from dschat.distributed.launch_environment import LaunchError
+from dschat.distributed.rendezvous import meet, open_store
 
 
 def together(*calls) -> list[str]:

@@ -14,7 +14,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from dschat.restricted_pickle import pickle_problems, restricted_unpickling
+from dschat.checkpoints.restricted_pickle import pickle_problems, restricted_unpickling
 
 
 class Runs:

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_models
 
-from dschat import arguments, checkpoint, signals
+from dschat import arguments
 from dschat.arguments import IDENTITY, SILENT
-from dschat.command_line import SettingsError
+from dschat.arguments.command_line import SettingsError
+from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.health import Health, TooManyBadSteps
-from dschat.metrics import RunLog
 from dschat.rlhf.experience import MiniDataset
-from dschat.rlhf.fit import PPORun
+from dschat.rlhf.training_loop import PPORun
+from dschat.runs import signals
+from dschat.runs.health import Health, TooManyBadSteps
+from dschat.runs.run_log import RunLog
 
 GROUPS = (
     arguments.ModelArguments, arguments.SupervisedArguments, arguments.RewardModelArguments,

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from dschat.arguments import RewardArguments, RolloutArguments
-from dschat.command_line import SettingsError, parse
-from dschat.rlhf.answers import Answers
-from dschat.rlhf.patience import NoScores, Patience, pause_before_retry
-from dschat.rlhf.reward_functions import load_judge
-from dschat.rlhf.reward_service import service_scores
-from dschat.rlhf.reward_sources import model_paths, parse_reward, reward_problems
+from dschat.arguments.command_line import SettingsError, parse
+from dschat.rewards.answers import Answers
+from dschat.rewards.functions import load_judge
+from dschat.rewards.retry import NoScores, Patience, pause_before_retry
+from dschat.rewards.reward_client import service_scores
+from dschat.rewards.specification import model_paths, parse_reward, reward_problems
 
 FUNCTIONS = """
 import asyncio

@@ -13,12 +13,12 @@ from rlhf_models import group_of_one
 from tiny_tokenizers import BOS_HEADERS, CHATML, make_tokenizer
 
 from dschat.data.chat_template import decode_responses, encode_conversation, encode_prompt, ensure_chat_template
-from dschat.deepspeed_config import frozen_config
-from dschat.engines import frozen_engine
+from dschat.distributed.deepspeed_config import frozen_config
+from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
-from dschat.rlhf.patience import Patience
-from dschat.rlhf.rewards import Answers, RewardModel, Rewards, judged, load_judge, parse_reward, same_text
+from dschat.rewards.retry import Patience
+from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, judged, load_judge, parse_reward, same_text
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
 MESSAGES = [[{"role": "user", "content": question}] for question in QUESTIONS]

@@ -9,9 +9,9 @@ from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
 from test_hybrid_engine import tiny_llama
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams, scheduler
+from dschat.generation.decode_batch import Slots
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Request, Responses
-from dschat.generation.slots import Slots
 from dschat.generation.step import Step
 
 SETTINGS = {"eos_token_ids": EOS, "max_new_tokens": 12}
@@ -241,9 +241,9 @@ def test_a_temperature_that_leaves_float32_is_refused():
 
 
 def _kernel_sample(logits, uniform, params):
-    from dschat.generation import cpu_kernels
+    from dschat.generation.cpu import cpp_kernels
 
-    return cpu_kernels.load().sample_tokens(logits, uniform, params)
+    return cpp_kernels.load().sample_tokens(logits, uniform, params)
 
 
 def test_an_engine_is_whole_after_a_rollout_that_was_not_finite():

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 
 from dschat.arguments import RewardArguments
-from dschat.rlhf.rule_rewards import RULES
+from dschat.rewards.rules import RULES
 
 
 def scored(rule: str, responses: list[str], truths: list | None = None, **options) -> list[float | None]:

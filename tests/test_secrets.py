@@ -5,11 +5,11 @@ import json
 import pytest
 
 from dschat.arguments import RewardArguments
-from dschat.checkpoint import changed_arguments
-from dschat.command_line import SettingsError, raise_together
-from dschat.metrics import RunLog
-from dschat.rlhf.reward_sources import parse_reward
-from dschat.secrets import redacted, stored_arguments
+from dschat.arguments.command_line import SettingsError, raise_together
+from dschat.arguments.secrets import redacted, stored_arguments
+from dschat.checkpoints.checkpoint import changed_arguments
+from dschat.rewards.specification import parse_reward
+from dschat.runs.run_log import RunLog
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from rlhf_models import group_of_one
 from test_rewards import ANSWERS, ENDED, MESSAGES, actor_tokenizer, classifier, reward_model, rollout_of
 from tiny_tokenizers import BOS_HEADERS, make_tokenizer
 
-from dschat.rlhf.dynamic_batches import DynamicBatches, QueueFull
-from dschat.rlhf.patience import Patience
-from dschat.rlhf.rewards import Answers, Rewards, parse_reward
+from dschat.rewards.retry import Patience
+from dschat.rewards.server.dynamic_batches import DynamicBatches, QueueFull
+from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
 
 SERVER = Path(__file__).resolve().parents[1] / "scripts" / "serve_reward_model.py"
 TOKEN = "a secret"

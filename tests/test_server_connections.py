@@ -18,8 +18,8 @@ from test_rewards import classifier
 from tiny_tokenizers import BOS_HEADERS, make_tokenizer
 
 from dschat.models.scalar_head import TokenScores
-from dschat.rlhf.reward_server import Limits, RewardServer, TextScorer, TooLarge, read_question
-from dschat.rlhf.server_connections import Connections, serve
+from dschat.rewards.server.connections import Connections, serve
+from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer, TooLarge, read_question
 
 TOKEN = "a secret"
 QUESTION = {"messages": [[{"role": "user", "content": "What is 2 plus 3?"}]], "responses": ["It is 5."]}

@@ -13,10 +13,10 @@ from tiny_tokenizers import make_tokenizer
 from transformers import LlamaForCausalLM
 
 from dschat import arguments
-from dschat.command_line import SettingsError, parse
+from dschat.arguments.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
-from dschat.rlhf.settings import rlhf_problems, rlhf_warnings
-from dschat.set_up import load_splits, make_output_folder, one_model_problems, order_of_rows
+from dschat.rlhf.validation import rlhf_problems, rlhf_warnings
+from dschat.runs.set_up import load_splits, make_output_folder, one_model_problems, order_of_rows
 
 COMMON = (
     arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,

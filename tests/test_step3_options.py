@@ -14,9 +14,9 @@ from programs import MAINS
 from step_materials import flags, metrics_of, weights_of, write_materials, write_rows
 from transformers import AutoModelForCausalLM
 
-from dschat import checkpoint
 from dschat.arguments import EvaluationArguments, PPOArguments, RewardArguments
-from dschat.signals import SAVED
+from dschat.checkpoints import checkpoint
+from dschat.runs.signals import SAVED
 
 REWARD = """
 import re

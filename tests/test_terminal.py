@@ -2,7 +2,7 @@
 
 import pytest
 
-from dschat.terminal import printable
+from dschat.distributed.terminal import printable
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from test_chat_template import spans
 from tiny_tokenizers import CHATML, make_tokenizer
 
 from dschat.data.chat_template import decode_responses, encode_answer, encode_conversation, encode_prompt
-from dschat.rlhf.reward_model import conversation_ids
+from dschat.rewards.reward_model import conversation_ids
 
 OPENED = CHATML.replace("<|im_start|>assistant\n'", "<|im_start|>assistant\n<think>\n'")
 SHOWN = "message['content']"

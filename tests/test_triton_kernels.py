@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dschat.generation import triton_kernels
+from dschat.generation.cuda import triton_kernels
 
 CASES = Path(__file__).with_name("triton_kernel_cases.py")
 
@@ -72,11 +72,11 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
-    from dschat.generation import triton_attention, triton_sampling
+    from dschat.generation.cuda import attention, sampling
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches: list = []
-    for module, names in ((triton_attention, "_attend _combine _write"), (triton_sampling, "_measure_blocks _draw")):
+    for module, names in ((attention, "_attend _combine _write"), (sampling, "_measure_blocks _draw")):
         for name in names.split():
             monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     spans = torch.zeros(2, 4, dtype=torch.long)
@@ -91,12 +91,12 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
         query = torch.zeros(2, kv_heads * group, width, dtype=dtype)
         pool = torch.zeros(9, kv_heads, width, dtype=dtype)
         softcap = 50.0 if width == 256 else None
-        triton_attention.decode_attention(
+        attention.decode_attention(
             query, pool, pool, spans, longest=9, scale=0.1, splits=splits, softcap=softcap, window=5
         )
-    triton_attention.write_kv(pool, pool, query, query, spans[:, 0])
+    attention.write_kv(pool, pool, query, query, spans[:, 0])
     for dtype, vocabulary, temperature in [(torch.bfloat16, 151_936, 0.7), (torch.float32, 50_257, 0)]:
-        triton_sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
+        sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
     assert len(launches) == 6 + 2 + 1 + 4
     # 99 KiB: what a program may have on the consumer GPUs of compute capability 8.6 and 8.9.
     assert max(shared_memory(launch, capability) for launch in launches) <= 99 * 1024

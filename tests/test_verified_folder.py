@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dschat import verified_folder
-from dschat.verified_folder import file_problems, folder_problems, remove_unfinished, written_folder
+from dschat.checkpoints import verified_folder
+from dschat.checkpoints.verified_folder import file_problems, folder_problems, remove_unfinished, written_folder
 
 
 def write(place: Path, text: str = "content") -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
-from dschat import watchdog
-from dschat.verdict import Verdict
-from dschat.watchdog import HUNG, Watchdog
+from dschat.distributed import watchdog
+from dschat.distributed.verdict import Verdict
+from dschat.distributed.watchdog import HUNG, Watchdog
 
 SECONDS = 2.0  # a rank may hang so long
 

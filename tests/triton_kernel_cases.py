@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dschat.generation.cuda.attention import choose_splits, decode_attention, write_kv
+from dschat.generation.cuda.sampling import sample
 from dschat.generation.sampling import SamplingParams, sample_tokens
-from dschat.generation.triton_attention import choose_splits, decode_attention, write_kv
-from dschat.generation.triton_sampling import sample
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")

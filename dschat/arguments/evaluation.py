@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
 LORA_HELP = "rank of the adapters; 0: none"

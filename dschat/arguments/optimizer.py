@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+from dschat.arguments.command_line import flag, subset
 from dschat.arguments.data import DataArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
-from dschat.command_line import flag, subset
 
 _NOT_OF_PROMPTS = ("response_column", "margin_column", "text_column", "add_eot_token")
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 # What a name of --algorithm stands for, where no flag says otherwise. KL prices are those of the papers where they
 # give one (GRPO 0.04; Dr.GRPO, OPO none), else ours.

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from dschat.arguments.command_line import flag
 from dschat.arguments.models import DROPOUT_HELP, ModelArguments
-from dschat.command_line import flag
 
 WITH_REFERENCE = tuple(f"preference_loss={name}" for name in ("dpo", "ipo", "hinge", "robust", "kto"))
 WITH_SUMS = WITH_REFERENCE[:-1]

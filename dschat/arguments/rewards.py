@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 
 @dataclass
 class RewardArguments:
-    """Sources of scores; dschat.rlhf.reward_sources reads them."""
+    """Sources of scores; dschat.rewards.specification reads them."""
 
     _argument_group_name: ClassVar[str] = "rewards"
     reward: list[str] = flag(

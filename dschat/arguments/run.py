@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from dschat.command_line import flag
+from dschat.arguments.command_line import flag
 
 
 @dataclass

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from dschat.arguments.command_line import flag
 from dschat.arguments.models import TRUST_HELP
-from dschat.command_line import flag
 
 
 @dataclass

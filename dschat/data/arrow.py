@@ -24,8 +24,8 @@ from datasets import Dataset
 from datasets.arrow_writer import ArrowWriter
 from transformers import PreTrainedTokenizerBase
 
-from dschat import watchdog
-from dschat.verified_folder import folder_problems, written_folder
+from dschat.checkpoints.verified_folder import folder_problems, written_folder
+from dschat.distributed import watchdog
 
 from .encoding import FEATURES, Encoded, Encoder
 from .files import SourceRow

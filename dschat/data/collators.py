@@ -117,7 +117,7 @@ def collate_prompts(features: Features) -> dict[str, list]:
 
 
 def _ref_logprobs(rows: Features) -> torch.Tensor:
-    """[B, 2] float32; see dschat.rlhf.reference."""
+    """[B, 2] float32; see dschat.preference.reference_logprobs."""
     return torch.tensor([row.get("ref_logprobs") or (0.0, 0.0) for row in rows], dtype=torch.float32)
 
 

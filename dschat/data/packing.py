@@ -2,7 +2,7 @@
 
 Which conversations share a row is decided once, before training; rows are then shuffled like any others. A packed row
 knows the lengths of its conversations, and positions start again with each (collate_sft): models keep them apart by
-that (dschat.models.packing). Losses are sums over trained tokens of the whole step, so they do not see the packing.
+that (dschat.models.packed_attention). Losses are sums over trained tokens of the whole step, so they do not see the packing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from datasets import Dataset, Features, Value
 from datasets import Sequence as ListOf
 from datasets.arrow_writer import ArrowWriter
 
-from dschat import watchdog
-from dschat.verified_folder import written_folder
+from dschat.checkpoints.verified_folder import written_folder
+from dschat.distributed import watchdog
 
 from .arrow import is_prepared
 from .encoding import FEATURES

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dschat.generation import cpu_kernels, triton_kernels
+from dschat.generation.cpu import cpp_kernels
+from dschat.generation.cuda import triton_kernels
 
 
 def decode_attention(
@@ -44,17 +45,17 @@ def decode_attention(
     Source: Ainslie et al. 2023 (arXiv:2305.13245) for grouped queries; Dao 2023 (arXiv:2307.08691) for the online
         softmax of the CUDA kernel.
     """
-    on_cpu = kernels and query.device.type == "cpu" and query.dtype in cpu_kernels.DTYPES
-    if on_cpu and (library := cpu_kernels.load()):
+    on_cpu = kernels and query.device.type == "cpu" and query.dtype in cpp_kernels.DTYPES
+    if on_cpu and (library := cpp_kernels.load()):
         return library.decode_attention(
             query, new_key, new_value, keys, values, spans, scale=scale, window=window, softcap=softcap
         )
     newest = spans[:, 2] + spans[:, 3] - 1
     if kernels and query.is_cuda and triton_kernels.available(query):
-        from dschat.generation import triton_attention  # imports triton, which not every machine has
+        from dschat.generation.cuda import attention  # imports triton, which not every machine has
 
-        triton_attention.write_kv(keys, values, new_key, new_value, newest)
-        return triton_attention.decode_attention(
+        attention.write_kv(keys, values, new_key, new_value, newest)
+        return attention.decode_attention(
             query, keys, values, spans, longest=longest, scale=scale, window=window, softcap=softcap
         )
     keys.index_copy_(0, newest, new_key)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from dschat import watchdog
-from dschat.generation.fused_linear import FusedLinears, fusable, shared_inputs
-from dschat.generation.fused_modules import faster_forwards
+from dschat.distributed import watchdog
+from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
+from dschat.generation.cpu.fused_modules import faster_forwards
+from dschat.generation.hf_cache_decoder import cache_mismatch, plain_steps
 from dschat.generation.kv_pool import PooledModel
-from dschat.generation.plain_rows import cache_mismatch, plain_steps
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
 from dschat.generation.scheduler import Rollouts

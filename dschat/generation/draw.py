@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from dschat.generation import cpu_kernels, triton_kernels
+from dschat.generation.cpu import cpp_kernels
+from dschat.generation.cuda import triton_kernels
 from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
@@ -12,11 +13,11 @@ def draw_tokens(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True, waits: bool = True
 ) -> tuple[Tensor, Tensor]:
     """sampling.sample_tokens, by a kernel where there is one; the same arguments, the same tokens up to rounding."""
-    if kernels and logits.device.type == "cpu" and (library := cpu_kernels.load()):
+    if kernels and logits.device.type == "cpu" and (library := cpp_kernels.load()):
         return library.sample_tokens(logits, uniform, params)
     whole = not params.top_k and params.top_p == 1  # the Triton kernel does not truncate
     if kernels and logits.is_cuda and (params.greedy or whole) and triton_kernels.available(logits):
-        from dschat.generation.triton_sampling import sample  # imports triton, which not every machine has
+        from dschat.generation.cuda.sampling import sample  # imports triton, which not every machine has
 
         return sample(logits, uniform, temperature=params.temperature)
     return sample_tokens(logits, uniform, params, waits=waits)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from dschat.generation.captured_steps import CapturedSteps
+from dschat.generation.decode_batch import Slots
 from dschat.generation.host_tensors import to_device
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.memory import free_memory
 from dschat.generation.request import Request, Responses
-from dschat.generation.slots import Slots
 from dschat.generation.step import GraphedStep, Step
 
 # Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat.generation import cuda_graph
-from dschat.generation.cpu_graph import Recording, record
-from dschat.generation.cuda_graph import CapturedGraph
+from dschat.generation.cpu.step_recording import Recording, record
+from dschat.generation.cuda import graph
+from dschat.generation.cuda.graph import CapturedGraph
+from dschat.generation.decode_batch import Slots
 from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Responses
 from dschat.generation.sampling import SamplingParams
-from dschat.generation.slots import Slots
 
 # A capture costs about as much as this many steps whose kernels are launched one by one: a size with fewer is not worth
 # one, and one with more has lost no more than what a capture costs (the rule for renting skis).
@@ -83,7 +83,7 @@ class GraphedStep:
     """
 
     def __init__(self, step: Step, *, memory: object = None) -> None:
-        """Take a step; memory: of CUDA graphs, see cuda_graph.capture."""
+        """Take a step; memory: of CUDA graphs, see graph.capture."""
         self.step = step
         self._sizes = ladder(step.slots.count)
         self._uncaptured_runs: Counter[int] = Counter()  # of each size
@@ -124,7 +124,7 @@ class GraphedStep:
             self.step(size)
             return
         try:
-            self._graphs[size] = cuda_graph.capture(lambda: self.step(size), memory=self._memory)
+            self._graphs[size] = graph.capture(lambda: self.step(size), memory=self._memory)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -16,7 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from dschat import watchdog
+from dschat.distributed import watchdog
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout, left_pad
 from dschat.generation.sampling import SamplingParams, sample_tokens

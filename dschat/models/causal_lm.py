@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from dschat.data.chat_template import stop_token_ids
 from dschat.models.loading import load_pretrained, load_tokenizer
-from dschat.models.packing import packed_attention
+from dschat.models.packed_attention import packed_attention
 from dschat.models.verification import verify_logprobs
 from dschat.tensors import linear_logprobs, position_ids
 
@@ -137,7 +137,7 @@ class TokenLogprobs(nn.Module):
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
         self.takes_positions = "position_ids" in inspect.signature(body.forward).parameters
-        self.packs_by_mask = False  # see dschat.models.packing
+        self.packs_by_mask = False  # see dschat.models.packed_attention
 
     def forward(
         self,

@@ -22,8 +22,8 @@ from transformers import (
 from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 from transformers.utils import logging as transformers_logging
 
-from dschat import watchdog
 from dschat.data.chat_template import ensure_chat_template
+from dschat.distributed import watchdog
 from dschat.models.weights import full_shape
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
-from dschat import watchdog
-from dschat.restricted_pickle import pickle_problems
+from dschat.checkpoints.restricted_pickle import pickle_problems
+from dschat.distributed import watchdog
 
 
 def weight_problems(folder: str | Path) -> list[str]:

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat import failpoint, watchdog
+from dschat.distributed import failpoint, watchdog
 from dschat.models.unfinished_folder import unfinished_folder
 
 

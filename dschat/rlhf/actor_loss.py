@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from dschat.arguments import PPOArguments
-from dschat.launch import sum_over_ranks
+from dschat.distributed.launch import sum_over_ranks
+from dschat.losses.losses import Metrics, policy_loss
+from dschat.losses.policy_losses import aggregation_weights, cispo_loss, entropy_bonus, gspo_loss, kl_loss, sapo_loss
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.losses import Metrics, policy_loss
-from dschat.rlhf.off_policy import correction_weights
-from dschat.rlhf.policy_losses import aggregation_weights, cispo_loss, entropy_bonus, gspo_loss, kl_loss, sapo_loss
+from dschat.rlhf.rollout_correction import correction_weights
 
 PolicyLoss = Callable[..., tuple[Tensor, Metrics]]
 

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from datasets import Dataset
 
-from dschat import launch
 from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
-from dschat.engines import Metrics, sum_metrics
-from dschat.rlhf.answer_metrics import extract_answer, majority, pass_at_k
-from dschat.rlhf.estimate import flat_groups
+from dschat.distributed import launch
+from dschat.distributed.engines import Metrics, sum_metrics
+from dschat.rewards.answer_extraction import extract_answer, majority, pass_at_k
+from dschat.rlhf.algorithms import flat_groups
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.off_policy import gap_metrics, rollout_gap
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rollout_correction import gap_metrics, rollout_gap
 
 # Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
 EVALUATION = 2**31 - 1

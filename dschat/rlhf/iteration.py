@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dschat import launch
-from dschat.engines import Metrics
+from dschat.distributed import launch
+from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
 
 

@@ -9,22 +9,22 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from dschat import failpoint, watchdog
 from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
-from dschat.engines import Metrics, optimizer_step
+from dschat.distributed import failpoint, watchdog
+from dschat.distributed.engines import Metrics, optimizer_step
+from dschat.distributed.launch import sum_over_ranks
+from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout, SamplingParams
-from dschat.launch import sum_over_ranks
+from dschat.losses.losses import explained_variance, sft_loss, value_loss
+from dschat.rewards.retry import Patience
+from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores, prompt_text
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
 from dschat.rlhf.advantages import kl_estimate, token_rewards
-from dschat.rlhf.estimate import estimate_advantages, shaped_scores
+from dschat.rlhf.algorithms import estimate_advantages, shaped_scores
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.losses import explained_variance, sft_loss, value_loss
-from dschat.rlhf.micro_batches import forward_in_micro_batches
-from dschat.rlhf.off_policy import gap_metrics, rollout_gap
-from dschat.rlhf.patience import Patience
-from dschat.rlhf.rewards import Answers, Judge, Rewards, Scores, prompt_text
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.rollout_correction import gap_metrics, rollout_gap
 
 Prompts = Mapping[str, list]  # of collate_prompts
 ACTOR_METRICS = (

@@ -10,7 +10,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from dschat import failpoint, launch, watchdog
 from dschat.arguments import (
     DeviceArguments,
     LoraArguments,
@@ -19,15 +18,16 @@ from dschat.arguments import (
     RLHFModelArguments,
     RolloutArguments,
 )
-from dschat.deepspeed_config import DTYPES, frozen_config
-from dschat.engines import frozen_engine
+from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed.deepspeed_config import DTYPES, frozen_config
+from dschat.distributed.engines import frozen_engine
 from dschat.generation import Decoder, HybridEngine, TransformersDecoder
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
-from dschat.rlhf.rewards import RewardModel
-from dschat.set_up import build_trainable
+from dschat.rewards.weighted_sum import RewardModel
+from dschat.runs.set_up import build_trainable
 
 
 class DeepSpeedRLHFEngine:

@@ -16,11 +16,11 @@ import reasoning_gym
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, number_type, read_json_lines
 from dschat.data.chat_template import decode_responses, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.rlhf.answer_metrics import last_number
-from dschat.script_inputs import existing_folder, exit_on_mistake, number_type, read_json_lines
+from dschat.rewards.answer_extraction import last_number
 
 TERMS = (3, 4, 5, 6)
 SAMPLES = 4

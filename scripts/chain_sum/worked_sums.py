@@ -14,7 +14,7 @@ import re
 
 import reasoning_gym
 
-from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
+from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
 
 
 def worked(expression: str) -> str:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
+from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
 
 LARGEST_OPERAND = 9
 HELD_OUT_SHARE = 0.16  # of the operand pairs

@@ -13,8 +13,15 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from dschat.arguments.script_inputs import (
+    SEEDS,
+    existing_file,
+    exit_on_mistake,
+    new_folder,
+    number_type,
+    read_json_lines,
+)
 from dschat.data.chat_template import ensure_chat_template
-from dschat.script_inputs import SEEDS, existing_file, exit_on_mistake, new_folder, number_type, read_json_lines
 
 EOS, PAD = "<|end|>", "<|pad|>"
 VOCABULARY_SIZE = 512

@@ -17,10 +17,7 @@ import torch
 from arithmetic_chats import accuracy, judge
 from deepspeed.accelerator import get_accelerator
 
-from dschat.data.chat_template import encode_prompt, stop_token_ids
-from dschat.generation import HybridEngine, SamplingParams
-from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.script_inputs import (
+from dschat.arguments.script_inputs import (
     SEEDS,
     existing_file,
     existing_folder,
@@ -29,7 +26,10 @@ from dschat.script_inputs import (
     number_type,
     read_json_lines,
 )
-from dschat.terminal import printable
+from dschat.data.chat_template import encode_prompt, stop_token_ids
+from dschat.distributed.terminal import printable
+from dschat.generation import HybridEngine, SamplingParams
+from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 
 MAX_NEW_TOKENS = 32
 SHOWN = 6

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from wheel_file import WheelFile
 
-from dschat.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type, read_json
+from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type, read_json
 
 CONVERSATIONS = WheelFile(
     package="chitchat-dataset",

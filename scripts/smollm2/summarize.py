@@ -4,7 +4,7 @@ import argparse
 import json
 from pathlib import Path
 
-from dschat.script_inputs import existing_folder, exit_on_mistake, read_json_lines
+from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, read_json_lines
 
 # Step → the figures of its evaluations on held-out rows, before the first and after the last update.
 FIGURES = {

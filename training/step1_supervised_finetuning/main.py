@@ -8,17 +8,19 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments, launch, signals
-from dschat.command_line import parse
+from dschat import arguments
+from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_sft
-from dschat.deepspeed_config import DTYPES
-from dschat.engines import Metrics
-from dschat.exporting import export_run
-from dschat.fit import Batch, Objective, fit
+from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import DTYPES
+from dschat.distributed.engines import Metrics
+from dschat.losses.losses import sft_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.models.packing import choose_packing
-from dschat.rlhf.losses import sft_loss
-from dschat.set_up import data_options, load_splits, one_model_problems, start
+from dschat.models.packed_attention import choose_packing
+from dschat.runs import signals
+from dschat.runs.exporting import export_run
+from dschat.runs.fit import Batch, Objective, fit
+from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
 
 GROUPS = (
     arguments.ModelArguments,

@@ -3,18 +3,20 @@
 from functools import partial
 from typing import Any
 
-from dschat import arguments, launch, signals
-from dschat.best import check_evaluation_rows
-from dschat.command_line import parse, settings_of_user
+from dschat import arguments
+from dschat.arguments.command_line import parse, settings_of_user
 from dschat.data.mismatched import with_mismatched
-from dschat.deepspeed_config import DTYPES
-from dschat.exporting import export_run
-from dschat.fit import fit
+from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import DTYPES
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.output_conflicts import overwritten_models
-from dschat.rlhf.preference import SCORES, preference_objective
-from dschat.rlhf.reference import with_reference_logprobs
-from dschat.set_up import (
+from dschat.preference.objective import SCORES, preference_objective
+from dschat.preference.reference_logprobs import with_reference_logprobs
+from dschat.runs import signals
+from dschat.runs.best_model import check_evaluation_rows
+from dschat.runs.exporting import export_run
+from dschat.runs.fit import fit
+from dschat.runs.output_conflicts import overwritten_models
+from dschat.runs.set_up import (
     data_options,
     load_splits,
     model_problems,

@@ -6,17 +6,19 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments, launch, signals
-from dschat.command_line import parse
+from dschat import arguments
+from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_preferences
-from dschat.deepspeed_config import DTYPES
-from dschat.engines import Metrics
-from dschat.exporting import export_run
-from dschat.fit import Batch, Objective, evaluation_means, fit
+from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import DTYPES
+from dschat.distributed.engines import Metrics
+from dschat.losses.losses import pairwise_loss
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
-from dschat.rlhf.losses import pairwise_loss
-from dschat.set_up import data_options, load_splits, one_model_problems, start
+from dschat.runs import signals
+from dschat.runs.exporting import export_run
+from dschat.runs.fit import Batch, Objective, evaluation_means, fit
+from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
 
 GROUPS = (
     arguments.ModelArguments,

@@ -23,20 +23,21 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from dschat import arguments, launch, signals, watchdog
-from dschat.command_line import SettingsError, parse, settings_of_user
+from dschat import arguments
+from dschat.arguments.command_line import SettingsError, parse, settings_of_user
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
-from dschat.deepspeed_config import DTYPES, frozen_config
-from dschat.engines import frozen_engine
+from dschat.distributed import launch, watchdog
+from dschat.distributed.deepspeed_config import DTYPES, frozen_config
+from dschat.distributed.engines import frozen_engine
 from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.rlhf.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
-from dschat.rlhf.patience import NoScores, Patience
-from dschat.rlhf.reward_model import tokens_read
-from dschat.rlhf.rewards import (
+from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
+from dschat.rewards.retry import NoScores, Patience
+from dschat.rewards.reward_model import tokens_read
+from dschat.rewards.weighted_sum import (
     Answers,
     RewardModel,
     Rewards,
@@ -45,7 +46,8 @@ from dschat.rlhf.rewards import (
     parse_reward,
     reward_problems,
 )
-from dschat.set_up import data_options, load_splits, model_problems, start
+from dschat.runs import signals
+from dschat.runs.set_up import data_options, load_splits, model_problems, start
 
 MAX_FAILED_CALLS = 3  # batches in a row without any score, on one process: then the judge is dead
 Score = Callable[[Rollout, Answers], list[float | None]]

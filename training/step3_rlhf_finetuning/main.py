@@ -1,20 +1,23 @@
 """Step 3: policy optimisation of an actor against rewards, with a KL penalty towards the reference model."""
 
-from dschat import arguments, checkpoint, launch, signals
-from dschat.best import check_evaluation_rows
-from dschat.command_line import parse, settings_of_user
+from dschat import arguments
+from dschat.arguments.command_line import parse, settings_of_user
+from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
-from dschat.exporting import export_run
+from dschat.distributed import launch
 from dschat.models.causal_lm import load_tokenizer
+from dschat.rewards.retry import Patience
+from dschat.rewards.weighted_sum import Rewards, load_judge, model_paths, parse_reward
 from dschat.rlhf.experience import MiniDataset
-from dschat.rlhf.fit import PPORun
-from dschat.rlhf.patience import Patience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rewards import Rewards, load_judge, model_paths, parse_reward
+from dschat.rlhf.ptx import UnsupervisedBatches, text_options
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
-from dschat.rlhf.settings import reward_entries, rlhf_problems, rlhf_warnings
-from dschat.rlhf.unsupervised import UnsupervisedBatches, text_options
-from dschat.set_up import data_options, load_splits, start
+from dschat.rlhf.training_loop import PPORun
+from dschat.rlhf.validation import reward_entries, rlhf_problems, rlhf_warnings
+from dschat.runs import signals
+from dschat.runs.best_model import check_evaluation_rows
+from dschat.runs.exporting import export_run
+from dschat.runs.set_up import data_options, load_splits, start
 
 GROUPS = (
     arguments.RLHFModelArguments,

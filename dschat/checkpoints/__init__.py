@@ -1,0 +1,1 @@
+"""Resumable checkpoints: written atomically, verified before they are loaded."""

@@ -1,0 +1,381 @@
+"""Resumable checkpoints of a run: written beside, checksummed, renamed, and only then pointed at.
+
+output_dir/checkpoints/step-00000120/
+    manifest.json          step, world size, arguments, versions, and size + SHA-256 of every other file
+    state.json             what the step's loop needs to go on: its counters and positions
+    random_rank0.…         the generators of each rank
+    actor/, critic/, …     DeepSpeed's own checkpoint of each engine
+output_dir/checkpoints/latest    the name of the newest complete one
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from safetensors import SafetensorError
+
+from dschat.arguments import IDENTITY, SILENT
+from dschat.arguments.secrets import redacted_values, stored_arguments
+from dschat.checkpoints.earlier_runs import bring_back, newest_before, set_aside, step_folders
+from dschat.checkpoints.leftovers import remove_leftovers
+from dschat.checkpoints.manifest import read_manifest, unlisted
+from dschat.checkpoints.optimizer_settings import settings_kept
+from dschat.checkpoints.random_states import load_random_states, save_random_states
+from dschat.checkpoints.resize import converted
+from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
+from dschat.checkpoints.verified_folder import digests, file_problems, sync, sync_all, write_atomically
+from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed.terminal import printable
+
+Engines = Mapping[str, deepspeed.DeepSpeedEngine]
+# What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
+
+
+def save(
+    output_dir: str | Path,
+    step: int,
+    *,
+    update: int = 0,
+    engines: Engines,
+    state: dict[str, Any],
+    keep: int,
+    also: Callable[[Path], None] | None = None,
+    about: Mapping[str, Any] | None = None,
+    later: Callable[[Callable[[], None]], None] | None = None,
+) -> Path:
+    """Write a checkpoint of the whole run; every rank calls it.
+
+    Killed at any moment, it leaves the checkpoints before it as they were.
+
+    Args:
+        step: number of finished steps; names the folder.
+        update: number of finished updates of the step after it.
+        engines: the trained engines by name.
+        state: JSON-serialisable, the same on every rank.
+        keep: older checkpoints beyond this many are removed, after the new one is complete. Those of later steps
+            too: they belong to a run that was left.
+        also: called on every rank with the temporary folder, to add files of its own (an EMA, say).
+        about: entries of the manifest for people and for `changed_arguments`.
+        later: is given the end of the work on the main rank: checksums, names, removal of older ones. All files are on
+            the disk by then and nobody writes to them, so training may go on meanwhile. None: it is done here.
+
+    Returns: the folder, complete and verified by its manifest, or about to be.
+    Raises: OSError on every rank when any rank cannot write; nothing of the attempt is left.
+    """
+    name = f"step-{step:08d}" + (f"-update-{update:04d}" if update else "")
+    folder = Path(output_dir, "checkpoints", name)
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    problems: list[str] = []
+
+    def attempt(write: Callable[[], Any]) -> None:
+        if not problems:
+            try:
+                write()
+            except WRITE_ERRORS as error:
+                problems.append(f"rank {launch.rank()}: {error}")
+
+    def make_room() -> None:
+        for left in folder.parent.glob(".step-*"):  # of saves that were killed
+            shutil.rmtree(left, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        check_space(temporary, expected_bytes(engines))
+
+    if launch.is_main():
+        attempt(make_room)
+    _agree(problems, temporary)
+    failpoint.reached("save_begin")
+    with watchdog.following(temporary) if launch.is_main() else nullcontext():
+        for name, engine in engines.items():
+            with _catching_writes(engine, problems):
+                engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
+            failpoint.reached(f"save_{name}")
+    if also is not None:
+        _agree(problems, temporary)  # it may hold collectives: a rank that skipped them would keep the others waiting
+        attempt(lambda: also(temporary))
+    attempt(lambda: save_random_states(temporary))
+    failpoint.reached("save_written")
+    _agree(problems, temporary)
+    if launch.is_main():
+        attempt(lambda: write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
+    _agree(problems, temporary)
+    if launch.is_main_of_node():  # a file is in the memory of the node that wrote it
+        attempt(lambda: sync_all(temporary))
+    _agree(problems, temporary)
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    head = {"step": step, "world_size": launch.world_size(), "zero_stages": stages, **(about or {})}
+    if later is not None:
+        if launch.is_main():
+            later(lambda: _complete(folder, temporary, head | {"files": digests(temporary, share=(0, 1))}, keep))
+        return folder
+    files: dict[str, tuple[int, str]] = {}
+    attempt(lambda: files.update(digests(temporary, share=(launch.rank(), launch.world_size()))))
+    _agree(problems, temporary)
+    files = {name: entry for part in launch.from_all_ranks(files) for name, entry in part.items()}
+    if launch.is_main():
+        manifest = head | {"files": dict(sorted(files.items()))}
+        attempt(lambda: _complete(folder, temporary, manifest, keep))
+    _agree(problems, temporary)
+    return folder
+
+
+def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int) -> None:
+    """Give a folder whose files are all on the disk its manifest and its name, then remove older ones."""
+    failpoint.reached("save_digested")
+    write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
+    failpoint.reached("save_manifest")
+    replaced = folder.with_name(f".{folder.name}.old")
+    if folder.exists():
+        folder.rename(replaced)
+        failpoint.reached("save_replacing")  # what is killed here, the next start brings back
+    temporary.rename(folder)
+    sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    failpoint.reached("save_renamed")
+    write_atomically(folder.parent / "latest", folder.name)
+    failpoint.reached("save_pointed")
+    folders = _step_folders(folder.parent.parent)
+    newest = folders.index(folder)
+    for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
+        # Not under its name any more, or a kill would leave half of it to be found.
+        gone = other.with_name(f".{other.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        other.rename(gone)
+        failpoint.reached("save_pruning")
+        shutil.rmtree(gone)
+
+
+def _agree(problems: list[str], temporary: Path) -> None:
+    """Go on if all ranks could write; else leave nothing behind and raise everywhere."""
+    found = launch.joined_lists(problems)
+    if found:
+        if launch.is_main():
+            shutil.rmtree(temporary, ignore_errors=True)
+        launch.barrier()
+        raise OSError(f"the checkpoint cannot be written: {'; '.join(found[:3])}")
+
+
+@contextmanager
+def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> Iterator[None]:
+    """Inside, what DeepSpeed cannot write becomes a problem: raised at once, it would leave other ranks waiting."""
+    writer = engine.checkpoint_engine
+    write = writer.save
+
+    def caught(state_dict: Any, path: str) -> None:
+        if problems:
+            return
+        try:
+            failpoint.reached("save_writing")
+            _numbers_for_enums(state_dict)
+            write(state_dict, path)
+            watchdog.progress()
+            failpoint.reached("save_one_written")
+        except WRITE_ERRORS as error:
+            problems.append(f"rank {launch.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
+
+    writer.save = caught
+    try:
+        yield
+    finally:
+        del writer.save
+
+
+def _numbers_for_enums(state: Any) -> None:
+    """Replace enumerations in a state that was made to be written: some Pythons pickle them by naming `getattr`."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(value, Enum):
+            state[name] = value.value
+        elif isinstance(value, dict):
+            _numbers_for_enums(value)
+
+
+def expected_bytes(engines: Engines) -> int:
+    """About what a checkpoint of all ranks takes: weights, and for trained ones Adam's moments and a float32 copy."""
+    total = 0
+    for engine in engines.values():
+        for parameter in engine.module.parameters():
+            count = getattr(parameter, "ds_numel", parameter.numel())
+            copy = 4 if parameter.dtype != torch.float32 or engine.zero_optimization_stage() else 0
+            total += count * (parameter.element_size() + (8 + copy if parameter.requires_grad else 0))
+    return total
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """Raise OSError if a folder's disk has not that many bytes left."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(
+            f"a checkpoint takes about {needed / 1e9:.2f} GB, the disk of {folder.parent} has {free / 1e9:.2f} GB "
+            "left: lower --keep_checkpoints, or make room"
+        )
+
+
+def find(output_dir: str | Path, resume: str) -> Path | None:
+    """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
+
+    A collective: the main rank reads and decides for all. What a killed process left half written is removed. A run
+    that begins anew sets the checkpoints and records of an earlier one aside, so that nothing of them is lost and a
+    later "auto" does not take them for its own.
+
+    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify; or when files of
+        the folder cannot be moved.
+    """
+    watchdog.phase("checkpoint verification")
+    found, problem = None, None
+    if launch.is_main():
+        try:
+            remove_leftovers(output_dir)
+            found = None if resume == "never" else _find(output_dir, resume)
+            if found is None:
+                _begin_anew(output_dir)
+            else:
+                bring_back(output_dir, found)
+        except ValueError as error:
+            problem = str(error)
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: what an earlier run left there cannot be moved ({error})"
+    found, problem = launch.from_all_ranks((found, problem))[0]
+    if problem:
+        raise ValueError(problem)
+    return found
+
+
+def _begin_anew(output_dir: str | Path) -> None:
+    """Keep what an earlier run has left, and say where its checkpoints are."""
+    aside, saved = set_aside(output_dir), newest_before(output_dir)
+    parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
+    parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
+    if parts:
+        print(f"this run starts anew, from step 0: {'; '.join(parts)}", flush=True)
+
+
+def _find(output_dir: str | Path, resume: str) -> Path | None:
+    if resume != "auto":
+        problems = verify(resume)
+        if problems:
+            raise ValueError(f"--resume {resume} cannot be used: {'; '.join(problems[:5])}")
+        return Path(resume)
+    found = _step_folders(output_dir)
+    for folder in reversed(found):
+        problems = verify(folder)
+        if not problems:
+            return folder
+        print(printable(f"warning: {folder} is damaged and passed over ({'; '.join(problems[:3])})"), flush=True)
+    if found:
+        raise ValueError(
+            f"--resume auto: none of the {len(found)} checkpoints in {output_dir} verifies; --resume never starts anew"
+        )
+    return None
+
+
+def newest(output_dir: str | Path) -> Path | None:
+    """The newest complete checkpoint of a run, not verified."""
+    folders = _step_folders(output_dir)
+    return folders[-1] if folders else None
+
+
+def verify(folder: str | Path) -> list[str]:
+    """What is wrong with a checkpoint: files missing, changed or not listed, links, code in pickles. [] if nothing.
+
+    Rollouts in the middle of an iteration belong to their ranks, so that the number of processes must be the same.
+    """
+    folder = Path(folder)
+    try:
+        manifest = read_manifest(folder)
+    except ValueError as error:
+        return [str(error)]
+    files, world_size = manifest["files"], manifest["world_size"]
+    problems = unlisted(folder, files)
+    if world_size != launch.world_size() and "-update-" in folder.name:
+        problems.append(
+            f"it was written by {world_size} processes in the middle of an iteration, and this run has "
+            f"{launch.world_size()}: start as many"
+        )
+    damaged = file_problems(folder, files)
+    if not damaged:
+        for name in files:
+            problems += pickle_problems(folder / name) if is_pickle(folder / name) else []
+    problems += damaged
+    return problems
+
+
+def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, Any]:
+    """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
+
+    Learning rates, weight decay, betas and the bound of the gradient norm stay those that the engines were built with.
+
+    Args:
+        same: entries of the state that must be as they were when it was saved; None: whatever they were.
+
+    Raises: ValueError when they are not, or when the checkpoint lacks an engine.
+    """
+    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    if not isinstance(state, dict):
+        raise ValueError(f"{folder / 'state.json'} holds no JSON object: resume from another checkpoint")
+    changed = [
+        f"{name} was {state.get(name)} and is {now}"
+        for name, now in same.items()
+        if now is not None and state.get(name, now) != now  # older states have fewer entries
+    ]
+    if changed:
+        raise ValueError(
+            f"{folder} belongs to another run, which cannot be gone on with: {'; '.join(changed)}. Resume with the "
+            "settings and data of its run.json, or start anew with --resume never"
+        )
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    resized = manifest["world_size"] != launch.world_size()
+    stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
+    for name, then in manifest.get("zero_stages", {}).items():
+        now = stages.get(name, then)
+        if then != now and {then, now} != {1, 2}:
+            raise ValueError(
+                f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
+                f"stage {then} (1 and 2 keep the same things, the others do not)"
+            )
+    watchdog.phase("resume")
+    source_of = converted(folder, engines) if resized else nullcontext(folder)
+    with settings_kept(engines), restricted_unpickling(f"{folder} is refused: "), source_of as source:
+        for name, engine in engines.items():
+            watchdog.progress()
+            path, _ = engine.load_checkpoint(str(source), tag=name)
+            if path is None:
+                raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
+    if resized:  # the same data in the same order, but other ranks have other random numbers
+        launch.seed_all(state["seed"] + 1000 * manifest["step"] + launch.rank())
+    else:
+        load_random_states(folder)
+    return state
+
+
+def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]:
+    """The flags that have changed since a checkpoint was written, a line each.
+
+    Raises:
+        ValueError: one of them makes another run of it (see arguments.IDENTITY), and anyway is False.
+    """
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return []
+    # Of both only what is no secret: manifests of earlier versions hold keys, and a new key makes no other run.
+    then, now = redacted_values(manifest.get("arguments", {})), stored_arguments(groups)
+    changed = {
+        name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
+    }
+    foreign = [line for name, line in changed.items() if name in IDENTITY]
+    if foreign and not anyway:
+        raise ValueError(
+            f"{folder} belongs to another run: {'; '.join(foreign)}. Go on with the flags of its manifest.json, start "
+            "anew with --resume never, or say --resume_anyway"
+        )
+    return [line for name, line in changed.items() if name not in SILENT]
+
+
+def _step_folders(output_dir: str | Path) -> list[Path]:
+    return step_folders(Path(output_dir, "checkpoints"))

@@ -1,0 +1,43 @@
+"""The random generators of a rank, written and brought back."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file, save_file
+
+from dschat.distributed import launch
+
+
+def save_random_states(folder: Path) -> None:
+    """Write the states of Python's, NumPy's, torch's and the device's generator of this rank."""
+    version, integers, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    tensors = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(integers),
+        "numpy": torch.from_numpy(keys.astype(np.int64)),
+    }
+    if get_accelerator().device_name() != "cpu":
+        tensors["device"] = get_accelerator().get_rng_state()
+    rank = launch.rank()
+    save_file(tensors, folder / f"random_rank{rank}.safetensors")
+    numbers = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
+    (folder / f"random_rank{rank}.json").write_text(json.dumps(numbers), encoding="utf-8")
+
+
+def load_random_states(folder: Path) -> None:
+    """Bring them back to where `save_random_states` found them."""
+    rank = launch.rank()
+    tensors = load_file(folder / f"random_rank{rank}.safetensors")
+    numbers = json.loads((folder / f"random_rank{rank}.json").read_text(encoding="utf-8"))
+    version, gauss = numbers["python"]
+    random.setstate((version, tuple(tensors["python"].tolist()), gauss))
+    kind, position, has_gauss, cached = numbers["numpy"]
+    np.random.set_state((kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(tensors["torch"])
+    if "device" in tensors:
+        get_accelerator().set_rng_state(tensors["device"])

@@ -1,0 +1,89 @@
+"""Argument groups → the DeepSpeed configuration: ZeRO, precision, offload, batch arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def training_config(
+    *,
+    dtype: str,
+    zero_stage: int,
+    micro_batch_size: int,
+    gradient_accumulation_steps: int,
+    world_size: int,
+    max_grad_norm: float,
+    offload: bool = False,
+    overrides: str | None = None,
+) -> dict[str, Any]:
+    """The configuration of a model that is trained.
+
+    Args:
+        dtype: "bf16", "fp16" or "fp32".
+        micro_batch_size: sequences per device and forward pass.
+        max_grad_norm: global L2 norm to clip at; 0 does not clip.
+        offload: optimizer states, and ZeRO-3 parameters, in host memory.
+        overrides: path of a JSON file merged over the result, key by key.
+    """
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "train_batch_size": micro_batch_size * gradient_accumulation_steps * world_size,
+        "gradient_clipping": max_grad_norm,
+        "steps_per_print": 2**31,  # dschat.runs.run_log reports progress
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves offloaded states too: nothing to compile
+        "zero_allow_untested_optimizer": True,
+        **_precision(dtype),
+        "zero_optimization": _zero(zero_stage, offload),
+    }
+    if dtype == "bf16" and zero_stage > 0:  # DeepSpeed's bf16 optimizer without ZeRO knows bf16 accumulation only
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(config, overrides)
+
+
+def frozen_config(
+    *, dtype: str, zero_stage: int, micro_batch_size: int, world_size: int, offload: bool = False
+) -> dict[str, Any]:
+    """The configuration of a model that only answers: partitioned under stage 3 (or when offloaded), else whole."""
+    return {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "train_batch_size": micro_batch_size * world_size,
+        "steps_per_print": 2**31,
+        **_precision(dtype),
+        "zero_optimization": _zero(3 if zero_stage == 3 or offload else 0, offload),
+    }
+
+
+def _precision(dtype: str) -> dict[str, Any]:
+    return {"bf16": {"enabled": dtype == "bf16"}, "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 16}}
+
+
+def _zero(stage: int, offload: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        zero |= {
+            "overlap_comm": True,
+            "stage3_gather_16bit_weights_on_model_save": False,  # dschat.models.weights gathers and writes
+            "stage3_param_persistence_threshold": 10_000,
+        }
+    if offload and stage >= 1:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    if offload and stage == 3:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+    return zero
+
+
+def _merged(config: dict[str, Any], overrides: str | None) -> dict[str, Any]:
+    if overrides is None:
+        return config
+    return _overlay(config, json.loads(Path(overrides).read_text(encoding="utf-8")))
+
+
+def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _overlay(base[key], changes[key]) for key in base.keys() & changes.keys()
+            if isinstance(base[key], dict) and isinstance(changes[key], dict)}  # fmt: skip
+    return base | changes | both

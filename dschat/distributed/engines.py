@@ -1,0 +1,116 @@
+"""Model + configuration → DeepSpeedEngine, and the one optimizer step that every trainer takes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from dschat.distributed import failpoint, launch, watchdog
+
+Metrics = dict[str, torch.Tensor]
+
+
+def trainable_engine(
+    model: nn.Module,
+    *,
+    config: dict[str, Any],
+    parameter_groups: list[dict[str, Any]],
+    adam_betas: tuple[float, float],
+    lr_scheduler_type: str,
+    num_warmup_steps: int,
+    num_training_steps: int,
+) -> deepspeed.DeepSpeedEngine:
+    """A DeepSpeedEngine with fused AdamW and a learning-rate schedule over `num_training_steps` updates."""
+    optimizer = torch.optim.AdamW(parameter_groups, betas=adam_betas, fused=True)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=lambda wrapped: get_scheduler(
+            lr_scheduler_type, wrapped, num_warmup_steps=num_warmup_steps, num_training_steps=num_training_steps
+        ),
+        config=config,
+        dist_init_required=False,
+    )
+    return engine
+
+
+def frozen_engine(model: nn.Module, *, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
+    """A DeepSpeedEngine without optimizer, in evaluation mode, none of its parameters trainable."""
+    watchdog.phase("engine")
+    model.requires_grad_(False)
+    engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    engine.eval()
+    return engine
+
+
+def optimizer_step(
+    engine: deepspeed.DeepSpeedEngine, micro_losses: Sequence[Callable[[], tuple[torch.Tensor, Metrics]]]
+) -> dict[str, float]:
+    """One optimizer step from micro-batch losses that are already normalised over the whole step.
+
+    Every entry computes (loss, metrics), both sums over its share divided by the count of the whole step: all ranks,
+    all micro-batches. DeepSpeed averages gradients over ranks and accumulation steps: both are undone here, so the
+    step does not depend on how the batch was cut.
+
+    Where the gradient is not finite, of any rank, all ranks skip the update: weights, moments and schedule stay.
+
+    Returns: the metrics summed over micro-batches and ranks, with "loss", "grad_norm" and "learning_rate"; where the
+        update was skipped "skipped_updates": 1.
+    """
+    engine.train()
+    _agree_on_count(len(micro_losses), engine.device)
+    totals: Metrics = {}
+    for number, micro_loss in enumerate(micro_losses, start=1):
+        engine.set_gradient_accumulation_boundary(number == len(micro_losses))
+        loss, metrics = micro_loss()
+        watchdog.progress()
+        loss = loss * torch.nan if failpoint.reached("loss") else loss
+        engine.backward(loss * launch.world_size(), scale_wrt_gas=False)
+        for name, value in {"loss": loss, **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + value.detach().to(torch.float64)
+    learning_rate = engine.get_lr()[0]
+    norm = _plain_grad_norm(engine)
+    if norm is not None and not torch.isfinite(norm):  # gradients are averaged, so on one rank as on all
+        engine.zero_grad()
+        skipped = True
+    else:
+        engine.step()
+        skipped = not engine.was_step_applied()
+    if norm is None:
+        norm = engine.get_global_grad_norm()
+    metrics = sum_metrics(totals) | {"grad_norm": float(norm), "learning_rate": learning_rate}
+    return metrics | ({"skipped_updates": 1.0} if skipped else {})
+
+
+def _agree_on_count(count: int, device: torch.device) -> None:
+    """Raise on every rank if one has more micro-batches than another, which would wait for ever.
+
+    Raises:
+        RuntimeError: naming the least and the most.
+    """
+    if launch.world_size() > 1:
+        most, least = launch.max_over_ranks(torch.tensor([count, -count], device=device)).tolist()
+        if most != -least:
+            raise RuntimeError(
+                f"one rank has {-least:.0f} micro-batches for this optimizer step and another {most:.0f}: every rank "
+                "has to run as many; give ranks without rows micro-batches that count for nothing"
+            )
+
+
+def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
+    """The gradient norm before clipping where DeepSpeed does not tell it: ZeRO-0 in fp32, a bare torch optimizer."""
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        return None
+    gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def sum_metrics(totals: Metrics) -> dict[str, float]:
+    """Sum a dict of scalars over all ranks in one collective; the names must be the same on every rank."""
+    if not totals:
+        return {}
+    summed = launch.sum_over_ranks(torch.stack([value.to(torch.float64).reshape(()) for value in totals.values()]))
+    return dict(zip(totals, summed.tolist(), strict=True))

@@ -1,0 +1,264 @@
+"""Joining the processes of a run: `deepspeed`, `torchrun` or plain `python`, on CUDA or CPU, through one code path."""
+
+import os
+import random
+import shutil
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import distributed as dist
+
+from dschat.arguments.command_line import SettingsError
+from dschat.distributed import watchdog
+from dschat.distributed.build_locks import clear_stale_build_locks
+from dschat.distributed.launch_environment import LaunchError, is_first_of_node, launch_variables
+from dschat.distributed.rendezvous import open_store
+from dschat.distributed.terminal import printable
+from dschat.runs import signals
+
+# The watchdog ends runs that hang. A collective may rightly wait for hours: for a rank that prepares data, say.
+COLLECTIVES_WAIT = timedelta(days=7)
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a step's main; a mistake in the settings is one message from each node, not a stack from each rank.
+
+    A rank that fails prints why and has the other ranks end, too. The process group is destroyed only when all ranks
+    come to the end: before, that may wait for ever for ranks in another collective.
+    """
+    try:
+        with signals.ending_the_run():
+            os.environ.update(launch_variables(os.environ))
+            main()
+            watchdog.phase("end")
+            barrier()
+    except SettingsError as mistakes:
+        if is_main_of_node() or (isinstance(mistakes, LaunchError) and mistakes.on_this_rank):
+            print(printable(mistakes), file=sys.stderr, flush=True)  # nodes may differ, in the files they see
+        _fail(str(mistakes), 2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        _fail("interrupted", 130)
+    except SystemExit as leaving:
+        watchdog.fail(f"it left with status {leaving.code}", leaving.code if isinstance(leaving.code, int) else 1)
+        raise
+    except Exception as error:
+        if world_size() == 1:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        before = watchdog.fail("".join(traceback.format_exception_only(error)).strip(), 1)
+        if before:
+            print(f"rank {rank()}: before that, {before}", file=sys.stderr, flush=True)
+        sys.exit(1)
+    watchdog.stop()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _fail(problem: str, status: int) -> NoReturn:
+    watchdog.fail(problem, status)
+    sys.exit(status)
+
+
+def join(
+    *, seed: int, collective_timeout: float = 1800.0, rendezvous_timeout: float = 600.0, deterministic: bool = False
+) -> torch.device:
+    """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
+
+    All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
+    dropout. What training draws besides is drawn by position, not by rank.
+
+    Args:
+        deterministic: take only operations that give the same bits every time, where there are some.
+        collective_timeout: seconds after which a rank that is silent, or a run without progress on any rank, ends.
+        rendezvous_timeout: seconds that ranks may be missing at the start.
+
+    Returns: this rank's device.
+    Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing, or the launcher's
+        variables are (LaunchError), or ranks do not come.
+    """
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update(launch_variables(os.environ) or alone)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator = get_accelerator()
+    _keep_builds_apart()
+    if accelerator.device_name() == "cpu":
+        _check_build_tools()
+        builds = os.environ.get("TORCH_EXTENSIONS_DIR")
+        if builds and local_rank == 0:
+            clear_stale_build_locks(Path(builds))
+        _share_cores()
+        device = torch.device("cpu")
+    else:
+        _check_device(local_rank, accelerator.device_count())
+        accelerator.set_device(local_rank)
+        device = torch.device(accelerator.device_name(local_rank))
+    if not dist.is_initialized():
+        _open_group(device, rendezvous_timeout)
+    watchdog.start(collective_timeout)
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
+    seed_all(seed)
+    return device
+
+
+def _open_group(device: torch.device, rendezvous_timeout: float) -> None:
+    """Meet the other ranks and make the process group, which DeepSpeed takes over."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if size == 1:
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # a free port, whatever MASTER_PORT says
+        os.environ["MASTER_PORT"] = str(store.port)
+    else:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = open_store(rank, size, address=address, port=port, seconds=rendezvous_timeout)
+    backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
+    # As DeepSpeed has it: a bound device makes NCCL open its connections at once; one rank has none.
+    bound = {"device_id": device} if device.type == "cuda" and size > 1 else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_WAIT, **bound)
+    deepspeed.init_distributed(dist_backend=backend, timeout=COLLECTIVES_WAIT, verbose=False)
+
+
+def _check_device(local_rank: int, devices: int) -> None:
+    if local_rank >= devices:
+        raise LaunchError(
+            f"LOCAL_RANK {local_rank}, but this process has {devices} device{'s' if devices != 1 else ''}: start "
+            "as many processes on a node as it has devices, and let each of them see all (no --gpus-per-task, no "
+            "CUDA_VISIBLE_DEVICES of its own)",
+            on_this_rank=True,
+        )
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (those of every device too)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """True on the one rank that writes files and speaks."""
+    return rank() == 0
+
+
+def is_main_of_node() -> bool:
+    """True on one rank of each node."""
+    return is_first_of_node(os.environ)
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def from_all_ranks(value: Any) -> list[Any]:
+    """The value of every rank, in their order."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def from_main(value: Any) -> Any:
+    """The main rank's value, on every rank."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def lists_on_main(values: list[Any]) -> list[Any]:
+    """What joined_lists gives, on the main rank; [] on the others, which never hold all of it."""
+    if world_size() == 1:
+        return list(values)
+    parts: list[list[Any]] | None = [[]] * world_size() if is_main() else None
+    dist.gather_object(values, parts, dst=0)
+    return [value for part in parts or [] for value in part]
+
+
+def joined_lists(values: list[Any]) -> list[Any]:
+    """The entries of every rank's list in one list, rank after rank."""
+    return [value for of_rank in from_all_ranks(values) for value in of_rank]
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all ranks, in float64; the argument is left as it was."""
+    total = value.detach().to(torch.float64, copy=True)
+    if world_size() > 1:
+        dist.all_reduce(total)
+    return total
+
+
+def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """The largest of a tensor's entries over all ranks, entry by entry, in float64; the argument is left as it was."""
+    largest = value.detach().to(torch.float64, copy=True)
+    if world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest
+
+
+@contextmanager
+def local_main_first() -> Iterator[None]:
+    """The first process of every node runs the block before the others: it prepares files that they then reuse."""
+    first = is_main_of_node()
+    if not first:
+        barrier()
+    try:
+        yield
+    finally:
+        if first:
+            barrier()
+
+
+def _check_build_tools() -> None:
+    missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool)]
+    if missing and not os.environ.get("CXX"):
+        raise SettingsError(
+            f"DeepSpeed builds its CPU operations when first used and needs {' and '.join(missing)}: "
+            "install them (Debian: apt-get install g++; ninja also comes with `pip install ninja`)"
+        )
+
+
+def _keep_builds_apart() -> None:
+    """Build operations into the virtual environment, with its own ninja, also when it is not activated.
+
+    Two environments that share torch's default folder, or two versions of ninja that share a folder, each find the
+    other's build outdated and compile for a minute at every start.
+    """
+    scripts = sysconfig.get_path("scripts")
+    if os.path.exists(os.path.join(scripts, "ninja")):
+        os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
+    builds = Path(sys.prefix, "torch_extensions")
+    mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's own folder, in this user's home
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and mine:
+        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
+
+
+def _share_cores() -> None:
+    """Threads per rank: the node's cores divided by its ranks, unless OMP_NUM_THREADS says otherwise."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun sets OMP_NUM_THREADS=1 by itself when it starts several ranks: not a user's choice.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None or ("TORCHELASTIC_RUN_ID" in os.environ and chosen == "1"):
+        torch.set_num_threads(max(1, cores // ranks))

@@ -1,0 +1,218 @@
+"""Which rank this process is, from the variables that its launcher left: deepspeed, torchrun, MPI, Slurm, or none."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dschat.arguments.command_line import SettingsError
+
+HOW_TO_START = (
+    "start the run with `deepspeed main.py ...`, `torchrun --nproc_per_node N main.py ...`, `srun python main.py ...` "
+    "or `mpirun python main.py ...`; for one process, unset RANK, WORLD_SIZE and LOCAL_RANK and use "
+    "`python main.py ...`"
+)
+DEFAULT_PORT = 29500  # what torchrun and deepspeed take, too
+
+
+class LaunchError(SettingsError):
+    """The ranks cannot find each other.
+
+    Attributes:
+        on_this_rank: the mistake is this rank's own, and no other rank reports it.
+    """
+
+    def __init__(self, message: str, *, on_this_rank: bool = False) -> None:
+        super().__init__(message)
+        self.on_this_rank = on_this_rank
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables in which a launcher other than torch's names a rank; of several names the first that is set."""
+
+    name: str
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+    job: tuple[str, ...]
+
+
+SLURM = Launcher(
+    "Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"), ("SLURM_LOCALID",), (),
+    ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+)  # fmt: skip
+LAUNCHERS = (
+    Launcher(
+        "Open MPI", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_SIZE",), ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",), ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher(
+        "MVAPICH", "MV2_COMM_WORLD_RANK", ("MV2_COMM_WORLD_SIZE",), ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",), (),
+    ),
+    Launcher("PMI (MPICH, Intel MPI)", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+             ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"), ()),
+    SLURM,
+)  # fmt: skip
+
+
+def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this process; {} without ranks.
+
+    What the environment has under these names counts first. Without a RANK the variables of MPI and Slurm are read; a
+    launcher that started a single process counts as none.
+
+    Raises:
+        LaunchError: some are missing, are no numbers or contradict each other; every mistake in one message.
+    """
+    if "RANK" in environment:
+        return _checked(environment)
+    launcher = _launcher(environment)
+    if launcher is not None:
+        return _checked(_from_launcher(launcher, environment))
+    started_by_pmix = "PMIX_RANK" in environment and "SLURM_PROCID" not in environment
+    several = {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environment}
+    if started_by_pmix or several.get("WORLD_SIZE", "1") != "1" or several.get("LOCAL_RANK", "0") != "0":
+        several |= {"PMIX_RANK": environment["PMIX_RANK"]} if started_by_pmix else {}
+        given = ", ".join(f"{name} {value}" for name, value in several.items())
+        raise LaunchError(
+            f"{given}, but RANK is not set: every process would be a run of its own; {HOW_TO_START}", on_this_rank=True
+        )
+    return {}
+
+
+def is_first_of_node(environment: Mapping[str, str]) -> bool:
+    """Whether this process has local rank 0; where nothing readable says so, it has."""
+    names = ["LOCAL_RANK", *(name for launcher in LAUNCHERS for name in launcher.local_rank)]
+    return _first(environment, names, "0").strip() in ("", "0") or not _first(environment, names, "0").strip().isdigit()
+
+
+def _launcher(environment: Mapping[str, str]) -> Launcher | None:
+    """The launcher that started several processes, this one among them."""
+    for launcher in LAUNCHERS:
+        size = _first(environment, launcher.world_size)
+        if launcher.rank not in environment or not size or size.strip() == "1":
+            continue
+        slurm = _first(environment, SLURM.world_size), environment.get(SLURM.rank)
+        if launcher.rank == "PMI_RANK" and slurm == (size, environment["PMI_RANK"]):
+            continue  # srun speaks PMI, too, and Slurm's own variables have the local rank
+        if launcher is SLURM and environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment:
+            raise LaunchError(
+                f"SLURM_NTASKS {size}, but this process was started by the batch script itself and is the only one: "
+                "write `srun python main.py ...` there, or set RANK=0 WORLD_SIZE=1 for one process"
+            )
+        return launcher
+    return None
+
+
+def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's launchers, as another launcher's and those of the user give them."""
+    size = _first(environment, launcher.world_size)
+    if environment.get("WORLD_SIZE", size) != size:
+        raise LaunchError(
+            f"WORLD_SIZE {environment['WORLD_SIZE']}, but {launcher.name} started {size} processes "
+            f"({launcher.world_size[0]}): unset WORLD_SIZE, or start as many"
+        )
+    local_rank = environment.get("LOCAL_RANK") or _first(environment, launcher.local_rank)
+    local_size = environment.get("LOCAL_WORLD_SIZE") or _first(environment, launcher.local_world_size)
+    if launcher is SLURM:
+        local_size = local_size or _tasks_of_node(environment)
+    address = environment.get("MASTER_ADDR") or _address(environment, one_node=local_size == size)
+    found = {
+        "RANK": environment[launcher.rank], "WORLD_SIZE": size, "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": address,
+        "MASTER_PORT": environment.get("MASTER_PORT") or _port(launcher, environment),
+    }  # fmt: skip
+    if not found["MASTER_ADDR"]:
+        raise LaunchError(
+            f"MASTER_ADDR is not set, and {launcher.name} does not say where rank 0 runs: set it to the name of that "
+            "host for every rank, as in `mpirun -x MASTER_ADDR=HOST python main.py ...`"
+        )
+    if not local_rank:
+        raise LaunchError(
+            f"{launcher.rank} {environment[launcher.rank]}, but {' or '.join(launcher.local_rank)} is not set: set "
+            "LOCAL_RANK, the number of the process on its node, for every rank"
+        )
+    return {name: value for name, value in found.items() if value}
+
+
+def _checked(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables, each a number within its bounds."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    given = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
+    if "LOCAL_WORLD_SIZE" not in given and environment.get("LOCAL_SIZE"):
+        given["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # the deepspeed launcher's name for it
+    if given.get("WORLD_SIZE") == "1":  # nobody has to be found
+        given = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)} | given
+    if "WORLD_SIZE" in given:
+        given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
+    missing = [name for name in names if name not in given and name != "LOCAL_WORLD_SIZE"]
+    if missing:
+        rest = ", ".join(f"{name} {value}" for name, value in given.items() if name != "LOCAL_WORLD_SIZE")
+        raise LaunchError(
+            f"{' and '.join(missing)} not set (only {rest or 'an empty RANK'} is): {HOW_TO_START}",
+            on_this_rank="RANK" in missing,
+        )
+    problems: list[str] = []
+    world = _number(given, "WORLD_SIZE", problems, least=1, most=2**31 - 1)
+    ranks = problems.copy()
+    local_world = _number(given, "LOCAL_WORLD_SIZE", problems, least=1, most=world or 2**31 - 1)
+    _number(given, "RANK", ranks, least=0, most=world - 1 if world else None, of="WORLD_SIZE")
+    _number(given, "LOCAL_RANK", ranks, least=0, most=local_world - 1 if local_world else None, of="LOCAL_WORLD_SIZE")
+    _number(given, "MASTER_PORT", problems, least=1, most=65535)
+    mistakes = dict.fromkeys(problems + ranks)
+    if mistakes:
+        raise LaunchError(f"{'; '.join(mistakes)}: {HOW_TO_START}", on_this_rank=len(ranks) > 0)
+    return given
+
+
+def _number(
+    given: Mapping[str, str], name: str, problems: list[str], *, least: int, most: int | None, of: str = ""
+) -> int | None:
+    text = given[name]
+    if not re.fullmatch(r"[+-]?\d{1,10}", text):
+        problems.append(f"{name} {text!r} is not a whole number")
+        return None
+    value = int(text)
+    if value < least or (most is not None and value > most):
+        where = f", as {of} is {most + 1}" if of and most is not None else ""
+        problems.append(f"{name} {value} must be from {least} to {most}{where}")
+        return None
+    return value
+
+
+def _first(environment: Mapping[str, str], names: tuple[str, ...] | list[str], default: str = "") -> str:
+    return next((environment[name] for name in names if environment.get(name)), default)
+
+
+def _address(environment: Mapping[str, str], *, one_node: bool) -> str:
+    """The host of rank 0; "" where it cannot be known."""
+    if one_node or _first(environment, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) == "1":
+        return "127.0.0.1"
+    return first_host(_first(environment, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")))
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: "gpu[003-007,12],login" → "gpu003"."""
+    match = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes.strip())
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match.group()) if match else ""
+
+
+def _tasks_of_node(environment: Mapping[str, str]) -> str:
+    """Tasks of this node, from a list as "2(x3),1" and the node's number; "" where they are not known."""
+    tasks = _first(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    counts = [
+        number for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
+    ]  # fmt: skip
+    node = environment.get("SLURM_NODEID", "0")
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
+
+
+def _port(launcher: Launcher, environment: Mapping[str, str]) -> str:
+    """A port that all ranks of a job agree on, and that other jobs of the node hardly have."""
+    job = ".".join(environment[name] for name in launcher.job if environment.get(name))
+    return str(10000 + zlib.crc32(job.encode()) % 20000) if job else str(DEFAULT_PORT)

@@ -1,0 +1,152 @@
+"""The ranks of a run find each other: one store, and all of them in it, before the first collective."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch import distributed as dist
+
+from dschat.distributed.launch_environment import LaunchError
+from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
+
+LATE = 3.0  # seconds that rank 0 keeps the store open, so that others learn why the run ends
+SHOWN = 8  # missing ranks that are listed by number
+
+
+def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: float) -> dist.Store:
+    """Connect to the store of the run, which rank 0 holds (under torchrun its agent does), and wait for all ranks.
+
+    Args:
+        seconds: how long ranks may be missing.
+
+    Raises:
+        LaunchError: the port is taken, the address is none, rank 0 is not there, ranks are missing after that time, or
+            two processes have the same rank or different world sizes.
+    """
+    deadline = time.monotonic() + seconds
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    holds_store = rank == 0 and not hosted
+    _check_address(address)
+    if not holds_store:
+        _await_port(rank, address, port, deadline, seconds)
+    try:
+        tcp = dist.TCPStore(
+            address, port, None, is_master=holds_store, wait_for_workers=False,
+            timeout=timedelta(seconds=max(1.0, seconds)),
+        )  # fmt: skip
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise _not_opened(error, address, port, holds_store) from error
+    # torchrun starts failed ranks again, and its store may outlive them.
+    store = dist.PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
+    with _closing(store, rank, world_size, holds_store):
+        meet(store, rank, world_size, seconds=max(0.0, deadline - time.monotonic()), asked=seconds)
+    return tcp
+
+
+def meet(store: dist.Store, rank: int, world_size: int, *, seconds: float, asked: float) -> None:
+    """Wait until every rank of the world has come to the store.
+
+    Args:
+        seconds: that are left of the `asked` ones, for the message.
+
+    Raises:
+        LaunchError: see open_store.
+    """
+    if store.add(f"joined/{rank}", 1) > 1:
+        raise LaunchError(
+            f"RANK {rank} was given to two processes (this one runs on {socket.gethostname()}): every process needs a "
+            "RANK of its own, from 0 to WORLD_SIZE - 1",
+            on_this_rank=True,
+        )
+    deadline = time.monotonic() + seconds
+    if rank == 0:
+        store.set("world_size", str(world_size))
+    if _await(store, "world_size", deadline) and (size := int(store.get("world_size"))) != world_size:
+        raise LaunchError(
+            f"WORLD_SIZE {world_size} on rank {rank}, but {size} on rank 0: set the same for all", on_this_rank=True
+        )
+    if store.add("count", 1) == world_size:
+        store.set("complete", "1")
+    if not _await(store, "complete", deadline):
+        raise LaunchError(_missing(store, world_size, asked))
+
+
+def _await(store: dist.Store, key: str, deadline: float) -> bool:
+    """Wait for a key; False when time is up. Raises LaunchError when another rank has given up."""
+    pause = 0.01
+    while not store.check([key]):
+        verdict = Verdict.read(store)
+        if verdict is not None:
+            raise LaunchError(verdict.problem)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.5)
+    return True
+
+
+def _missing(store: dist.Store, world_size: int, asked: float) -> str:
+    missing = [number for number in range(world_size) if not store.check([f"joined/{number}"])]
+    more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
+    numbers = ", ".join(map(str, missing[:SHOWN])) + more
+    return (
+        f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world_size} did not join within {asked:.0f} s "
+        "(--rendezvous_timeout): read what these processes printed, or start as many processes as WORLD_SIZE says"
+    )
+
+
+@contextmanager
+def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -> Iterator[None]:
+    """Inside, what makes this rank leave is told to the ranks that wait."""
+    try:
+        yield
+    except BaseException as error:
+        status = 2 if isinstance(error, LaunchError) else 1
+        try:
+            problem = str(error) if isinstance(error, LaunchError) else f"rank {rank} has ended: {error!r}"
+            Verdict(problem, status).publish(store)
+            confirm(store, rank)
+            if holds_store:
+                here = [number for number in range(world_size) if store.check([f"joined/{number}"])]
+                wait_for_readers(store, here, seconds=LATE)
+        except RuntimeError:
+            pass  # the store is gone, and there is nobody to tell
+        if isinstance(error, RuntimeError):
+            raise LaunchError(f"rank 0 has left while the ranks joined ({error}): read what it printed") from error
+        raise
+
+
+def _check_address(address: str) -> None:
+    try:
+        socket.getaddrinfo(address, None)
+    except (OSError, UnicodeError) as error:
+        raise LaunchError(f"MASTER_ADDR {address}: no such host ({error}); name the host of rank 0") from error
+
+
+def _await_port(rank: int, address: str, port: int, deadline: float, seconds: float) -> None:
+    """Wait until somebody listens there. In Python: torch's own wait cannot be interrupted."""
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"rank {rank} found no rank 0 at {address}:{port} within {seconds:.0f} s (--rendezvous_timeout; "
+                    f"{error}): rank 0 is missing, or MASTER_ADDR and MASTER_PORT are not where it runs"
+                ) from error
+        time.sleep(0.2)
+
+
+def _not_opened(error: Exception, address: str, port: int, holds_store: bool) -> LaunchError:
+    text = str(error).splitlines()[0]
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return LaunchError(f"MASTER_PORT {port} is in use on this host: set another, or end what listens there")
+    if holds_store:
+        return LaunchError(f"MASTER_ADDR {address}, MASTER_PORT {port}: rank 0 cannot open its store there ({text})")
+    return LaunchError(f"MASTER_ADDR {address}, MASTER_PORT {port}: what listens there is no store of rank 0 ({text})")

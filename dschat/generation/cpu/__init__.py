@@ -1,0 +1,1 @@
+"""C++ kernels and recorded steps of the decoder on CPUs."""

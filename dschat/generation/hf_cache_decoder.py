@@ -1,0 +1,144 @@
+"""Decoding without a pool, for models whose attention cannot be reached: one padded batch over transformers' caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from dschat.generation.decode_batch import Slots
+from dschat.generation.draw import draw_tokens
+from dschat.generation.kv_cache import new_cache
+from dschat.generation.request import Request, Responses
+from dschat.generation.rollout import left_pad
+from dschat.generation.scheduler import Counts, first_row_tokens, queue_order
+from dschat.generation.trial import TRIAL_TOKENS, distance, short_windows, takes
+from dschat.tensors import position_ids
+
+# A row that leaves saves its share of every later step; letting rows leave costs one copy of the cache that stays,
+# about what one step reads. At a quarter the copies of a whole rollout sum to at most four times its first cache.
+LEAVE_WHEN_FINISHED = 0.25
+
+
+class LiveRows:
+    """R sequences in flight, with the key-value cache of all of them.
+
+    Attributes:
+        cache: None where the model takes none; every forward then runs all columns again.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Tensor, mask: Tensor, *, max_new_tokens: int, cached: bool) -> None:
+        """Take left-padded prompts ids [R, P] long and mask [R, P] bool; cached: see `cache_mismatch`."""
+        self.model = model
+        self.takes_positions = takes(model, "position_ids")
+        self.takes_logits_to_keep = takes(model, "logits_to_keep")
+        columns = ids.shape[1] + max_new_tokens
+        self.cache = new_cache(model.config, limit=columns) if cached else None
+        self.width = ids.shape[1]  # columns the model has seen, or sees next
+        # Long, not bool: custom model code often computes with the mask.
+        self.mask = torch.cat([mask, mask.new_ones(len(ids), max_new_tokens)], dim=1).long()  # [R, P+T]
+        self.positions = position_ids(mask)  # [R, columns of the next forward]
+        self.ids = ids  # [R, columns of the next forward]
+
+    def next_logits(self) -> Tensor:
+        """Run the columns that are new to the model; return the logits after the last one, [R, V]."""
+        inputs = {"input_ids": self.ids, "attention_mask": self.mask[:, : self.width], "return_dict": True}
+        if self.takes_positions:
+            inputs["position_ids"] = self.positions
+        if self.takes_logits_to_keep:
+            inputs["logits_to_keep"] = 1
+        if self.cache is None:
+            return self.model(**inputs, use_cache=False).logits[:, -1]
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
+
+    def append(self, tokens: Tensor) -> None:
+        """Give each row its next token [R]; the next forward runs it (all columns again where there is no cache)."""
+        new_ids, new_positions = tokens.unsqueeze(1), self.positions[:, -1:] + 1  # [R, 1]
+        if self.cache is None:
+            new_ids = torch.cat([self.ids, new_ids], dim=1)
+            new_positions = torch.cat([self.positions, new_positions], dim=1)
+        self.ids, self.positions, self.width = new_ids, new_positions, self.width + 1
+
+    def select(self, index: Tensor) -> None:
+        """Keep the rows at index [R'] long, in that order; an index may repeat, which copies the row."""
+        self.ids, self.positions, self.mask = self.ids[index], self.positions[index], self.mask[index]
+        if self.cache is not None:
+            self.cache.reorder_cache(index)
+
+
+@torch.inference_mode()
+def cache_mismatch(model: PreTrainedModel) -> str | None:
+    """Why the model's steps over transformers' cache are not what it gives for all columns, or None."""
+    if not takes(model, "past_key_values"):
+        return "its forward takes no key-value cache"
+    embeddings = model.get_input_embeddings()
+    vocabulary, device = embeddings.num_embeddings, embeddings.weight.device
+    ids = torch.arange(2 * TRIAL_TOKENS, device=device).view(2, -1) * 7919 % vocabulary
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, :3] = False
+    steps, most = 3, 1e-2 if model.dtype == torch.float32 else 0.1
+    with short_windows(model):
+        whole = LiveRows(model, ids, mask, max_new_tokens=0, cached=False).next_logits()
+        try:
+            rows = LiveRows(model, ids[:, :-steps], mask[:, :-steps], max_new_tokens=steps, cached=True)
+            rows.next_logits()
+            rows.select(torch.tensor([0, 1], device=device))
+            for column in range(TRIAL_TOKENS - steps, TRIAL_TOKENS):
+                rows.append(ids[:, column])
+                found = rows.next_logits()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of the model's own code, which may want a cache of its own
+            return str(error)
+    off = distance(found, whole)
+    return None if off < most else f"over transformers' cache its logits are off by {off:.2g} of their spread"
+
+
+def plain_steps(
+    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None, cached: bool
+) -> Iterator[int]:
+    """Decode the rows of a request in padded batches; after every token, how many of them the first row has."""
+    device = responses.tokens.device
+    for rows in torch.tensor(queue_order(request)).split(slots or len(request)):
+        yield from _batch_steps(model, request, responses, counts, rows.tolist(), device, cached)
+
+
+def _batch_steps(
+    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, rows: list[int],
+    device: torch.device, cached: bool,
+) -> Iterator[int]:  # fmt: skip
+    limits = request.limits
+    unique: dict[tuple[int, ...], int] = {}
+    shared = [unique.setdefault(tuple(request.prompts[row]), len(unique)) for row in rows]
+    ids, mask = left_pad(list(unique), pad_token_id=0, device=device)  # [U, P]
+    batch = LiveRows(model, ids, mask, max_new_tokens=max(limits[row] for row in rows), cached=cached)
+    counts.prefilled_tokens += sum(map(len, unique))
+    logits = batch.next_logits()[torch.tensor(shared, device=device)]  # [R, V]
+    if len(unique) < len(rows):
+        batch.select(torch.tensor(shared, device=device))
+
+    stops = torch.tensor(request.stops, dtype=torch.long, device=device)
+    state = Slots.empty(len(rows), device)
+    state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
+    while True:
+        places = slice(0, state.used)
+        uniform = responses.uniforms
+        if uniform is not None:
+            uniform = uniform[state.next_cells(places, responses)]
+        tokens, logprobs = draw_tokens(logits, uniform, request.sampling)
+        state.write(places, tokens, logprobs, responses, stops)
+        batch.append(tokens)
+        live = state.live[places]
+        going_on = int(live.sum())
+        if going_on <= (1 - LEAVE_WHEN_FINISHED) * state.used:
+            index = live.nonzero().squeeze(1)
+            state.leave(responses)
+            if going_on:
+                batch.select(index)
+        yield first_row_tokens(state, responses)
+        if not going_on:
+            return
+        counts.decoded_rows += state.used
+        logits = batch.next_logits()  # [R, V]

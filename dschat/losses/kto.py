@@ -1,0 +1,69 @@
+"""KTO: preference optimisation on single responses with a label. The normaliser of dschat.losses.losses counts rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dschat.losses.losses import Metrics, Normalizer
+from dschat.losses.preference import check_beta, row_count
+from dschat.tensors import at_least_float32, require_mask
+
+
+def kto_loss(
+    logprobs: Tensor, ref_logprobs: Tensor, desirable: Tensor, *, kl: Tensor, beta: float,
+    desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+    desirable_share: float | Tensor | None = None, normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
+    """λ_d·(1 − σ(β·(r − kl))) for desirable responses, λ_u·(1 − σ(β·(kl − r))) for others; r = logprob − ref_logprob.
+
+    Args:
+        logprobs, ref_logprobs: [B] float, of single responses; the first receives a gradient.
+        desirable: [B] bool.
+        kl: scalar ≥ 0 in nats, of kto_kl over the whole step; no gradient goes through it.
+        desirable_weight, undesirable_weight: λ_d, λ_u ≥ 0; the paper wants λ_d·n_d / (λ_u·n_u) in [1, 1.5].
+        desirable_share: desirable rows over rows, in the whole step; None: in this batch.
+
+    Returns:
+        loss: scalar.
+        metrics: desirable_reward, undesirable_reward (means of β·r over the rows of their kind), margin (their
+            difference), accuracy (share of rows on their side of kl, a tie counts half), desirable_logprob,
+            undesirable_logprob. kl is a number of the step, so the caller tells it.
+
+    Source: Ethayarajh et al. 2024, eq. 8 (arXiv:2402.01306).
+    """
+    require_mask(desirable, logprobs=logprobs, ref_logprobs=ref_logprobs)
+    check_beta(beta)
+    count = row_count(logprobs, normalizer)
+    logprobs = at_least_float32(logprobs)
+    ratio = logprobs - ref_logprobs.detach()
+    side = torch.where(desirable, 1.0, -1.0)
+    ahead = side * (ratio - kl.detach())  # > 0: on the right side of the reference point
+    weights = torch.where(desirable, desirable_weight, undesirable_weight)
+    loss = (weights * (1 - torch.sigmoid(beta * ahead))).sum() / count
+    with torch.no_grad():
+        share = desirable.double().mean() if desirable_share is None else torch.as_tensor(desirable_share)
+        reward = [torch.where(d, beta * ratio, 0.0).sum() / count for d in (desirable, ~desirable)]
+        logprob = [torch.where(d, logprobs, 0.0).sum() / count for d in (desirable, ~desirable)]
+        good, bad = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
+        metrics = {
+            "desirable_reward": reward[0] / good,
+            "undesirable_reward": reward[1] / bad,
+            "margin": reward[0] / good - reward[1] / bad,
+            "accuracy": torch.heaviside(ahead, ahead.new_tensor(0.5)).sum() / count,
+            "desirable_logprob": logprob[0] / good,
+            "undesirable_logprob": logprob[1] / bad,
+        }
+    return loss, metrics
+
+
+def kto_kl(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
+    """KTO's reference point: max(0, mean of log π − log π_ref over responses to other prompts), in nats.
+
+    Args:
+        log_ratio_sum, count: scalars, sums over the mismatched rows of the whole step: all ranks, all micro-batches.
+            (A mean over a micro-batch, as other systems have it, would depend on how the step is cut.)
+
+    Source: Ethayarajh et al. 2024, section 4.1 (arXiv:2402.01306).
+    """
+    return (log_ratio_sum / count.clamp(min=1)).clamp(min=0)

@@ -1,0 +1,1 @@
+"""Training on preferences without a reward model: objectives and reference log-probs."""

@@ -1,0 +1,222 @@
+"""Preference pairs on disk while they are made: judged batches are appended, the whole appears at the end.
+
+OUTPUT_DIR/preferences.part/         while it is unfinished
+    settings.json                    what decides about the pairs
+    rank-00000.jsonl, …              a line a batch, of each rank, synced before the next is begun
+OUTPUT_DIR/preferences.jsonl         once every batch is judged, by an atomic rename
+OUTPUT_DIR/preferences.settings.json what they were made with, so that --resume auto knows them to be finished
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dschat.distributed import failpoint, launch
+
+FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.settings.json"
+
+
+@dataclass(frozen=True)
+class JudgedBatch:
+    """The answers to a batch of prompts, judged.
+
+    Attributes:
+        indices: of its prompts in the data.
+        pairs: (index of the prompt, row of the preference file), in the order of `indices`.
+        scored, unscored: how many of the answers got a score, and how many got none.
+    """
+
+    indices: list[int]
+    pairs: list[tuple[int, dict[str, Any]]]
+    scored: int
+    unscored: int
+
+
+class JudgedBatches:
+    """The part file of this rank, and what was judged before it was opened.
+
+    Attributes:
+        earlier: batches of the run that is gone on with, of all ranks; each prompt is in one of them at most.
+        finished: nothing is left to be done: OUTPUT_DIR/preferences.jsonl is there, made with the same settings.
+    """
+
+    def __init__(self, output_dir: str | Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
+        """Begin, or go on. A collective.
+
+        Args:
+            settings: JSON-serialisable: what decides about the pairs.
+            resume: go on with the part files that are there; without it they are moved aside.
+            overwrite: a finished preferences.jsonl may be replaced (at the end, when the new one is complete).
+
+        Raises: ValueError on every rank: a finished file may not be replaced, or other settings made what is there.
+        """
+        self.folder = Path(output_dir)
+        self.path = self.folder / PART / f"rank-{launch.rank():05d}.jsonl"
+        self.finished, problem = False, None
+        if launch.is_main():
+            try:
+                self.finished = self._begin(dict(settings), resume=resume, overwrite=overwrite)
+            except ValueError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"--output_dir {output_dir}: cannot be written ({error})"
+        problem, self.finished = launch.from_all_ranks((problem, self.finished))[0]
+        if problem:
+            raise ValueError(problem)
+        # Folders of nodes may differ: one process of each reads what it sees.
+        found = [] if self.finished or not launch.is_main_of_node() else read_parts(self.folder / PART)
+        self.earlier = without_repeats(launch.joined_lists(found))
+
+    def append(self, batch: JudgedBatch) -> None:
+        """Write a batch so that it outlasts this process and the machine. Raises OSError if it cannot."""
+        self.path.parent.mkdir(exist_ok=True)
+        is_new = not self.path.exists()
+        with self.path.open("ab", buffering=0) as file:
+            before = file.tell()
+            after_cut = before and _last_byte(self.path) != b"\n"  # by a kill
+            line = b"\n" * after_cut + _line(batch)
+            try:
+                failpoint.reached("judging")
+                while line:
+                    line = line[file.write(line) :]
+                os.fsync(file.fileno())
+            except OSError as error:
+                file.truncate(before)
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
+        if is_new:
+            _sync_folder(self.path.parent)
+        failpoint.reached("judged")
+
+    def finish(self, rows: Iterable[Mapping[str, Any]]) -> Path:
+        """Make the final file and remove the parts; of the main rank. Raises OSError; the parts are kept then."""
+        final, temporary = self.folder / FINAL, self.folder / f".{FINAL}.tmp"
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+            failpoint.reached("pairs_written")
+            temporary.rename(final)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        failpoint.reached("pairs_renamed")  # killed here, the parts make the same file again
+        (self.folder / PART / "settings.json").replace(self.folder / SETTINGS)
+        shutil.rmtree(self.folder / PART)
+        _sync_folder(self.folder)
+        return final
+
+    def _begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+        """Whether everything is done already; else the part folder stands."""
+        final, part = self.folder / FINAL, self.folder / PART
+        if resume and (part / "settings.json").is_file():
+            _same_settings(part / "settings.json", settings)
+            return False
+        if resume and final.exists() and not overwrite:
+            _same_settings(self.folder / SETTINGS, settings)
+            return True
+        if final.exists() and not overwrite:
+            raise ValueError(already_there(final))
+        if part.exists():
+            aside = next(path for n in range(1, 10**6) if not (path := self.folder / f"{PART}-before-{n}").exists())
+            part.rename(aside)
+            print(f"this run starts anew: the judged batches of the one before are in {aside}", flush=True)
+        part.mkdir(parents=True)
+        temporary = part / ".settings.json.tmp"
+        temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
+        temporary.rename(part / "settings.json")
+        _sync_folder(self.folder)
+        return False
+
+
+def already_there(final: Path) -> str:
+    """The message about a finished file that nobody has allowed to be replaced."""
+    return f"{final} is there already: name another --output_dir, or say --overwrite"
+
+
+def read_parts(folder: Path) -> list[JudgedBatch]:
+    """The batches of all part files; a line that is cut or damaged is none: its batch is made again."""
+    batches = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            batch = _batch_of(line)
+            if batch is not None:
+                batches.append(batch)
+            elif line:
+                print(f"{path}:{number} is not complete: its prompts are asked again", flush=True)
+    return batches
+
+
+def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
+    """The batches less those whose prompts were judged in one before: nodes that share a disk all read the same."""
+    seen: set[int] = set()
+    kept = []
+    for batch in batches:
+        if seen.isdisjoint(batch.indices):
+            seen.update(batch.indices)
+            kept.append(batch)
+    return kept
+
+
+def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatch]) -> list[list[int]]:
+    """Indices of the prompts that are still to be asked, in batches.
+
+    Where batches are cut does not depend on what is done, nor on the number of processes, so that a batch that is
+    made later is the one that it would have been.
+    """
+    done = {index for batch in earlier for index in batch.indices}
+    cut = [range(start, min(start + batch_size, prompts)) for start in range(0, prompts, batch_size)]
+    left = [[index for index in batch if index not in done] for batch in cut]
+    return [batch for batch in left if batch]
+
+
+def _line(batch: JudgedBatch) -> bytes:
+    content = json.dumps(vars(batch), ensure_ascii=False)
+    return json.dumps({"crc32": zlib.crc32(content.encode()), "batch": content}, ensure_ascii=False).encode() + b"\n"
+
+
+def _batch_of(line: bytes) -> JudgedBatch | None:
+    try:
+        entry = json.loads(line)
+        if zlib.crc32(entry["batch"].encode()) != entry["crc32"]:
+            return None
+        batch = json.loads(entry["batch"])
+        return JudgedBatch(**batch | {"pairs": [(index, row) for index, row in batch["pairs"]]})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError that names what differs."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = [f"{name} was {before.get(name)} and is {now}" for name, now in settings.items()
+                   if before.get(name) != now]  # fmt: skip
+    except (OSError, ValueError, AttributeError) as error:
+        changed = [f"{path} cannot be read ({error})"]
+    if changed:
+        raise ValueError(
+            f"--resume auto: {path.parent} holds pairs that were made with other settings: {'; '.join(changed)}. Take "
+            "the same ones, name another --output_dir, or start anew with --resume never (and --overwrite)"
+        )
+
+
+def _last_byte(path: Path) -> bytes:
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read()
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,171 @@
+"""Preference losses as objectives of dschat.runs.fit: batches → log-probs of responses → loss of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import deepspeed
+import torch
+from torch import Tensor
+
+from dschat import arguments
+from dschat.data.collators import collate_preferences, collate_unpaired
+from dschat.distributed import launch, watchdog
+from dschat.distributed.engines import Metrics
+from dschat.losses.kto import kto_kl, kto_loss
+from dschat.losses.preference import (
+    chosen_nll,
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    orpo_loss,
+    robust_loss,
+    sequence_logprobs,
+    simpo_loss,
+)
+from dschat.models.lora import without_adapters
+from dschat.runs.fit import Batch, Objective, evaluation_means
+
+
+def preference_objective(preference: arguments.PreferenceArguments, *, pad_token_id: int) -> Objective:
+    """What a step with these settings minimises."""
+    unpaired = preference.kind == "unpaired"
+    preparations = []
+    if preference.reference == "adapters_off" and not preference.reference_free:
+        preparations.append(partial(reference_without_adapters, score=SCORES[preference.kind]))
+    if unpaired:
+        preparations.append(reference_point)
+    loss = kto_of(preference) if unpaired else pair_loss_of(preference)
+    return Objective(
+        collate=partial(collate_unpaired if unpaired else collate_preferences, pad_token_id=pad_token_id),
+        count=lambda batch: batch["row_mask" if unpaired else "pair_mask"].sum(),
+        loss_of=loss,
+        evaluation=partial(evaluation_means, counted="rows" if unpaired else "pairs"),
+        prepare=partial(prepared, preparations=preparations),
+    )
+
+
+def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
+    """The loss of pairs with its settings, as Objective.loss_of."""
+    smoothing = {"label_smoothing": preference.label_smoothing}
+    losses = {
+        "dpo": partial(dpo_loss, **smoothing),
+        "robust": partial(robust_loss, **smoothing),
+        "ipo": ipo_loss,
+        "hinge": hinge_loss,
+        "simpo": partial(simpo_loss, gamma=preference.simpo_gamma),
+        "orpo": orpo_loss,
+    }
+    return partial(
+        pairwise,
+        loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
+        reference_free=preference.reference_free,
+        of_means=preference.takes_means,
+        # ORPO has this term already, with weight 1.
+        sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
+    )
+
+
+def kto_of(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
+    return partial(
+        single,
+        loss_fn=partial(
+            kto_loss, beta=preference.beta, desirable_weight=preference.desirable_weight,
+            undesirable_weight=preference.undesirable_weight,
+        ),
+    )  # fmt: skip
+
+
+def pairwise(
+    engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]],
+    reference_free: bool, of_means: bool, sft_coef: float,
+) -> tuple[Tensor, Metrics]:  # fmt: skip
+    """The loss over the pairs of the whole step, chosen and rejected in one forward pass."""
+    real = batch["pair_mask"]
+    logprobs, references = pair_logprobs(engine, batch)[real], batch["ref_logprobs"][real]  # [B, 2]
+    lengths = _chosen_and_rejected(batch["loss_mask"].sum(dim=1))[real].clamp(min=1)  # [B, 2]
+    policy, frozen = (logprobs / lengths, references / lengths) if of_means else (logprobs, references)
+    loss, metrics = loss_fn(*policy.unbind(1), *(() if reference_free else frozen.unbind(1)), normalizer=pairs)
+    if sft_coef:
+        sft = chosen_nll((logprobs / lengths)[:, 0], normalizer=pairs)
+        loss, metrics = loss + sft_coef * sft, metrics | {"sft_loss": sft.detach()}
+    return loss, metrics
+
+
+def single(
+    engine: deepspeed.DeepSpeedEngine, batch: Batch, rows: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]]
+) -> tuple[Tensor, Metrics]:
+    """KTO over the single responses of the whole step, whose KL and share of desirable rows `reference_point` found."""
+    real = batch["row_mask"]
+    logprobs = _own_logprobs(engine, batch)[real]  # [B]
+    loss, metrics = loss_fn(
+        logprobs, batch["ref_logprobs"][real, 0], batch["desirable"][real], kl=batch["kl"],
+        desirable_share=batch["desirable_share"], normalizer=rows,
+    )  # fmt: skip
+    return loss, metrics | {"kl": batch["kl"] * real.sum() / rows}  # each micro-batch tells its part
+
+
+def pair_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
+    """[B, 2] float32: log-probs of the chosen and of the rejected response, sums over their tokens."""
+    logprobs = engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])  # [2B, S]
+    return _chosen_and_rejected(sequence_logprobs(logprobs, batch["loss_mask"]))
+
+
+def unpaired_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
+    """[B, 2] float32: log-probs of the row's own response and of the mismatched one."""
+    return torch.stack([_own_logprobs(engine, batch), _mismatched_logprobs(engine, batch)], dim=1)
+
+
+SCORES = {"preference": pair_logprobs, "unpaired": unpaired_logprobs}
+
+
+def prepared(
+    engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, preparations: list[Callable[..., Iterable[Batch]]]
+) -> Iterable[Batch]:
+    for prepare in preparations:
+        batches = prepare(engine, batches)
+    return batches
+
+
+def reference_without_adapters(
+    engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, score: Callable[..., Tensor]
+) -> Iterable[Batch]:
+    """The micro-batches with log-probs of the model as it is without its adapters."""
+    engine.eval()
+    for batch in batches:
+        watchdog.phase("reference")
+        with torch.no_grad(), without_adapters(engine.module):
+            found = score(engine, batch)
+        yield batch | {"ref_logprobs": found}  # not inside: the caller would run without adapters, too
+
+
+@torch.no_grad()
+def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch]) -> list[Batch]:
+    """The micro-batches with KTO's KL (`kl`, nats) and `desirable_share`, both of all of them on all ranks."""
+    batches = list(batches)
+    engine.eval()
+    sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        watchdog.phase("reference point")
+        real = batch["row_mask"]
+        ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[real]
+        sums += torch.stack([ratio.double().sum(), real.sum().double(), batch["desirable"][real].sum().double()])
+    log_ratios, rows, desirable = launch.sum_over_ranks(sums)
+    found = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
+    return [batch | found for batch in batches]
+
+
+def _own_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
+    logprobs = engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])  # [B, S]
+    return sequence_logprobs(logprobs, batch["loss_mask"])
+
+
+def _mismatched_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
+    mask = batch["mismatched_loss_mask"]
+    return sequence_logprobs(engine(batch["mismatched_ids"], batch["mismatched_attention_mask"], mask), mask)  # [B]
+
+
+def _chosen_and_rejected(values: Tensor) -> Tensor:
+    """[2B], the chosen first → [B, 2]."""
+    return torch.stack(values.chunk(2), dim=1)

@@ -1,0 +1,138 @@
+"""Log-probs of a frozen reference for every row of a run: computed once, kept on disk, the model let go.
+
+The policy starts as the reference, so before the first update every log-ratio is 0. It is exactly 0 here: low bits of
+a row's log-prob depend on the rows it shares a forward pass with, and on the padding, so the reference scores rows in
+the micro-batches in which training sees them first, and those of evaluation in evaluation's. The price: another cut
+(world size, micro-batch, seed) is another file, whose numbers differ by rounding. From the second epoch on the
+company changes, and the policy's low bits with it.
+
+A folder `reference-<fingerprint>` lies beside the prepared rows; the fingerprint covers the weights, the rows, the
+cut, precision and device. One that is not as its manifest says is made again (see verified_folder).
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from datasets import Dataset
+from deepspeed.accelerator import get_accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from dschat import arguments
+from dschat.checkpoints.verified_folder import written_folder
+from dschat.data.arrow import content_digest, is_prepared
+from dschat.data.datasets import DataSplits
+from dschat.distributed import launch, watchdog
+from dschat.distributed.deepspeed_config import frozen_config
+from dschat.distributed.engines import frozen_engine
+from dschat.models.weight_files import weights_digest
+from dschat.runs.fit import Batch, Objective, collated, evaluation_steps, schedule, share
+
+Score = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
+_TABLES = "logprobs.safetensors"
+Cuts = dict[str, tuple[list[list[int]], int]]  # split → rows of each forward pass of all ranks, micro-batch size
+
+
+def with_reference_logprobs(
+    splits: DataSplits, objective: Objective, *, score: Score, load: Callable[[dict[str, Any]], nn.Module], path: str,
+    folder: str, model: arguments.ModelArguments, optimizer: arguments.OptimizerArguments,
+    devices: arguments.DeviceArguments, run: arguments.RunArguments,
+) -> DataSplits:  # fmt: skip
+    """The splits with a column `ref_logprobs`, [rows, 2] in nats, NaN for rows that this run never sees.
+
+    Args:
+        score: (engine, micro-batch) → [B, 2] float32, without gradient.
+        load: DeepSpeed configuration → the reference network, with the weights that `path` names.
+        folder: of the prepared rows.
+    """
+    batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
+    steps = [batches.step(step) for step in range(min(total, len(batches)))]
+    if total > len(batches):  # later epochs see the rows that filled no step of the first
+        left = sorted(set(range(len(splits.train))) - {row for step in steps for row in step})
+        size = batches.global_batch_size
+        steps += [left[start : start + size] for start in range(0, len(left), size)]
+    held_out = evaluation_steps(
+        splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
+    )
+    cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
+    watchdog.phase("reference fingerprint")
+    place = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
+    tables = load_file(place / _TABLES) if is_prepared(place, verify=True) else None
+    if not all(launch.from_all_ranks(tables is not None)):
+        config = frozen_config(
+            dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
+            world_size=launch.world_size(), offload=devices.offload and model.zero_stage == 3,
+        )  # fmt: skip
+        tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
+        if launch.is_main_of_node():
+            with written_folder(place) as unfinished:
+                save_file(tables, unfinished / _TABLES)
+        launch.barrier()
+    elif launch.is_main():
+        print(f"reference log-probs found in {place}", flush=True)
+    train, held_out_rows = (
+        rows.add_column("ref_logprobs", tables[name].tolist())
+        for name, rows in (("train", splits.train), ("eval", splits.eval))
+    )
+    return replace(splits, train=train, eval=held_out_rows)
+
+
+@torch.no_grad()
+def _compute(
+    splits: DataSplits, objective: Objective, cuts: Cuts, *, score: Score, load: Callable[[dict[str, Any]], nn.Module],
+    config: dict[str, Any],
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Tables [rows, 2] float32 of both splits, the same on every rank; each rank scores its share."""
+    engine = frozen_engine(load(config), config=config)
+    tables = {
+        name: _scores(engine, rows, objective, cuts[name], score=score, name=name)
+        for name, rows in (("train", splits.train), ("eval", splits.eval))
+    }
+    engine.destroy()
+    del engine
+    gc.collect()
+    get_accelerator().empty_cache()
+    return tables
+
+
+def _scores(
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, cut: tuple[list[list[int]], int], *,
+    score: Score, name: str,
+) -> torch.Tensor:  # fmt: skip
+    steps, micro_batch_size = cut
+    mine = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
+    for number, step in enumerate(steps, start=1):
+        for indices in share(step, micro_batch_size):
+            watchdog.phase("reference")
+            found = score(engine, collated(objective, rows, indices, engine.device))
+            mine[indices] = found[: len(indices)].double()
+        if launch.is_main() and number in (len(steps), *range(100, len(steps), 100)):
+            print(f"reference log-probs of {name} rows: {number}/{len(steps)} batches", flush=True)
+    table = launch.sum_over_ranks(mine)  # every row is scored by one rank, and 0 on the others
+    seen = torch.zeros(len(rows), dtype=torch.bool)
+    seen[[row for step in steps for row in step]] = True
+    return torch.where(seen[:, None], table.cpu(), torch.nan).float()
+
+
+def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> str:
+    """Of all that decides about the bits; the main rank reads weights and rows."""
+    name = None
+    if launch.is_main():
+        decisive = {
+            "weights": weights_digest(path),
+            "rows": [content_digest(splits.train), content_digest(splits.eval)],
+            "cuts": cuts,
+            "world_size": launch.world_size(),
+            "computation": [dtype, get_accelerator().device_name(), torch.__version__],
+        }
+        name = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return launch.from_all_ranks(name)[0]

@@ -1,0 +1,1 @@
+"""What scores a response: models, functions, rules, services, and their weighted sum."""

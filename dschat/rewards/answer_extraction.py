@@ -1,0 +1,115 @@
+"""What the answer of a response is, and figures over several answers to one prompt: pass@k, majority."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal
+
+from dschat.data.marked_answers import last_boxed, last_tagged
+from dschat.rewards.math.latex import clean_latex, one_line
+
+Extraction = Literal["last_number", "boxed", "text", "tag"]
+
+# A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
+_NUMBER = re.compile(
+    r"(?:(?<![\w.)\]}])[-+\u2212])?"
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
+    r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
+)
+LONGEST_FORMULA = 2000  # characters
+_LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
+
+
+def extract_answer(text: str, how: Extraction) -> str | None:
+    """The answer that a response gives, written so that equal answers are equal texts; None if it gives none.
+
+    Args:
+        how: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed: what the
+            last \\boxed{} holds; tag: what the last <answer></answer> holds; text: all of it, but for case and white
+            space.
+    """
+    if how == "last_number":
+        number = last_number(text)
+        return None if number is None else str(number)
+    found = text
+    if how == "boxed":
+        found = last_boxed(text)
+    elif how == "tag":
+        found = last_tagged(text)
+    return None if found is None else (plain_math(found) if how == "boxed" else plain_text(found)) or None
+
+
+def plain_text(text: str, *, case: bool = False) -> str:
+    """The text with single spaces, without any at its ends; lower case unless case matters."""
+    joined = " ".join(text.split())
+    return joined if case else joined.casefold()
+
+
+def plain_math(text: str) -> str:
+    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms.
+
+    One of more than LONGEST_FORMULA characters is only rid of its white space: finding its spelling would take seconds.
+    """
+    if len(text) > LONGEST_FORMULA:
+        return "".join(text.split())
+    latex = one_line(clean_latex(text))
+    number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
+    return re.sub(r"\\?%", "", latex) if number is None else str(number)
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in a text: sign, thousands separators, decimals, exponent or a fraction such as 3/4."""
+    numbers = [found for match in _NUMBER.finditer(text) if (found := _value(match[0])) is not None]
+    return numbers[-1] if numbers else None
+
+
+def exact_number(value: object) -> Fraction | None:
+    """The number that a value is: an int, a float, or a text that is a number and nothing else; otherwise None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, (int, float)):
+        return Fraction(value) if isinstance(value, int) else Fraction(str(value)) if math.isfinite(value) else None
+    return _value(value.strip()) if _NUMBER.fullmatch(value.strip()) else None
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that among k of n samples at least one is correct, c of the n being so: 1 − C(n−c, k) / C(n, k).
+
+    As a product, since the binomials overflow floats. Averaged over prompts it is the unbiased estimate of pass@k.
+
+    Raises: ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
+
+    Source: Chen et al. 2021, eq. 1 (arXiv:2107.03374).
+    """
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} samples, {c} correct: needs 0 <= correct <= samples and 1 <= k <= samples.")
+    if n - c < k:
+        return 1.0  # fewer wrong ones than are drawn
+    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
+
+
+def majority(answers: Sequence[str | None]) -> int | None:
+    """Index of the first sample with the answer given most often (of equals, the one given first); None if none is.
+
+    Source: Wang et al. 2022, Self-Consistency (arXiv:2203.11171).
+    """
+    counts = Counter(answer for answer in answers if answer is not None)
+    return answers.index(counts.most_common(1)[0][0]) if counts else None
+
+
+def _scientific(latex: str) -> Fraction | None:
+    """The value of a number such as 1.5\\times10^{3}."""
+    match = re.fullmatch(r"([-+]?[\d.]+)\\(?:times|cdot)10\^\{?(-?\d{1,3})\}?", latex)
+    factor = exact_number(match[1]) if match else None
+    return None if factor is None else factor * Fraction(10) ** int(match[2])
+
+
+def _value(text: str) -> Fraction | None:
+    if len(text) > _LONGEST_NUMBER:
+        return None
+    above, _, below = text.replace(",", "").replace("\u2212", "-").partition("/")
+    return Fraction(above) / Fraction(below or 1)

@@ -1,0 +1,148 @@
+"""Python functions that score responses: found in files of users, called with what they name, held to their word."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from dschat.rewards.answers import Answers, prompt_text
+
+Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
+RewardFunction = Callable[..., Any]  # of some of GIVEN, and of options with defaults → a number or None each
+
+GIVEN = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
+_LARGEST = 3.4e38  # of float32, in which scores are kept
+
+
+def load_judge(source: str) -> Judge:
+    """The function behind "FILE.py:FUNCTION".
+
+    It is called as judge(prompts, responses, rows) with equally long lists (texts, texts, dicts of the prompt rows'
+    other columns) and returns one number for each response.
+
+    Raises: ValueError if the file or the function is not there, or the file cannot be imported.
+    """
+    path, _, name = source.partition(":")
+    if not Path(path).is_file() or Path(path).suffix != ".py":
+        raise ValueError(f"{source}: there is no Python file {path}; write FILE.py:FUNCTION")
+    function = vars(_module(Path(path).resolve())).get(name)
+    if not callable(function):
+        raise ValueError(f"{source}: {path} has no function {name or '(none named)'}; write FILE.py:FUNCTION")
+    return function
+
+
+@functools.cache  # a judge and a reward of one file share what it keeps, and it is imported once
+def _module(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"judge_{path.stem}", path)
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a user's file raises, sys.exit too
+        raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error}): mend it first") from error
+    return module
+
+
+def judged(
+    judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
+) -> list[float]:
+    """What a judge says of responses. A prompt is shown to it as the text of its messages, a line each.
+
+    Raises: ValueError if it does not return one finite number for each response.
+    """
+    scores = judge([prompt_text(chat) for chat in messages], list(responses), list(rows))
+    return numbers([float(score) for score in scores], responses, who="the judge")
+
+
+def with_options(function: RewardFunction, options: Mapping[str, str]) -> RewardFunction:
+    """The function with options from a query string, read as what their defaults are: bool, int, float or text.
+
+    Raises: ValueError for an option that it does not have, or whose value cannot be read.
+    """
+    known = {
+        name: parameter for name, parameter in inspect.signature(function).parameters.items()
+        if name not in GIVEN and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and parameter.default is not parameter.empty
+    }  # fmt: skip
+    read: dict[str, Any] = {}
+    for name, text in options.items():
+        if name not in known:
+            choices = ", ".join(known) or "none"
+            raise ValueError(f"there is no option {name}; choose from: {choices}")
+        read[name] = _read(name, text, known[name].default)
+    return functools.partial(function, **read) if read else function
+
+
+def _read(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false", "1", "0"):
+            raise ValueError(f"{name}={text}: wants true or false")
+        return text.lower() in ("true", "1")
+    kind = type(default) if isinstance(default, (int, float)) else str
+    try:
+        value = kind(text)
+    except ValueError as error:
+        raise ValueError(f"{name}={text}: wants {'a whole number' if kind is int else 'a number'}") from error
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{name}={text}: must be finite")
+    return value
+
+
+def named_arguments(function: RewardFunction) -> list[str] | None:
+    """Which of GIVEN a function wants by name; None: it is called as judges are, with prompts, responses, rows.
+
+    Raises: ValueError if it requires what is not there.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {parameter.kind for parameter in parameters}
+    named = [p.name for p in parameters if p.name in GIVEN and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if set(required) <= set(named) and (named or inspect.Parameter.VAR_KEYWORD in kinds):
+        return list(GIVEN) if inspect.Parameter.VAR_KEYWORD in kinds else named
+    # Other names than ours: three of them are a judge's.
+    if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
+        return None
+    raise ValueError(f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(GIVEN)}")
+
+
+def opinions(function: RewardFunction, answers: Answers, *, who: str) -> list[float] | Awaitable[list[float]]:
+    """What a function says of the answers, NaN where it has no opinion (None); awaitable if the function is async.
+
+    Raises: ValueError if it does not return a finite number, or None, for each answer.
+    """
+    names = named_arguments(function)
+    if names is None:
+        found = function(answers.prompts, answers.responses, answers.rows)
+    else:
+        found = function(**{name: answers.prompts if name == "prompts" else vars(answers)[name] for name in names})
+    return _awaited(found, answers, who) if inspect.isawaitable(found) else numbers(found, answers.responses, who=who)
+
+
+async def _awaited(found: Awaitable[Any], answers: Answers, who: str) -> list[float]:
+    return numbers(await found, answers.responses, who=who)
+
+
+def numbers(found: Sequence[Any], responses: Sequence[str], *, who: str) -> list[float]:
+    """One number for each response, NaN for None.
+
+    Raises: ValueError unless there are as many as responses, each a finite number or None.
+    """
+    scores = list(found)
+    if len(scores) != len(responses):
+        raise ValueError(
+            f"{who} returned {len(scores)} numbers for {len(responses)} responses: it must return one for each"
+        )
+    for response, score in zip(responses, scores, strict=True):
+        if score is not None and not abs(float(score)) <= _LARGEST:
+            raise ValueError(f"{who} gave the response {response!r} the score {float(score)}: scores must be finite")
+    return [math.nan if score is None else float(score) for score in scores]

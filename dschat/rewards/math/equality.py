@@ -1,0 +1,160 @@
+"""Whether two short answers are equal: numbers by value, formulas as they are written, and by what they mean.
+
+What they mean is for math-verify to decide, but only between formulas that could be equal. It reads several things that
+make answers different as if they were not there (units, bases, primes, the case of letters, the order of a tuple), so
+these are compared here first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from dschat.rewards.answer_extraction import LONGEST_FORMULA, exact_number, plain_math
+from dschat.rewards.math.latex import clean_latex
+from dschat.rewards.math.units import split_unit
+from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
+
+_DECIMALS = 6  # of an irrational number or a fraction that is written as a decimal, beyond leading zeros
+_GREEK = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "kappa", "mu", "nu", "rho", "sigma", "tau", "phi", "psi")
+_STAND_INS = [rf"\{name} " for name in _GREEK]
+_LETTER = re.compile(r"\\(?:begin|end|text|mathbb|mathcal)\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
+_BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
+# No products of variables, though they have three letters or less.
+_WORDS = frozenset({"no", "on", "yes", "odd"})
+
+_math_verify = MathVerifyProcess()
+
+
+def equal_answers(pairs: Sequence[tuple[str, str]]) -> list[bool]:
+    """Whether each (given, wanted) are the same answer; one that takes too long to compare is not.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    equal: list[bool | None] = [decided_by_form(given, wanted) for given, wanted in pairs]
+    open_ones = [number for number, decided in enumerate(equal) if decided is None]
+    found = _math_verify.compare([_comparison(*pairs[number]) for number in open_ones])
+    for number, same in zip(open_ones, found, strict=True):
+        equal[number] = same
+    return [bool(same) for same in equal]
+
+
+def decided_by_form(given: str, wanted: str) -> bool | None:
+    """True or False where how they are written decides; None where their meaning has to be compared."""
+    if plain_math(given) == plain_math(wanted):
+        return True
+    if max(len(given), len(wanted)) > LONGEST_FORMULA:
+        return False
+    (ours, our_unit), (theirs, their_unit) = (split_unit(clean_latex(text)) for text in (given, wanted))
+    if our_unit and their_unit and our_unit != their_unit:
+        return False
+    if plain_math(ours) == plain_math(theirs):
+        return bool(ours)
+    a, b = (exact_number(plain_math(text)) for text in (ours, theirs))
+    if a is not None and b is not None:
+        shares = {None: 1, "percent": 100}  # 50% is 50 as it is 0.5
+        return _close(a, b) or _close(a / shares.get(our_unit, 1), b / shares.get(their_unit, 1))
+    based = [_BASED.fullmatch(text) for text in (ours, theirs)]
+    if any(based):
+        return _same_in_their_bases(ours, theirs, based)
+    return None if _may_mean_the_same(ours, theirs) else False
+
+
+def _may_mean_the_same(a: str, b: str) -> bool:
+    """False where two cleaned formulas differ in what math-verify overlooks."""
+    if not a or not b or any(re.search(r"[\d.]\s+[\d.]", text) for text in (a, b)):
+        return False  # it would add numbers with a space between them
+    if a.count("'") + a.count(r"\prime") != b.count("'") + b.count(r"\prime"):
+        return False
+    if {_brackets(a), _brackets(b)} == {"set", "tuple"}:
+        return False
+    words = [re.fullmatch(r"(\\text\{)?([A-Za-z]{2,})\}?", text) for text in (a, b)]
+    if all(words):  # of which math-verify would make products of letters, which commute
+        letters = [word[2].casefold() for word in words]
+        products = not any(word[1] for word in words) and max(map(len, letters)) <= 3 and not _WORDS & set(letters)
+        return products or letters[0] == letters[1]
+    return True
+
+
+def _same_in_their_bases(a: str, b: str, based: list[re.Match | None]) -> bool:
+    """Numbers with a base: the same value, or the same digits where one has no base."""
+    if all(based):
+        try:
+            return int(based[0][1], int(based[0][2])) == int(based[1][1], int(based[1][2]))
+        except ValueError:  # no such base or digit
+            return False
+    digits = [match[1] if match else text for match, text in zip(based, (a, b), strict=True)]
+    return digits[0].casefold() == digits[1].casefold()
+
+
+def _close(a: Fraction, b: Fraction) -> bool:
+    """Equal, or one is a fraction that has no end as a decimal, and the other its rounding to six digits or more."""
+    if a == b:
+        return True
+    endless, decimal = (a, b) if _places(b) is not None else (b, a)
+    places = _places(decimal)
+    if places is None or _places(endless) is not None or not decimal:
+        return False
+    return places >= _DECIMALS + _leading_zeros(decimal) and abs(endless - decimal) <= Fraction(1, 2 * 10**places)
+
+
+def _places(number: Fraction) -> int | None:
+    """Digits after the point; None for a number that has no end as a decimal."""
+    places, rest = 0, number.denominator
+    for prime in (2, 5):
+        power = 0
+        while rest % prime == 0:
+            rest, power = rest // prime, power + 1
+        places = max(places, power)
+    return places if rest == 1 else None
+
+
+def _leading_zeros(number: Fraction) -> int:
+    zeros = 0
+    while 0 < abs(number) < Fraction(1, 10):
+        number, zeros = number * 10, zeros + 1
+    return zeros
+
+
+def _brackets(formula: str) -> str | None:
+    """What the brackets around it make it: a "set", a "tuple" (or interval), or None."""
+    if re.fullmatch(r"\\\{.*\\\}", formula):
+        return "set"
+    inner = re.fullmatch(r"[(\[](.*)[)\]]", formula)
+    depth = 0
+    for sign in inner[1] if inner else "":
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth < 0:
+            return None
+        if depth == 0 and sign == ",":
+            return "tuple"
+    return None
+
+
+def _comparison(given: str, wanted: str) -> Comparison:
+    """What math-verify is asked: letters that matter in both cases, tuples and tiny numbers made unmistakable."""
+    formulas = []
+    for text in (given, wanted):
+        formula, unit = split_unit(clean_latex(text))
+        formulas.append(rf"{formula}\%" if unit == "percent" else formula)
+    lists = [", " in formula and _brackets(formula) is None and "=" not in formula for formula in formulas]
+    for i, other in ((0, 1), (1, 0)):
+        if lists[i] and _brackets(formulas[other]) == "tuple":
+            formulas[i] = f"({formulas[i]})"  # or its order would not count
+    given, wanted = _with_cases_apart(formulas)
+    zeros = max((len(match) for text in formulas for match in re.findall(r"\.(0+)[1-9]", text)), default=0)
+    return Comparison(given, wanted, decimals=_DECIMALS + zeros)
+
+
+def _with_cases_apart(formulas: list[str]) -> list[str]:
+    """The formulas with another letter for X where one of them has both X and x, which math-verify takes for one."""
+    unused = [name for name in _STAND_INS if not any(name.strip() in text for text in formulas)]
+    names: dict[str, str] = {}
+    for text in formulas:
+        letters = {match[1] for match in _LETTER.finditer(text) if match[1]}
+        for letter in sorted(letters):
+            if letter.isupper() and letter.lower() in letters and letter not in names and unused:
+                names[letter] = unused.pop(0)
+    return [_LETTER.sub(lambda match: names.get(match[1], match[0]), text) for text in formulas]

@@ -1,0 +1,121 @@
+"""Scores from a service: one POST of JSON a batch, a number for each response back."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from email.message import Message
+from http.client import HTTPException
+from typing import Any
+
+from dschat.arguments.secrets import HIDDEN, redacted
+from dschat.distributed.terminal import printable
+from dschat.rewards.answers import Answers
+from dschat.rewards.functions import numbers
+from dschat.rewards.retry import Unavailable, timeout_of
+
+TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
+_LONGEST_ANSWER = 64 << 20  # bytes
+_WAYS_OUT = {
+    400: "it does not understand the request",
+    401: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to the one that it was started with",
+    403: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to one that may ask for scores",
+    404: "there is nothing at this path",
+    413: "a batch is too large for it: raise its limit, or lower --per_device_generation_batch_size",
+}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirected POST would become a GET, and the token would go where nobody meant it to."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]:
+    """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
+
+    The environment variable DSCHAT_REWARD_TOKEN, where it is set, goes along as bearer token.
+
+    Args:
+        seconds: that the connection may be silent; inf: no limit.
+
+    Returns: scores, NaN for null.
+
+    Raises:
+        Unavailable: no connection, or 429, 502, 503, 504.
+        TimeoutError: it took too long.
+        PermissionError: 401 or 403.
+        ValueError: any other status, an answer that is not one finite number (or null) for each response, a token that
+            no header can carry.
+    """
+    fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
+    body = json.dumps(fields | {"prompts": answers.prompts}).encode()
+    headers = {"Content-Type": "application/json"}
+    token = token_of_environment()
+    if token is not None:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+    url = redacted(url)  # from here on it is a name in messages
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_of(seconds)) as reply:
+            text = reply.read(_LONGEST_ANSWER)
+    except urllib.error.HTTPError as error:
+        raise _refusal(url, error, token) from error
+    except urllib.error.URLError as error:
+        if isinstance(error.reason, TimeoutError):
+            raise TimeoutError(f"{url} did not answer within {seconds:g} s") from error
+        raise Unavailable(f"{url} cannot be reached ({error.reason})") from error
+    except TimeoutError:
+        raise
+    except (OSError, HTTPException) as error:  # the connection broke in the middle
+        raise Unavailable(f"{url} broke off ({type(error).__name__}: {error})") from error
+    return _scores(text, answers, url)
+
+
+def token_of_environment() -> str | None:
+    """The token that clients send and the server wants; None where there is none.
+
+    Raises: ValueError, without the token in it, if no header can carry it.
+    """
+    token = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ValueError(f"{TOKEN_VARIABLE}: a token is made of printable ASCII characters; make another one")
+    return token or None
+
+
+def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
+    try:
+        scores = json.loads(text)["scores"]
+        fits = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fits = False
+    if not fits:
+        raise ValueError(f'{url} answered {text[:200]!r}, but {{"scores": [a number or null for each]}} is wanted')
+    return numbers(scores, answers.responses, who=url)
+
+
+def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
+    """What an error status means to the one who asked; a service that repeats our token does not make it public."""
+    with error:
+        said = error.read(300).decode(errors="replace").strip()
+    if token:
+        said = said.replace(token, HIDDEN)
+    said, reason = printable(redacted(said)), printable(error.reason)
+    message = f"{url} answered {error.code} {reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({said})"
+    if error.code in (429, 502, 503, 504):
+        return Unavailable(message, seconds=_retry_after(error.headers))
+    if error.code in (401, 403):
+        return PermissionError(message)
+    if 300 <= error.code < 400:
+        target = printable(redacted(str(error.headers.get("Location"))))
+        message = f"{url} redirects to {target}: name that address itself"
+    return ValueError(message)
+
+
+def _retry_after(headers: Message) -> float | None:
+    """Seconds of a Retry-After header; None without one, or where it names a date."""
+    value = headers.get("Retry-After", "")
+    return float(value) if value.isdecimal() else None

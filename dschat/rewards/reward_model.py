@@ -1,0 +1,110 @@
+"""A reward model as it scores rollouts: it may read with another tokenizer than the actor's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import deepspeed
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from dschat.data.chat_template import Message, decode_responses, encode_answer
+from dschat.data.collators import collate_sft
+from dschat.data.encoding import cut_left
+from dschat.distributed.micro_batches import forward_in_micro_batches
+from dschat.generation import Rollout
+from dschat.models.loading import load_tokenizer
+from dschat.models.positions import position_limit
+
+
+def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    """True if both tokenizers turn every conversation into the same ids."""
+    return (
+        one.is_fast == other.is_fast
+        and one.get_vocab() == other.get_vocab()
+        and one.chat_template == other.chat_template
+        and one.bos_token_id == other.bos_token_id
+        and one.eos_token_id == other.eos_token_id
+        and (not one.is_fast or one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())
+    )
+
+
+def tokens_read(
+    path: str, actor_path: str, *, tokens: int, add_eot_token: bool = False, trust_remote_code: bool = False
+) -> int:
+    """Tokens that a reward model must have positions for.
+
+    Those of prompt and response where it reads the actor's ids. Where it has a tokenizer of its own, longer
+    conversations are cut, and two are enough.
+    """
+    actor = load_tokenizer(actor_path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
+    return tokens if same_text(load_tokenizer(path, trust_remote_code=trust_remote_code), actor) else 2
+
+
+class RewardModel:
+    """Scores whole responses with a scalar-head model.
+
+    Args:
+        engine: of TokenScores.
+        tokenizer: the reward model's own.
+        actor_tokenizer: of the rollouts; where it differs, conversations are re-tokenised from their text.
+            Those with more tokens than the reward model can read are cut from the left, a BOS stays.
+        micro_batch_size: rows of a forward pass; None: the whole rollout.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, *, tokenizer: PreTrainedTokenizerBase,
+                 actor_tokenizer: PreTrainedTokenizerBase, micro_batch_size: int | None = None):  # fmt: skip
+        self.engine, self.tokenizer, self.actor_tokenizer = engine, tokenizer, actor_tokenizer
+        self.micro_batch_size = micro_batch_size
+        self.max_tokens = longest_sequence(engine.module.model.config, tokenizer)
+        self.reads_actor_ids = same_text(tokenizer, actor_tokenizer)
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout, messages: Sequence[list[Message]]) -> Tensor:
+        """[B] float32: the score at the last token of each conversation. Under ZeRO-3 a collective.
+
+        Args:
+            rollout: of the actor, B rows.
+            messages: the prompts as chat messages, for a reward model with its own tokenizer.
+        """
+        if self.reads_actor_ids:
+            input_ids, attention_mask = rollout.sequences, rollout.attention_mask
+        else:
+            rows = self._retokenised(rollout, messages)
+            batch = collate_sft(rows, pad_token_id=self.tokenizer.pad_token_id, pad_to_multiple_of=1)
+            input_ids, attention_mask = (batch[name].to(self.engine.device) for name in ("input_ids", "attention_mask"))
+        return forward_in_micro_batches(
+            self.engine, input_ids, attention_mask, whole_sequence=True, micro_batch_size=self.micro_batch_size
+        )
+
+    def _retokenised(self, rollout: Rollout, messages: Sequence[list[Message]]) -> list[dict[str, list]]:
+        texts = decode_responses(self.actor_tokenizer, rollout.responses())
+        rows = []
+        for prompt, text, ended in zip(messages, texts, rollout.ended.tolist(), strict=True):
+            ids = conversation_ids(self.tokenizer, prompt, text, ended=ended, max_tokens=self.max_tokens)
+            rows.append({"input_ids": ids, "loss_mask": [False] * len(ids)})
+        return rows
+
+
+def longest_sequence(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens that a reward model can read."""
+    # RoBERTa's tokenizer knows that two positions are never used.
+    return min(position_limit(config)[0] or 2**31, tokenizer.model_max_length)
+
+
+def conversation_ids(
+    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], response: str, *, ended: bool, max_tokens: int
+) -> list[int]:
+    """What a reward model reads: prompt and response in its own template, the left cut off where it is too long.
+
+    Both are plain text, also where they spell control tokens of its tokenizer.
+
+    Args:
+        ended: False: the response was cut, so the token that closes its turn is left out.
+
+    Raises: ValueError where the chat template refuses the messages.
+    """
+    asked, answer = encode_answer(tokenizer, prompt, response)
+    ids = asked + answer
+    return cut_left(ids if ended else ids[:-1], max_tokens, bos_token_id=tokenizer.bos_token_id)

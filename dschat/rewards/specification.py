@@ -1,0 +1,161 @@
+"""What the user names as a reward: "SOURCE[?key=value&...][@WEIGHT]", read into a source with a weight."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from dschat.arguments.secrets import redacted
+from dschat.rewards.answers import Answers
+from dschat.rewards.functions import RewardFunction, load_judge, named_arguments, opinions, with_options
+from dschat.rewards.retry import Patience
+from dschat.rewards.reward_client import service_scores
+from dschat.rewards.rules import RULES
+
+KINDS = (
+    "a folder or hub name of a reward model, FILE.py:FUNCTION, http://… or https://…, or one of the rules "
+    + ", ".join(RULES)
+)
+
+
+@dataclass(frozen=True)
+class WeightedSource:
+    """One of the summands of a reward; exactly one of model, function and url is there.
+
+    Attributes:
+        entry: as the user wrote it.
+        name: short, for metrics.
+        weight: what its scores are multiplied by.
+        model: folder or hub name of a reward model.
+        function: of some of reward_functions.GIVEN.
+        url: of a service.
+    """
+
+    entry: str
+    name: str
+    weight: float
+    model: str | None = None
+    function: RewardFunction | None = None
+    url: str | None = None
+
+    def scores(self, answers: Answers, patience: Patience) -> list[float | None]:
+        """A function's or service's score of each answer; NaN: it has no opinion; None: it failed."""
+        who = f"the reward {redacted(self.entry)}"
+
+        def ask(part: slice) -> Any:
+            some = answers.part(part)
+            if self.url is not None:
+                return service_scores(self.url, some, seconds=patience.seconds)
+            return opinions(self.function, some, who=who)
+
+        return patience.scores(ask, len(answers), who=who)
+
+
+def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
+    """The source and weight behind "SOURCE[?key=value&...][@WEIGHT]".
+
+    SOURCE is a folder or hub name of a reward model, FILE.py:FUNCTION, the address of a service (whose query string is
+    its own), or the name of a rule. A folder that has a rule's name is written ./NAME.
+
+    Args:
+        max_tokens: longest response allowed, which rules about length must fit.
+
+    Raises: ValueError that names what is wrong with it and the way out.
+    """
+    written, weight = _without_weight(entry)
+    if written.startswith(("http://", "https://")):
+        return _service(entry, written, weight)
+    source, _, query = written.partition("?")
+    if source in RULES or ".py:" in source or source.endswith(".py"):
+        function = RULES[source] if source in RULES else load_judge(source)
+        function = with_options(function, _options(query))
+        named_arguments(function)  # raises for one that cannot be called
+        if source in RULES:
+            _try_rule(function, max_tokens)
+        return WeightedSource(entry, source.rpartition(":")[2], weight, function=function)
+    if query:
+        raise ValueError(f"?{query}: a reward model has no options; take them out")
+    if not _may_be_a_model(source):
+        near = difflib.get_close_matches(source, RULES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"wants {KINDS}"
+        raise ValueError(f"there is no folder {source}, and no rule of that name: {hint}")
+    return WeightedSource(entry, Path(source).resolve().name, weight, model=source)
+
+
+def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[str]:
+    """A line for each entry that cannot work, found before any model is loaded; twice the same is a mistake too.
+
+    What is wrong inside the folder of a reward model is for others to find (set_up.model_problems).
+    """
+    problems = []
+    for entry in dict.fromkeys(entries):
+        try:
+            parse_reward(entry, max_tokens=max_tokens)
+        except ValueError as error:
+            problems.append(f"--reward {entry}: {error}")
+        if list(entries).count(entry) > 1:
+            problems.append(f"--reward {entry}: is given twice; give it once, with @WEIGHT")
+    return problems
+
+
+def model_paths(entries: Sequence[str]) -> list[str]:
+    """The reward models among the entries, each once: what an engine has to be built for."""
+    return list(dict.fromkeys(source.model for source in map(parse_reward, entries) if source.model is not None))
+
+
+def _without_weight(entry: str) -> tuple[str, float]:
+    source, at, tail = entry.rpartition("@")
+    if not at:
+        return entry, 1.0
+    try:
+        weight = float(tail)
+    except ValueError:
+        return entry, 1.0  # an @ of the source's own
+    if not math.isfinite(weight) or weight == 0:
+        raise ValueError(f"@{tail}: a weight is a number other than 0; leave the source out to switch it off")
+    return source, weight
+
+
+def _service(entry: str, url: str, weight: float) -> WeightedSource:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"{url} is no address ({error})") from error
+    if not host or not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r} is no address: write http://HOST:PORT/score, without spaces")
+    if parts.username or parts.password:
+        raise ValueError(
+            "an address is written into logs, so it may hold no password: put the token into the environment variable "
+            "DSCHAT_REWARD_TOKEN"
+        )
+    return WeightedSource(entry, f"{host}:{port}" if port else host, weight, url=url)
+
+
+def _options(query: str) -> dict[str, str]:
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise ValueError(f"?{query}: wants key=value, with & between two of them") from error
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError(f"?{query}: names an option twice")
+    return dict(pairs)
+
+
+def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
+    """Ask a rule about no answers: options that cannot work, or a missing package, are found now."""
+    try:
+        opinions(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
+def _may_be_a_model(source: str) -> bool:
+    """True for a folder that is there, and for what looks like OWNER/NAME of the hub."""
+    is_hub_name = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not source.endswith("/")
+    return Path(source).is_dir() or is_hub_name

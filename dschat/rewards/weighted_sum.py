@@ -1,0 +1,170 @@
+"""The score of a response: a weighted sum of what reward models, functions, rules and services say of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dschat.arguments.secrets import redacted
+from dschat.distributed import watchdog
+from dschat.distributed.launch import sum_over_ranks
+from dschat.distributed.terminal import printable
+from dschat.generation import Rollout
+from dschat.rewards.answers import Answers, prompt_text
+from dschat.rewards.functions import Judge, judged, load_judge
+from dschat.rewards.retry import Patience
+from dschat.rewards.reward_model import RewardModel, same_text
+from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
+
+__all__ = [  # what the steps need of rewards, whichever file it is in
+    "Answers",
+    "Judge",
+    "RewardModel",
+    "Rewards",
+    "Scores",
+    "WeightedSource",
+    "judged",
+    "load_judge",
+    "model_paths",
+    "parse_reward",
+    "prompt_text",
+    "reward_problems",
+    "same_text",
+]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What the sources say of B responses.
+
+    Attributes:
+        total: [B] float32, Σ weight · score over the sources with an opinion; 0 where it is not known.
+        known: [B] bool, False where a source failed, or none has an opinion.
+        parts: of each source, by its name: [B] float32, its own scores before normalisation and weight; NaN where it
+            has none.
+    """
+
+    total: Tensor
+    known: Tensor
+    parts: dict[str, Tensor]
+
+
+class Rewards:
+    """The weighted sum of reward sources.
+
+    Args:
+        sources: of parse_reward.
+        normalize: subtract from each source's scores their mean, and divide them by their standard deviation, over all
+            ranks and rollouts so far, this one included.
+        models: the reward model of every path that model_paths names.
+        patience: with functions and services.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[WeightedSource],
+        *,
+        normalize: bool,
+        models: Mapping[str, RewardModel] | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        self.sources = dict(zip(_names_apart([source.name for source in sources]), sources, strict=True))
+        self.normalize, self.models = normalize, dict(models or {})
+        self.patience = patience or Patience(seconds=300.0, retries=2)
+        missing = {source.model for source in sources if source.model is not None} - self.models.keys()
+        if not sources or missing:
+            raise ValueError(f"no reward model was built for {', '.join(missing)}" if missing else "there is no reward")
+        self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # of each: count, mean, Σ (x − mean)²
+
+    @torch.no_grad()
+    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True, scale: bool = True) -> Scores:
+        """The scores of a rollout. Every rank calls it with its own; a collective.
+
+        Args:
+            answers: the same B responses as texts.
+            learn: False: these answers leave the running moments as they are. Each rank has its own say.
+            scale: False: the scores as they were given, also where training normalises them: what is evaluated is
+                compared over time, and with the score of a right answer.
+        """
+        device = rollout.sequences.device
+        columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
+        for source in self.sources.values():
+            watchdog.progress()
+            scores, missing = self._scores_of(source, rollout, answers)
+            columns.append(scores.to(device))
+            failed |= missing.to(device)
+        raw = torch.stack(columns)  # [sources, B], NaN: no opinion
+        if self.normalize:
+            seen = raw if learn else torch.full_like(raw, torch.nan)
+            self._moments = merged_moments(self._moments.to(device), seen).cpu()
+        scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
+        weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
+        known = ~failed & ~raw.isnan().all(dim=0)  # [B]
+        total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]
+        return Scores(torch.where(known, total, 0.0), known, dict(zip(self.sources, raw, strict=True)))
+
+    def _scores_of(self, source: WeightedSource, rollout: Rollout, answers: Answers) -> tuple[Tensor, Tensor]:
+        """[B] float32 scores, NaN without one, and [B] bool, True where the source failed."""
+        if source.model is not None:
+            scores = self.models[source.model].score(rollout, answers.messages).float()
+            missing = ~scores.isfinite()
+            return scores.masked_fill(missing, torch.nan), missing
+        found = source.scores(answers, self.patience)
+        missing = torch.tensor([score is None for score in found], dtype=torch.bool)
+        scores = torch.tensor([torch.nan if score is None else score for score in found], dtype=torch.float32)
+        if len(found) and not missing.any() and scores.isnan().all():
+            message = (f"warning: the reward {redacted(source.entry)} has no opinion of any of {len(found)} responses: "
+                       f"is its column there? A row has: {', '.join(answers.rows[0]) or 'none'}")  # fmt: skip
+            print(printable(message), file=sys.stderr, flush=True)
+        return scores, missing
+
+    @property
+    def state(self) -> dict[str, list[float]]:
+        """The running moments of each source, for a checkpoint."""
+        return dict(zip(self.sources, self._moments.tolist(), strict=True))
+
+    def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from what `state` was; a source that it does not know begins anew."""
+        rows = [list(state.get(name, (0.0, 0.0, 0.0))) for name in self.sources]
+        self._moments = torch.tensor(rows, dtype=torch.float64)
+
+
+def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
+    """Count, mean and sum of squared deviations of what was seen before and of new values, all ranks together.
+
+    Args:
+        moments: [S, 3] float64.
+        values: [S, B] float, of this rank; NaN does not count. A collective.
+
+    Returns: [S, 3] float64.
+
+    Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance (Am. Stat. 37:3), eq. 2.1.
+    """
+    valid = ~values.isnan()
+    kept = torch.where(valid, values.double(), 0.0)
+    count, total = sum_over_ranks(torch.stack([valid.sum(dim=1).double(), kept.sum(dim=1)]))  # [S] each
+    mean = total / count.clamp(min=1)
+    squares = sum_over_ranks(torch.where(valid, kept - mean[:, None], 0.0).square().sum(dim=1))
+    before, old_mean, old_squares = moments.unbind(dim=1)
+    n, shift = before + count, mean - old_mean
+    share = count / n.clamp(min=1)
+    return torch.stack([n, old_mean + shift * share, old_squares + squares + shift.square() * before * share], dim=1)
+
+
+def normalised(values: Tensor, moments: Tensor) -> Tensor:
+    """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; as they are while nothing has been counted."""
+    count, mean, squares = (column[:, None] for column in moments.unbind(dim=1))
+    scaled = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
+    return torch.where(count > 0, scaled, values.double()).float()
+
+
+def _names_apart(names: Sequence[str]) -> list[str]:
+    """The names, from the second of its kind on with a number: length, length_2."""
+    return [
+        name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"
+        for place, name in enumerate(names)
+    ]

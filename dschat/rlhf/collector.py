@@ -1,0 +1,102 @@
+"""The slots of an iteration, and the prompts that fill them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from datasets import Dataset
+
+from dschat.data.batches import GlobalBatches
+from dschat.data.collators import collate_prompts
+from dschat.distributed import launch
+from dschat.rlhf.algorithms import flat_groups
+from dschat.rlhf.evaluation import experience_sums
+from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.iteration import Iteration
+from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+
+
+class Slots:
+    """Gathers experience: slot i of an iteration lies on rank i mod W and takes the group of one prompt.
+
+    Args:
+        trainer: makes experience.
+        dataset: cuts it into minibatches.
+        prompts: rows of kind "prompt".
+        batches: their order; a global batch has as many rows as an iteration has slots.
+
+    Attributes:
+        taken: prompts taken so far, over all ranks: the position in the endless row of epochs.
+    """
+
+    def __init__(
+        self, trainer: DeepSpeedPPOTrainer, dataset: MiniDataset, prompts: Dataset, batches: GlobalBatches
+    ) -> None:
+        self.trainer, self.dataset, self.prompts, self.batches = trainer, dataset, prompts, batches
+        self.taken = 0
+
+    def fill(self, number: int) -> Iteration:
+        """The experience of an iteration, cut into minibatches. Every rank calls it.
+
+        With --dynamic_sampling the slots whose groups score all alike take new prompts, round after round; a group that
+        has a spread stays. So a slot that is never filled keeps its last group, which is not trained.
+        """
+        iteration, ppo = Iteration(), self.trainer.ppo
+        slots: Sequence[int] = range(self.batches.global_batch_size)
+        groups: dict[int, Experience] = {}
+        for attempt in range(1 + ppo.dynamic_sampling):
+            for part, mine in self.roll_out(number, attempt, slots, iteration):
+                if not ppo.dynamic_sampling:
+                    iteration.minibatches = self.dataset.add(part, iteration=number)
+                    continue
+                size = ppo.num_samples_per_prompt
+                groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
+            unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
+            slots = sorted(launch.joined_lists(unfilled))
+            if not slots:
+                break
+        if groups:
+            size = self.trainer.rollouts.per_device_generation_batch_size
+            mine = sorted(groups)
+            for start in range(0, len(mine), size):
+                part = Experience.concatenate([groups[slot] for slot in mine[start : start + size]])
+                iteration.minibatches = self.dataset.add(part, iteration=number)
+        return iteration
+
+    def roll_out(
+        self, number: int, attempt: int, slots: Sequence[int], iteration: Iteration
+    ) -> list[tuple[Experience, list[int]]]:
+        """Fill these slots, of all ranks, with the next prompts; this rank's experiences and the slots of each.
+
+        A slot is in the same rollout batch whatever the number of ranks, and in every attempt, since the batch decides
+        what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
+        even where a row occurs twice.
+        """
+        trainer, ranks = self.trainer, launch.world_size()
+        size = trainer.rollouts.per_device_generation_batch_size * ranks
+        rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
+        self.taken += len(slots)
+        parts = []
+        for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
+            of_all = list(batch_slots)
+            mine = [slot for slot in of_all if slot % ranks == launch.rank()]
+            asked = mine or of_all[:1]  # a rank without slots joins in
+            names = [attempt * self.batches.global_batch_size + slot for slot in asked]
+            batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])
+            part = trainer.generate_experience(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            if trainer.ppo.dynamic_sampling:
+                flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
+                part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
+            iteration.sums.append(experience_sums(
+                part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
+                judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
+            ))  # fmt: skip
+            iteration.samples += trainer.samples if mine else []
+            parts += [(part, mine)] if mine else []
+        return parts
+
+    def row(self, position: int) -> int:
+        """The row of the training prompts at this position of the endless row of epochs."""
+        step, place = divmod(position, self.batches.global_batch_size)
+        return self.batches.step(step)[place]

@@ -1,0 +1,55 @@
+"""Texts for the pretraining loss that is mixed into the actor's update (PTX; Ouyang et al. 2022, arXiv:2203.02155)."""
+
+from dataclasses import replace
+
+import torch
+from datasets import Dataset
+
+from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.collators import collate_sft
+from dschat.data.datasets import DataOptions
+from dschat.distributed import launch
+from dschat.runs.fit import Batch, to_device
+
+
+def text_options(prompts: DataOptions, source: str, max_answer_tokens: int) -> DataOptions:
+    """The options of the texts, from those of the prompts: as long as prompt and response, every token trained."""
+    return replace(
+        prompts,
+        data_path=[source],
+        max_tokens=prompts.max_tokens + max_answer_tokens,
+        data_split=None,
+        eval_data_path=(),
+        columns={},  # those are the prompts'
+        eval_fraction=0.0,
+        train_on_prompt=True,
+    )
+
+
+class UnsupervisedBatches:
+    """The micro-batches of texts that go with each actor update.
+
+    Args:
+        rows: prepared "sft" rows.
+        micro_batch_size: texts per forward pass and device.
+        minibatch_size: texts per update and device.
+        seed: of their order.
+        pad_token_id: fills rows on the right.
+        device: where the tensors go.
+    """
+
+    def __init__(self, rows: Dataset, *, micro_batch_size: int, minibatch_size: int, seed: int, pad_token_id: int,
+                 device: torch.device):  # fmt: skip
+        self.rows, self.micro_batch_size, self.pad_token_id, self.device = rows, micro_batch_size, pad_token_id, device
+        self.batches = GlobalBatches(rows["length"], global_batch_size=minibatch_size * launch.world_size(), seed=seed)
+
+    def of_update(self, update: int) -> list[Batch]:
+        """This rank's micro-batches for the given update, counted from 0 over the whole run."""
+        share = rank_share(
+            self.batches.step(update),
+            rank=launch.rank(),
+            world_size=launch.world_size(),
+            micro_batch_size=self.micro_batch_size,
+        )
+        batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in share]
+        return [to_device(batch, self.device) for batch in batches]

@@ -1,0 +1,162 @@
+"""What cannot work, or not as one may think, among the settings of step 3."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from dschat.arguments import (
+    DataArguments,
+    DeviceArguments,
+    EvaluationArguments,
+    LoraArguments,
+    OptimizerArguments,
+    PPOArguments,
+    RewardArguments,
+    RLHFModelArguments,
+    RolloutArguments,
+    RunArguments,
+)
+from dschat.data.datasets import data_problems
+from dschat.models.causal_lm import load_tokenizer
+from dschat.rewards.reward_model import tokens_read
+from dschat.rewards.specification import model_paths, reward_problems
+from dschat.runs.output_conflicts import overwritten_models
+from dschat.runs.set_up import contradictions, data_options, model_problems
+
+
+def reward_entries(models: RLHFModelArguments, rewards: RewardArguments) -> list[str]:
+    """The sources of a score: --reward and the reward model; without either the model that the critic starts as."""
+    named = [models.reward_model_name_or_path] if models.reward_model_name_or_path else []
+    fallback = [models.critic_model_name_or_path] if models.critic_model_name_or_path else []
+    return [*named, *rewards.reward] or fallback
+
+
+def rlhf_problems(
+    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
+    _evaluation: EvaluationArguments, data: DataArguments, optimizer: OptimizerArguments, lora: LoraArguments,
+    devices: DeviceArguments, run: RunArguments,
+) -> list[str]:  # fmt: skip
+    """What cannot work among the settings of step 3: models against lengths and each other, batches against updates."""
+    problems = rlhf_model_problems(models, rollouts, ppo, rewards, data)
+    dims, stages = {"actor_lora_dim": models.actor_lora_dim}, {"actor_zero_stage": models.actor_zero_stage}
+    if ppo.trains_critic:
+        dims["critic_lora_dim"], stages["critic_zero_stage"] = models.critic_lora_dim, models.critic_zero_stage
+    problems += contradictions(lora, devices, dims=dims, stages=stages)
+    named = [
+        ("--actor_model_name_or_path", models.actor_model_name_or_path),
+        ("--critic_model_name_or_path", models.critic_model_name_or_path),
+        ("--reward_model_name_or_path", models.reward_model_name_or_path),
+        *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
+    ]
+    problems += overwritten_models(run.output_dir, named)
+    options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
+    problems += data_problems("prompt", options)
+    if ppo.unsupervised_dataset_name:
+        texts = replace(
+            options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=(), columns={}
+        )
+        problems += data_problems("sft", texts)
+    if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
+        problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")
+    if ppo.overlong_buffer > rollouts.max_answer_seq_len:
+        problems.append(
+            f"--overlong_buffer {ppo.overlong_buffer} is more than --max_answer_seq_len {rollouts.max_answer_seq_len}: "
+            "it is the last part of an answer"
+        )
+    return problems + minibatch_problems(rollouts, ppo, optimizer)
+
+
+def rlhf_model_problems(
+    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
+    data: DataArguments,
+) -> list[str]:  # fmt: skip
+    """What cannot work among actor, critic and the sources of rewards."""
+    tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
+    lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
+    trusted = models.trust_remote_code
+    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
+    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens)
+    entries = reward_entries(models, rewards)
+    if not entries:
+        problems.append(
+            "--reward: name a reward model's folder (step 2's output), FILE.py:FUNCTION, the address of a service, "
+            "or a rule such as last_number"
+        )
+    problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
+    for path in [] if problems else model_paths(entries):
+        own = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
+        if not own and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
+            read = tokens_read(
+                path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=data.add_eot_token,
+                trust_remote_code=trusted,
+            )  # fmt: skip
+            own = model_problems("--reward", path, tokens=read, lengths=lengths, trust_remote_code=trusted)
+        problems += own
+    if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
+        flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"
+        problems += named(flag, models.critic_path, tokens=tokens)
+    if not problems and ppo.trains_critic:
+        read = partial(load_tokenizer, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
+        if read(models.critic_path).get_vocab() != read(models.actor_model_name_or_path).get_vocab():
+            problems.append(
+                f"--critic_model_name_or_path {models.critic_path}: reads the actor's token ids, but has another "
+                "vocabulary: name a critic with the actor's tokenizer (the actor's own folder will do: it gets a new "
+                "head)"
+            )
+    return problems
+
+
+def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer: OptimizerArguments) -> list[str]:
+    """How a rollout does not divide into minibatches, or these not into groups."""
+    samples = ppo.num_samples_per_prompt
+    rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches * samples
+    minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
+    asked = (
+        f"--per_device_training_batch_size {ppo.per_device_training_batch_size} x --gradient_accumulation_steps "
+        f"{optimizer.gradient_accumulation_steps} = {minibatch}"
+    )
+    problems = []
+    if rows % minibatch:
+        problems.append(
+            f"--per_device_generation_batch_size {rollouts.per_device_generation_batch_size} x --generation_batches "
+            f"{rollouts.generation_batches} x --num_samples_per_prompt {samples} = {rows} sequences do not divide into "
+            f"minibatches of {asked}: make the first a multiple of the second"
+        )
+    if minibatch % samples:
+        problems.append(
+            f"minibatches of {asked} do not hold whole groups of --num_samples_per_prompt {samples}: make the first a "
+            "multiple of the second"
+        )
+    return problems
+
+
+def rlhf_warnings(
+    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
+    *_: Any,
+) -> list[str]:  # fmt: skip
+    """What works in step 3, but not as one may think; takes the groups that rlhf_problems takes."""
+    warnings = []
+    if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
+        warnings.append("--pin_generation_buffers changes nothing: transformers decodes, which keeps no buffers")
+    if ppo.kl_in == "loss" and ppo.kl_coef and ppo.kl_estimator == "k1":
+        warnings.append(
+            "--kl_in loss with --kl_estimator k1 holds nothing back: the gradient of k1 is 0 on average; take k2 or k3+"
+        )
+    if (
+        models.critic_model_name_or_path
+        and not ppo.trains_critic
+        and reward_entries(models, rewards) != [models.critic_model_name_or_path]
+    ):
+        warnings.append(f"--critic_model_name_or_path has no effect: --algorithm {ppo.algorithm} trains no critic")
+    truncation = [f"--top_p {rollouts.top_p}"] if rollouts.top_p < 1 else []
+    truncation += [f"--top_k {rollouts.top_k}"] if rollouts.top_k else []
+    if ppo.old_logprobs != "rollout" or not truncation:
+        return warnings
+    return [
+        *warnings,
+        f"{' '.join(truncation)} with --old_logprobs rollout: the decoder's log-probs are those of the truncated, "
+        "renormalised distribution, the actor's those of the whole one. So the ratio starts at the probability mass "
+        "that was kept, below 1, and clipping cuts tokens before the policy has moved (those of negative advantage "
+        f"whose mass is below 1 - {ppo.clip_range_low}): take --top_p 1 --top_k 0, or --old_logprobs recompute, where "
+        "--rollout_correction tis weighs each token by that mass",
+    ]

@@ -1,0 +1,110 @@
+"""The best model so far, by a metric of the evaluations, kept as a Hugging Face folder of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dschat.arguments import RunArguments
+from dschat.checkpoints.leftovers import put_back
+from dschat.distributed import failpoint, launch
+from dschat.models.weights import ExportError
+from dschat.runs.run_log import RunLog
+
+NO_ROWS = "none: give held-out rows, by --eval_fraction or --eval_data_path"
+
+
+def check_evaluation_rows(run: RunArguments, rows: int) -> None:
+    """Raise ValueError if --best_metric is given and there are no rows to evaluate on."""
+    if run.best_metric is not None and not rows:
+        raise ValueError(f"--best_metric {run.best_metric}: the evaluation has no such metric; it has {NO_ROWS}")
+
+
+class Best:
+    """OUTPUT_DIR/best: the model at its best evaluation, and best.json: step, metric and value.
+
+    Args:
+        run: --best_metric, --best_mode and the folder.
+        log: is told of a better model.
+        state: of a checkpoint, to go on with; a best model by another metric is none by this one.
+
+    Attributes:
+        begins: no evaluation has been compared yet: one is due before the first step, which also proves the metric.
+    """
+
+    def __init__(self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None) -> None:
+        self.run, self.log = run, log
+        kept = state is not None and (run.best_metric, run.best_mode) == (
+            state.get("metric", run.best_metric if state["value"] is not None else None),  # older states have neither
+            state.get("mode", run.best_mode),
+        )
+        self.step, self.value = (state["step"], state["value"]) if kept else (None, None)
+        self.begins = run.best_metric is not None and not kept
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON of what a resumed run goes on with."""
+        return {"step": self.step, "value": self.value, "metric": self.run.best_metric, "mode": self.run.best_mode}
+
+    def see(self, step: int, metrics: Mapping[str, float], export: Callable[[Path], None]) -> None:
+        """Keep the model if the metric of this evaluation is better than all before; a collective.
+
+        Args:
+            metrics: of an evaluation, the same on all ranks.
+            export: writes the model into a folder, on all ranks.
+
+        Raises:
+            ValueError: the evaluation has no such metric.
+        """
+        name = self.run.best_metric
+        if name is None:
+            return
+        if name not in metrics:
+            raise ValueError(
+                f"--best_metric {name}: the evaluation has no such metric; it has "
+                + (", ".join(sorted(metrics)) or NO_ROWS)
+            )
+        value = metrics[name]
+        better = self.value is None or (value > self.value if self.run.best_mode == "max" else value < self.value)
+        if not (math.isfinite(value) and better):
+            return
+        folder = Path(self.run.output_dir, "best")
+        try:
+            self._keep(folder, {"step": step, name: value}, export)
+        except ExportError as error:
+            self.log.say(f"warning: {error}. So the best model is not kept, the one before it is; the run goes on")
+            return
+        self.step, self.value = step, value
+        self.log.say(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
+
+    def _keep(self, folder: Path, about: dict[str, Any], export: Callable[[Path], None]) -> None:
+        """Write the model beside the one before, then let them change places; the other is removed last.
+
+        Raises: ExportError on every rank.
+        """
+        unfinished, replaced = (folder.with_name(f"{folder.name}.{word}") for word in ("unfinished", "replaced"))
+        problem = None
+        try:
+            export(unfinished)
+            if launch.is_main():
+                try:
+                    (unfinished / "best.json").write_text(json.dumps(about), encoding="utf-8")
+                    shutil.rmtree(replaced, ignore_errors=True)
+                    if folder.exists():
+                        folder.rename(replaced)
+                    failpoint.reached("best_replacing")  # what is killed here, the next start brings back
+                    unfinished.rename(folder)
+                except OSError as error:
+                    problem = f"the best model could not be kept in {folder}: {error}"
+            problem = launch.from_all_ranks(problem)[0]
+            if problem:
+                raise ExportError(problem)
+        finally:
+            if launch.is_main():
+                put_back(folder, replaced)
+                for left in (unfinished, replaced):
+                    shutil.rmtree(left, ignore_errors=True)

@@ -1,0 +1,65 @@
+"""The end of a run: its models as Hugging Face folders, or a message that says how to have them later."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from dschat.checkpoints import checkpoint
+from dschat.distributed import launch, watchdog
+from dschat.models.weights import ExportError, export_model
+from dschat.runs.signals import Received
+
+
+class ExportFailed(SystemExit):
+    """The models could not be written; the console says why and what to do."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+def export_run(
+    models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
+    received: Received,
+) -> None:  # fmt: skip
+    """Write every model of a run that has ended; a collective. Signals wait until the last file is in its place.
+
+    Args:
+        models: folder below output_dir ("" is output_dir itself) → what export_model accepts; None: this run has none.
+        received: listens since training began.
+
+    Raises:
+        ExportFailed: on every rank, if one cannot be written; nothing of that one is left.
+    """
+    received.answer = "the model is exported first, then the run ends"
+    watchdog.phase("export")
+    for name, module in models.items():
+        if module is None:
+            continue
+        try:
+            export_model(module, Path(output_dir, name), tokenizer)
+        except ExportError as error:
+            if launch.is_main():
+                print(f"{error}. {way_out(output_dir, sys.argv)}", file=sys.stderr, flush=True)
+            raise ExportFailed from None
+
+
+def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
+    """How the models of a run can be exported after all, from its last checkpoint."""
+    newest = checkpoint.newest(output_dir)
+    if newest is None:
+        return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"
+    words = list(argv)
+    while "--resume" in words:
+        place = words.index("--resume")
+        del words[place : place + 2]
+    words = [word for word in words if not word.startswith("--resume=")]
+    return (
+        f"The last checkpoint is {newest}. Make room, then run this as before: it goes on from there and exports: "
+        f"{shlex.join([*words, '--resume', 'auto'])}"
+    )

@@ -1,0 +1,205 @@
+"""The part that the one-model steps share: engine, resume, epochs of global batches, evaluation, checkpoints."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from dschat import arguments
+from dschat.arguments.command_line import settings_of_user
+from dschat.checkpoints import checkpoint
+from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.datasets import DataSplits
+from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
+from dschat.models.weights import export_model
+from dschat.runs import signals
+from dschat.runs.best_model import Best, check_evaluation_rows
+from dschat.runs.health import Health
+from dschat.runs.saving import Saving
+from dschat.runs.set_up import build_trainable, open_log, order_of_rows
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What makes one step differ from another.
+
+    Attributes:
+        collate: rows → tensors of a micro-batch; no rows → one that counts for nothing.
+        count: what the loss is averaged over in a micro-batch: trained tokens, pairs.
+        loss_of: (engine, micro-batch, count of the whole step) → loss and metrics, both divided by that count.
+        evaluation: sums over the evaluation set (loss_of's with a count of 1, and "count") → metrics.
+        verify: called once with the engine, on all ranks; raises ValueError for a model that cannot do what is asked.
+        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with what the losses need
+            of all of them, or of the model without a gradient; a collective.
+    """
+
+    collate: Callable[[list], Batch]
+    count: Callable[[Batch], torch.Tensor]
+    loss_of: Callable[[deepspeed.DeepSpeedEngine, Batch, float], tuple[torch.Tensor, Metrics]]
+    evaluation: Callable[[Mapping[str, float]], dict[str, float]]
+    verify: Callable[[deepspeed.DeepSpeedEngine], None] | None = None
+    prepare: Callable[[deepspeed.DeepSpeedEngine, Iterable[Batch]], Iterable[Batch]] = lambda _, batches: batches
+
+
+def schedule(
+    rows: Dataset, *, model: arguments.ModelArguments, optimizer: arguments.OptimizerArguments,
+    run: arguments.RunArguments,
+) -> tuple[GlobalBatches, int]:  # fmt: skip
+    """Which rows every step sees, and how many steps there are. Raises SettingsError for too few rows."""
+    per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    with settings_of_user():
+        batches = GlobalBatches(rows["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+    return batches, run.max_steps or run.num_train_epochs * len(batches)
+
+
+def fit(
+    name: str,
+    splits: DataSplits,
+    objective: Objective,
+    *,
+    load: Callable[[dict[str, Any]], nn.Module],
+    groups: tuple,
+    tokenizer: PreTrainedTokenizerBase,
+    received: signals.Received,
+) -> deepspeed.DeepSpeedEngine:
+    """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
+
+    Args:
+        name: of the step, for log and console.
+        load: DeepSpeed configuration → the network.
+        groups: every argument group of the step: model, the step's own, data, optimizer, adapters, devices, run.
+        tokenizer: exported with the best model.
+        received: signals; it listens from the first step on, and does when this returns.
+    """
+    model, _, _, optimizer, lora, devices, run = groups
+    with settings_of_user():
+        check_evaluation_rows(run, len(splits.eval))
+    batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
+    with settings_of_user():
+        resumed = checkpoint.find(run.output_dir, run.resume)
+    engine = build_trainable(
+        load,
+        learning_rate=model.learning_rate,
+        weight_decay=model.weight_decay,
+        zero_stage=model.zero_stage,
+        lora_dim=model.lora_dim,
+        micro_batch_size=model.per_device_train_batch_size,
+        total_steps=total,
+        optimizer=optimizer,
+        lora=lora,
+        devices=devices,
+    )
+    if objective.verify is not None:
+        with settings_of_user():
+            objective.verify(engine)
+    launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
+    order = order_of_rows(batches, splits.train)
+    first, changed, state = 0, [], {}
+    if resumed:
+        with settings_of_user():
+            changed = checkpoint.changed_arguments(resumed, groups, anyway=run.resume_anyway)
+            state = checkpoint.load(resumed, engines={"model": engine}, same=order)
+            first = state["step"]
+    log = open_log(name, groups, run, total_steps=total, finished_steps=first, resumed=resumed, changed=changed)
+    log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
+
+    def evaluate(step: int) -> None:
+        values = evaluation(
+            engine, splits.eval, objective, batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
+        )
+        if values:
+            log.metrics(step, values, phase="eval")
+            with settings_of_user():
+                best.see(step, values, lambda folder: export_model(engine.module.model, folder, tokenizer))
+
+    with received.listening():
+        saving = Saving(run, {"model": engine}, log, received, device=engine.device)
+        health = Health(run, log, state.get("health"))
+        best = Best(run, log, state.get("best"))
+        if first == 0 or best.begins:
+            evaluate(first)
+        for step in range(first, total):
+            rows, done = batches.step(step), step + 1
+            watchdog.phase("update")
+            failpoint.reached("update")
+            metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
+            log.metrics(done, metrics)
+            health.see(done, metrics, skipped=["skipped_updates" in metrics])
+            if done == total or (run.eval_interval and done % run.eval_interval == 0):
+                evaluate(done)
+            state = {"step": done, "health": health.state, "best": best.state}
+            saving.boundary(done, state | order, last=done == total)
+        saving.finish()
+    log.close()
+    return engine
+
+
+def train_step(
+    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
+) -> dict[str, float]:
+    """One optimizer step over the rows of a global batch, this rank's share in micro-batches; metrics of all ranks."""
+    shares = share(indices, micro_batch_size)
+    micro_batches = list(objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)))
+    count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
+    return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
+
+
+@torch.no_grad()
+def evaluation(
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, *, batch_size: int, max_batches: int
+) -> dict[str, float]:
+    """The objective's metrics over the evaluation rows of all ranks; every row counts once. {} without rows.
+
+    Args:
+        batch_size: rows per device and forward pass.
+        max_batches: forward passes per device; 0: all rows.
+    """
+    engine.eval()
+    steps = evaluation_steps(rows["length"][:], batch_size=batch_size, max_batches=max_batches)
+    shares = [mine for step in steps for mine in share(step, batch_size)]
+    totals: Metrics = {}
+    for batch in objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)):
+        watchdog.phase("evaluation")
+        loss, metrics = objective.loss_of(engine, batch, 1.0)
+        for name, value in {"loss": loss, "count": objective.count(batch), **metrics}.items():
+            totals[name] = totals.get(name, 0.0) + value.to(torch.float64)
+    return objective.evaluation(sum_metrics(totals)) if totals else {}
+
+
+def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, float]:
+    """The metrics of an evaluation as means, and under the name `counted` over how many; for Objective.evaluation."""
+    means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
+    return {"eval_loss": means.pop("loss"), **means, counted: sums["count"]}
+
+
+def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
+    """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
+    longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    size = batch_size * launch.world_size()
+    steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
+    if max_batches and max_batches < len(steps):
+        spread = len(steps) / max_batches  # batches of every length, not only the longest
+        steps = [steps[int(number * spread)] for number in range(max_batches)]
+    return steps
+
+
+def collated(objective: Objective, rows: Dataset, indices: list[int], device: torch.device) -> Batch:
+    return to_device(objective.collate([rows[index] for index in indices]), device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
+    """This rank's micro-batches of the rows of a step; as many on every rank, the last perhaps empty."""
+    return rank_share(step, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=micro_batch_size)

@@ -1,0 +1,92 @@
+"""What a run does about numbers that are not numbers, and numbers that are strange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dschat.arguments import RunArguments
+from dschat.checkpoints import checkpoint
+from dschat.runs.run_log import RunLog
+
+WATCHED = ("loss", "kl", "policy_loss", "value_loss")
+LEARNING_STEPS = 20  # before a spread is known well enough to call a number strange
+
+
+class TooManyBadSteps(SystemExit):
+    """Update after update was skipped; the log has said so."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+
+class Health:
+    """Looks at the metrics of every step; the same on all ranks, since the metrics are.
+
+    Attributes:
+        skipped_in_a_row: updates that changed nothing, up to the newest.
+        ends_early: the KL divergence has reached --stop_at_kl.
+    """
+
+    def __init__(
+        self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None = None, *, stop_at_kl: float = 0.0
+    ) -> None:
+        """Go on with the state of a checkpoint, if there is one."""
+        self.run, self.log, self.stop_at_kl = run, log, stop_at_kl
+        self.skipped_in_a_row = state["skipped_in_a_row"] if state else 0
+        self.moments: dict[str, list[float]] = dict(state["moments"]) if state else {}
+        self.ends_early = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """JSON of what a resumed run goes on with."""
+        return {"skipped_in_a_row": self.skipped_in_a_row, "moments": {k: list(v) for k, v in self.moments.items()}}
+
+    def see(self, step: int, metrics: Mapping[str, float], *, skipped: Sequence[bool]) -> None:
+        """Count skipped updates, warn of numbers far from the ones before.
+
+        Args:
+            metrics: of the step.
+            skipped: of each of its updates that had something to learn from, whether a number of it was not finite.
+
+        Raises:
+            TooManyBadSteps: --max_bad_steps updates in a row were skipped.
+        """
+        if any(skipped):
+            self.log.say(
+                f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
+                "a gradient was not finite; the models are as they were"
+            )
+        for one in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
+            if one and 0 < self.run.max_bad_steps <= self.skipped_in_a_row:
+                good = checkpoint.newest(self.run.output_dir)
+                self.log.say(
+                    f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "
+                    + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
+                    + "; lower the learning rate, or look at the data of these steps"
+                )
+                raise TooManyBadSteps
+        for name in WATCHED:
+            if name in metrics:
+                self._compare(step, name, metrics[name])
+        if self.stop_at_kl and metrics.get("kl", 0.0) >= self.stop_at_kl and not self.ends_early:
+            self.ends_early = True
+            self.log.say(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
+
+    def _compare(self, step: int, name: str, value: float) -> None:
+        """Warn of an outlier; running mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""
+        if not math.isfinite(value):
+            return
+        count, mean, squares = self.moments.get(name, [0, 0.0, 0.0])
+        deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        if self.run.warn_sigma and count >= LEARNING_STEPS and abs(value - mean) > self.run.warn_sigma * deviation > 0:
+            self.log.say(
+                f"warning: step {step}: {name} {value:.4g} is {abs(value - mean) / deviation:.1f} standard deviations "
+                f"from its mean {mean:.4g}"
+            )
+        count += 1
+        delta = value - mean
+        mean += delta / count
+        self.moments[name] = [count, mean, squares + delta * (value - mean)]

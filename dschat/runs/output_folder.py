@@ -1,0 +1,101 @@
+"""The folder that a run writes into: one run at a time, and the same folder for all of its ranks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import IO
+
+from dschat.distributed import launch
+
+VISIBLE_WITHIN = 15.0  # seconds: network file systems show a new file late, as they keep listings for a while
+
+_held: dict[Path, IO[str]] = {}
+
+
+def claim(output_dir: str | Path) -> None:
+    """Keep other runs out of a folder until this process ends, however it ends. A collective.
+
+    A file system without locks draws a warning: there the user has to see to it.
+
+    Raises:
+        ValueError: another run is writing there, or this one cannot.
+    """
+    problem = _lock(Path(output_dir)) if launch.is_main() else None
+    problem = launch.from_main(problem)
+    if problem:
+        raise ValueError(problem)
+
+
+def _lock(output_dir: Path) -> str | None:
+    """Lock the folder for as long as the process lives; the answer is None or what is in the way."""
+    path = (output_dir / ".lock").resolve()
+    try:
+        file = path.open("a+", encoding="utf-8")
+    except OSError as error:
+        return f"--output_dir {output_dir}: {path.name} cannot be written there ({error.strerror}): name another folder"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # file systems that make flock a lock of NFS raise the latter
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        return (
+            f"--output_dir {output_dir}: another run is writing there ({holder}): wait for it, end it, or name another "
+            "folder"
+        )
+    except OSError as error:
+        print(
+            f"warning: --output_dir {output_dir}: its file system cannot lock files ({error.strerror}), so nothing "
+            "keeps a second run out of it: start none",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}")
+    file.flush()
+    _held[path] = file  # closing it would let go
+    return None
+
+
+def check_shared(output_dir: str | Path) -> None:
+    """Find out whether every node has the same folder there: a checkpoint is written by all ranks. A collective.
+
+    Raises:
+        ValueError: some nodes have one of their own.
+    """
+    token = launch.from_main(f".shared-{uuid.uuid4().hex}")
+    path, problem = Path(output_dir, token), None
+    if launch.is_main():
+        try:
+            path.touch()
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: cannot be written ({error.strerror}): name another folder"
+    problem = launch.from_main(problem)
+    if problem is None:
+        hosts = launch.joined_lists([] if _appears(path) else [socket.gethostname()])
+        if launch.is_main():
+            path.unlink(missing_ok=True)
+        if hosts:
+            names = ", ".join(sorted(set(hosts))[:8])
+            problem = (
+                f"--output_dir {output_dir}: what rank 0 writes there is not there on {names}: every node must have "
+                "the same folder, since all ranks write its checkpoints; name one on a file system that the nodes share"
+            )
+    if problem:
+        raise ValueError(problem)
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + VISIBLE_WITHIN
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+        if path.parent.is_dir():
+            os.listdir(path.parent)  # makes network file systems ask the server again
+    return True

@@ -1,0 +1,163 @@
+"""What a run tells: console with progress and ETA, metrics.jsonl, samples.jsonl, run.json, TensorBoard.
+
+Only the main rank writes; on the others every method does nothing. A record that cannot be written, on a full disk say,
+is left out with one warning: it is no reason to end a run.
+"""
+
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
+from torch.utils.tensorboard import SummaryWriter
+
+from dschat.arguments.secrets import redacted, stored_arguments
+from dschat.distributed import failpoint, launch
+from dschat.distributed.terminal import printable
+
+PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerate")
+
+
+class RunLog:
+    """The one logger of a run.
+
+    Args:
+        output_dir: folder of the run.
+        name: the step's name, for the console and run.json.
+        groups: the run's argument groups, written to run.json.
+        total_steps: for the ETA.
+        tensorboard: folder of event files, or None.
+        finished_steps: steps that a resumed run has behind it; lines of later steps are taken out of the files. None:
+            a new run, all lines are.
+    """
+
+    def __init__(self, output_dir: str, *, name: str, groups: Iterable[Any], total_steps: int,
+                 tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
+        self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
+        self.started = time.monotonic()
+        self.speaks = launch.is_main()
+        self.writer, self.about = None, {}
+        self._failed: set[str] = set()
+        if not self.speaks:
+            return
+        self.folder = Path(output_dir)
+        until = -1 if finished_steps is None else finished_steps
+        for file in ("metrics.jsonl", "samples.jsonl"):
+            self._attempt(file, lambda file=file: _keep_until(self.folder / file, until))
+        if tensorboard is not None:
+            purge = None if finished_steps is None else finished_steps + 1
+            self._attempt("TensorBoard", lambda: setattr(self, "writer", SummaryWriter(tensorboard, purge_step=purge)))
+        self.about = {
+            "name": name,
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "arguments": stored_arguments(groups),
+            "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+            "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
+                        "name": get_accelerator().current_device_name()},
+        }  # fmt: skip
+        self._attempt("run.json", lambda: _replace(self.folder / "run.json", json.dumps(self.about, indent=1).encode()))
+
+    def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
+        """Append one line to metrics.jsonl, one point a metric to TensorBoard, and show the line on the console."""
+        if not self.speaks:
+            return
+        seconds = time.monotonic() - self.started
+        line = {"step": step, "time": round(seconds, 3), "phase": phase}
+        # JSON knows no NaN or infinity: null keeps the file readable and the gap visible.
+        line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._attempt("metrics.jsonl", lambda: _append(self.folder / "metrics.jsonl", json.dumps(line) + "\n"))
+        if self.writer is not None:
+            self._attempt("TensorBoard", lambda: self._add_scalars(step, values, phase))
+        numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        self.say(f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}")
+
+    def samples(self, step: int, rows: Iterable[Mapping[str, Any]], *, phase: str = "train") -> None:
+        """Append rollouts to samples.jsonl: mappings with at least prompt, response and score."""
+        if self.speaks:
+            lines = (json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows)
+            self._attempt("samples.jsonl", lambda: _append(self.folder / "samples.jsonl", "".join(lines)))
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            self._attempt("console", lambda: print(printable(redacted(f"[{self.name}] {text}")), flush=True))
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self._attempt("TensorBoard", self.writer.close)
+
+    def _attempt(self, record: str, write: Callable[[], object]) -> None:
+        """Write to a record; the first time that it cannot be written is told, the run goes on without these lines."""
+        try:
+            failpoint.reached(f"log_{record}")
+            write()
+        except OSError as error:
+            if record == "TensorBoard":
+                self.writer = None  # its thread has ended, later points cannot be written either
+            if record not in self._failed:
+                self._failed.add(record)
+                with suppress(OSError):
+                    print(f"warning: {record} cannot be written ({error}): the run goes on, what belongs there is lost "
+                          "as long as that lasts", file=sys.stderr, flush=True)  # fmt: skip
+
+    def _add_scalars(self, step: int, values: Mapping[str, float], phase: str) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(f"{phase}/{name}", value, step)
+
+    def _remaining(self, step: int, seconds: float) -> str:
+        done = step - self.first_step
+        if not done > 0 or step >= self.total_steps:
+            return ""
+        return f"  ETA {timedelta(seconds=round(seconds / done * (self.total_steps - step)))}"
+
+
+def _append(path: Path, text: str) -> None:
+    """Append whole lines: what can be written in part only is taken back. Raises OSError then."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        size, rest = os.lseek(descriptor, 0, os.SEEK_END), memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Give a file another content, or leave it as it is. Raises OSError then."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Keep the lines of a jsonl file up to this step, so that a resumed run does not write points twice."""
+    if not path.exists():
+        return
+    kept = []
+    content = path.read_bytes()
+    for line in content.split(b"\n"):  # bytes: str.splitlines breaks lines inside of texts too
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # a line cut short when the run was killed
+    new = b"".join(kept)
+    if content.startswith(new):
+        os.truncate(path, len(new))  # which a full disk allows, too
+    else:
+        _replace(path, new)

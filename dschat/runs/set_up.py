@@ -1,0 +1,310 @@
+"""From argument groups to what a step works with: checked models, data splits, engines, the log."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from datasets import Dataset
+from torch import nn
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from dschat.arguments import (
+    DataArguments,
+    DeviceArguments,
+    LoraArguments,
+    ModelArguments,
+    OptimizerArguments,
+    RewardModelArguments,
+    RunArguments,
+    SupervisedArguments,
+)
+from dschat.arguments.command_line import raise_together, settings_of_user
+from dschat.data.arrow import content_digest
+from dschat.data.batches import GlobalBatches
+from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
+from dschat.distributed import launch, watchdog
+from dschat.distributed.deepspeed_config import training_config
+from dschat.distributed.engines import trainable_engine
+from dschat.distributed.terminal import printable
+from dschat.models.causal_lm import load_tokenizer
+from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
+from dschat.models.lora import add_lora, optimizer_groups
+from dschat.models.positions import position_limit
+from dschat.models.weight_files import weight_problems
+from dschat.runs.output_conflicts import overwritten_models
+from dschat.runs.output_folder import check_shared, claim
+from dschat.runs.run_log import RunLog
+
+
+def model_problems(
+    flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False,
+    trust_remote_code: bool = False,
+) -> list[str]:  # fmt: skip
+    """What makes a model unusable for sequences of so many tokens, found before anything is loaded.
+
+    Args:
+        flag: the flag that named the model, for the message.
+        tokens: longest sequence of the run.
+        lengths: the flags and values that add up to it, for the message.
+        add_eot_token: whether the run adds an end token to the model's tokenizer.
+        trust_remote_code: whether code that the model brings along may run.
+    """
+    if not path:
+        return []  # the group that owns the flag says so
+    folder = Path(path)
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not folder.is_dir():
+        return [f"{flag} {path}: there is no such folder"]
+    try:
+        with custom_code_refused(path):
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except CustomCodeError as error:
+        return [f"{flag}: {error}"]
+    except (OSError, ValueError) as error:
+        return [f"{flag} {path}: no model configuration found ({str(error).splitlines()[0]})"]
+    problems = []
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+        problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
+    problems += [f"{flag} {path}: {problem}" for problem in (weight_problems(folder) if folder.is_dir() else [])]
+    try:
+        load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        problems.append(f"{flag} {path}: {error}")
+    positions, kind = position_limit(config)
+    if positions and tokens > positions:
+        problems.append(
+            f"{lengths} = {tokens} tokens, but {path} has {positions} {kind}: "
+            "lower the lengths, or choose a model with more positions"
+        )
+    return problems
+
+
+def vocabulary_problems(
+    flag: str, path: str, *, trained: str, add_eot_token: bool, trust_remote_code: bool = False
+) -> list[str]:
+    """What makes a reference unusable for the token ids of the trained model: a tokenizer with another vocabulary.
+
+    Args:
+        flag, path: that named the reference.
+        trained: the folder or name of the model whose tokenizer makes the ids.
+        add_eot_token: whether the run adds an end token to it.
+    """
+    ours, theirs = (
+        load_tokenizer(name, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code).get_vocab()
+        for name in (trained, path)
+    )
+    differing = sorted(token for token in {*ours, *theirs} if ours.get(token) != theirs.get(token))
+    if not differing:
+        return []
+    return [
+        f"{flag} {path}: reads the token ids of {trained}, but {len(differing)} tokens differ between their "
+        f"vocabularies ({', '.join(map(repr, differing[:3]))}{', …' if len(differing) > 3 else ''}), so its log-probs "
+        "would be those of other text: name a reference with the same tokenizer, such as the model to start from"
+    ]
+
+
+def one_model_problems(
+    kind: str, model: ModelArguments, _step: SupervisedArguments | RewardModelArguments, data: DataArguments,
+    _optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
+) -> list[str]:  # fmt: skip
+    """What cannot work in steps 1 and 2: flags that contradict, the model against the lengths, the data files."""
+    lengths = f"--max_seq_len {model.max_seq_len}"
+    problems = model_problems(
+        "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len, lengths=lengths,
+        add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+    problems += contradictions(
+        lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
+    )
+    problems += overwritten_models(run.output_dir, [("--model_name_or_path", model.model_name_or_path)])
+    return problems + data_problems(kind, data_options(data, run, max_tokens=model.max_seq_len))
+
+
+def contradictions(
+    lora: LoraArguments, devices: DeviceArguments, *, dims: dict[str, int], stages: dict[str, int]
+) -> list[str]:
+    """Flags that cannot both be meant: adapters alone without adapters, offload of what ZeRO does not hold."""
+    problems = []
+    if lora.only_optimize_lora and not any(dims.values()):
+        names = " or ".join(f"--{name}" for name in dims)
+        problems.append(f"--only_optimize_lora, but there are no adapters: give {names} a rank, or drop the flag")
+    for name, stage in stages.items():
+        if devices.offload and stage == 0:
+            problems.append(f"--offload, but --{name} 0 has nothing to offload: take stage 1, 2 or 3, or drop the flag")
+    return problems
+
+
+def data_options(
+    data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False,
+    phase: int | None = None,
+) -> DataOptions:  # fmt: skip
+    """The data flags of a step, and its longest sequence, as dschat.data takes them."""
+    return DataOptions(
+        data_path=data.data_path,
+        output_path=data.data_output_path or str(Path(run.output_dir, "data")),
+        run_path=run.output_dir,
+        max_tokens=max_tokens,
+        data_split=data.data_split,
+        seed=run.seed,
+        eval_data_path=data.eval_data_path,
+        eval_fraction=data.eval_fraction,
+        overlong=data.overlong,
+        max_bad_rows=data.max_bad_rows,
+        columns=named_columns(data),
+        drop_duplicates=data.drop_duplicates,
+        parse_special_tokens=data.parse_special_tokens,
+        train_on_prompt=train_on_prompt,
+        packing=packing,
+        phase=phase,
+    )
+
+
+def named_columns(data: DataArguments) -> dict[str, str]:
+    """Our field → the column that the user named for it."""
+    named = {
+        "prompt": data.prompt_column,
+        "response": data.response_column,
+        "messages": data.messages_column,
+        "chosen": data.chosen_column,
+        "rejected": data.rejected_column,
+        "margin": data.margin_column,
+        "text": data.text_column,
+        "system": data.system_column,
+        "tools": data.tools_column,
+    }
+    return {field: column for field, column in named.items() if column}
+
+
+def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
+    """The train and evaluation rows of a step, prepared once per node, with a summary on the console.
+
+    Raises: SettingsError on every rank, if the data cannot be used.
+    """
+    watchdog.phase("data preparation")
+    splits, problem = None, None
+    with launch.local_main_first():
+        try:
+            splits = build_dataset(kind, tokenizer, options, verify=launch.is_main_of_node())
+        except ValueError as error:
+            problem = str(error)
+    problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
+    raise_together(sorted({problem for problem in problems if problem}))
+    if launch.is_main():
+        print(printable(splits.report.summary()), flush=True)
+    return splits
+
+
+def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
+    """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
+    device = launch.join(
+        seed=run.seed, collective_timeout=run.collective_timeout, rendezvous_timeout=run.rendezvous_timeout,
+        deterministic=devices.deterministic,
+    )  # fmt: skip
+    with settings_of_user():
+        make_output_folder(run.output_dir)
+        claim(run.output_dir)
+        check_shared(run.output_dir)
+    return device
+
+
+def make_output_folder(output_dir: str) -> None:
+    """Make the folder of a run whose settings are good. A collective; raises ValueError if it cannot be made."""
+    problem = None
+    if launch.is_main():
+        try:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"--output_dir {output_dir}: cannot be made ({error.strerror}); name another folder"
+    problem = launch.from_all_ranks(problem)[0]
+    if problem:
+        raise ValueError(problem)
+
+
+def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
+    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load).
+
+    Args:
+        rows: the prepared rows, whose content counts too; the main rank reads all of it.
+    """
+    watchdog.phase("data fingerprint")
+    order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
+    if rows is not None:
+        # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
+        data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
+        content = content_digest(data) if launch.is_main() else ""
+        order["content"] = launch.from_all_ranks(content)[0]
+    return order
+
+
+def build_trainable(
+    load: Callable[[dict[str, Any]], nn.Module],
+    *,
+    learning_rate: float,
+    weight_decay: float,
+    zero_stage: int,
+    lora_dim: int,
+    micro_batch_size: int,
+    total_steps: int,
+    optimizer: OptimizerArguments,
+    lora: LoraArguments,
+    devices: DeviceArguments,
+) -> deepspeed.DeepSpeedEngine:
+    """Configuration, model, adapters, optimizer and schedule of one trained model.
+
+    Args:
+        load: DeepSpeed configuration → the network; under ZeRO-3 it loads partitioned.
+    """
+    config = training_config(
+        dtype=devices.dtype,
+        zero_stage=zero_stage,
+        micro_batch_size=micro_batch_size,
+        gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
+        world_size=launch.world_size(),
+        max_grad_norm=optimizer.max_grad_norm,
+        offload=devices.offload,
+        overrides=devices.deepspeed_config,
+    )
+    watchdog.phase("model loading")
+    network = load(config)
+    if lora_dim:
+        add_lora(
+            network.model, dim=lora_dim, module_name=lora.lora_module_name, only_optimize_lora=lora.only_optimize_lora
+        )
+    groups = optimizer_groups(
+        network, learning_rate=learning_rate, lora_learning_rate=lora.lora_learning_rate, weight_decay=weight_decay
+    )
+    watchdog.phase("engine")
+    return trainable_engine(
+        network,
+        config=config,
+        parameter_groups=groups,
+        adam_betas=(optimizer.adam_beta1, optimizer.adam_beta2),
+        lr_scheduler_type=optimizer.lr_scheduler_type,
+        num_warmup_steps=optimizer.num_warmup_steps,
+        num_training_steps=total_steps,
+    )
+
+
+def open_log(
+    name: str, groups: tuple, run: RunArguments, *, total_steps: int, finished_steps: int, resumed: Path | None = None,
+    changed: Sequence[str] = (),
+) -> RunLog:  # fmt: skip
+    """The log of a run; it says where the run goes on, and which flags have changed since.
+
+    Args:
+        resumed, changed: the checkpoint, and what checkpoint.changed_arguments found.
+    """
+    tensorboard = run.tensorboard_path or str(Path(run.output_dir, "tensorboard"))
+    log = RunLog(
+        run.output_dir,
+        name=name,
+        groups=groups,
+        total_steps=total_steps,
+        tensorboard=tensorboard if run.enable_tensorboard else None,
+        finished_steps=finished_steps if resumed else None,
+    )
+    if resumed:
+        log.say(f"going on from {resumed}" + (f"; changed since: {'; '.join(changed)}" if changed else ""))
+    return log
