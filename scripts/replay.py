@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from dschat.arguments import PPOArguments
 from dschat.arguments.models import TRUST_HELP
 from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, number_type, read_json
-from dschat.losses.losses import value_loss
+from dschat.losses.value import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts

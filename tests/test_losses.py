@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dschat.losses.losses import explained_variance, pairwise_loss, policy_loss, sft_loss, value_loss
+from dschat.losses.policy import policy_loss
+from dschat.losses.reward_model import pairwise_loss
+from dschat.losses.sft import sft_loss
+from dschat.losses.value import explained_variance, value_loss
 
 NAN, INF = float("nan"), float("inf")
 

@@ -14,7 +14,7 @@ from dschat.data.chat_template import ensure_chat_template
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions, build_dataset
 from dschat.data.packing import pack, packed
-from dschat.losses.losses import sft_loss
+from dschat.losses.sft import sft_loss
 from dschat.models.causal_lm import TokenLogprobs
 from dschat.models.packed_attention import choose_packing
 

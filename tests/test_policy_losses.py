@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dschat.losses.losses import policy_loss
+from dschat.losses.policy import policy_loss
 from dschat.losses.policy_losses import (
     AGGREGATIONS,
     aggregation_weights,

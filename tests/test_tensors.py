@@ -355,7 +355,7 @@ def test_uniforms_are_uniform_and_unrelated_along_every_axis():
 
 # --- layering --------------------------------------------------------------------------------------------------------
 
-PURE = {"dschat.tensors", "dschat.rlhf.advantages", "dschat.losses.losses"}
+PURE = {"dschat.tensors", "dschat.rlhf.advantages", "dschat.losses.normalizer"}
 TORCH_ALONE = {
     "tensors.py": set(),
     "rlhf/advantages.py": {"dschat.tensors"},
@@ -396,7 +396,7 @@ def test_pure_modules_import_torch_and_nothing_of_ours_above_them(name):
 
 def test_importing_the_losses_loads_no_other_part_of_the_suite():
     script = (
-        "import sys; import dschat.losses.losses, dschat.rlhf.advantages\n"
+        "import sys; import dschat.losses.normalizer, dschat.rlhf.advantages\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('dschat', 'deepspeed', 'transformers')))"
     )
     loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -404,6 +404,6 @@ def test_importing_the_losses_loads_no_other_part_of_the_suite():
         "dschat",
         "dschat.rlhf",
         "dschat.rlhf.advantages",
-        "dschat.losses.losses",
+        "dschat.losses.normalizer",
         "dschat.tensors",
     ]

@@ -1,11 +1,11 @@
-"""KTO: preference optimisation on single responses with a label. The normaliser of dschat.losses.losses counts rows."""
+"""KTO: preference optimisation on single responses with a label. The normaliser of dschat.losses.normalizer counts rows."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from dschat.losses.losses import Metrics, Normalizer
+from dschat.losses.normalizer import Metrics, Normalizer
 from dschat.losses.preference import check_beta, row_count
 from dschat.tensors import at_least_float32, require_mask
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dschat.losses.losses import Metrics, Normalizer, bounds, clipped_surrogate, count_of, policy_inputs, policy_metrics
+from dschat.losses.normalizer import Metrics, Normalizer, count_of
+from dschat.losses.policy import bounds, clipped_surrogate, policy_inputs, policy_metrics
 from dschat.rlhf.advantages import kl_estimate
 from dschat.tensors import at_least_float32, require_mask
 

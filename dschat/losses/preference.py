@@ -4,7 +4,7 @@
 sums over response tokens (see sequence_logprobs), or means per token where a function says so; `ref_chosen` and
 `ref_rejected` are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
 
-Normaliser, metrics and precision are those of dschat.losses.losses; what is counted is pairs. Every loss has the
+Normaliser, metrics and precision are those of dschat.losses.normalizer; what is counted is pairs. Every loss has the
 metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin (mean of their
 difference), accuracy (share of pairs whose chosen reward is higher, a tie counts half: before the first update every
 pair is one), chosen_logprob and rejected_logprob.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.losses.losses import Metrics, Normalizer
+from dschat.losses.normalizer import Metrics, Normalizer
 from dschat.tensors import at_least_float32, require_mask
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from dschat.arguments import PPOArguments
 from dschat.distributed.launch import sum_over_ranks
-from dschat.losses.losses import Metrics, policy_loss
+from dschat.losses.normalizer import Metrics
+from dschat.losses.policy import policy_loss
 from dschat.losses.policy_losses import aggregation_weights, cispo_loss, entropy_bonus, gspo_loss, kl_loss, sapo_loss
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollout_correction import correction_weights

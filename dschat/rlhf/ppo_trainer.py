@@ -16,7 +16,8 @@ from dschat.distributed.engines import Metrics, optimizer_step
 from dschat.distributed.launch import sum_over_ranks
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout, SamplingParams
-from dschat.losses.losses import explained_variance, sft_loss, value_loss
+from dschat.losses.sft import sft_loss
+from dschat.losses.value import explained_variance, value_loss
 from dschat.rewards.retry import Patience
 from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores, prompt_text
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dschat.distributed.engines import Metrics, sum_metrics
 from dschat.distributed.launch import max_over_ranks
-from dschat.losses.losses import Normalizer, count_of
+from dschat.losses.normalizer import Normalizer, count_of
 from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
 
 CORRECTIONS = ("tis", "mis", "seq_tis", "seq_mis")
@@ -43,7 +43,7 @@ def correction_weights(
         correction: one of CORRECTIONS.
         cap: > 0; bounds the variance, for a bias where it cuts. 2 in verl.
         floor: in [0, cap); only where weights are masked. 0.5 in OpenRLHF.
-        normalizer: response tokens of the whole step (see dschat.losses.losses); None: those of this batch.
+        normalizer: response tokens of the whole step (see dschat.losses.normalizer); None: those of this batch.
 
     Returns:
         weights: [B, T] float32 without gradient, 0 where the mask is False.

@@ -14,7 +14,7 @@ from dschat.data.collators import collate_sft
 from dschat.distributed import launch
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.engines import Metrics
-from dschat.losses.losses import sft_loss
+from dschat.losses.sft import sft_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.packed_attention import choose_packing
 from dschat.runs import signals

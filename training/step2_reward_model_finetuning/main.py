@@ -12,7 +12,7 @@ from dschat.data.collators import collate_preferences
 from dschat.distributed import launch
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.engines import Metrics
-from dschat.losses.losses import pairwise_loss
+from dschat.losses.reward_model import pairwise_loss
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, last_token_scores, load_scalar_head
 from dschat.runs import signals

@@ -1,0 +1,113 @@
+"""Policy losses over the response tokens: PPO's clipped surrogate."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dschat.losses.normalizer import Metrics, Normalizer, count_of
+from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
+
+
+def policy_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_range: float | tuple[float, float],
+    dual_clip: float | None = None,
+    weights: Tensor | None = None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """PPO's clipped surrogate, to be minimised: Σ w·max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)) / normalizer.
+
+    Args:
+        logprobs: [B, T] float, of the policy being trained; the only input that receives a gradient.
+        old_logprobs: [B, T] float, of the policy that the experience was taken with.
+        advantages: [B, T] float.
+        response_mask: [B, T] bool, True on generated tokens.
+        clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
+        dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None does not.
+        weights: [B, T] float, w of each token (see off_policy.correction_weights and
+            policy_losses.aggregation_weights), a constant; None is 1.
+        normalizer: response tokens of the whole step (see the top of this module).
+
+    Returns:
+        loss: scalar.
+        metrics: clip_fraction (share of tokens whose clipped branch is the strictly larger one, so their gradient
+            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ), with dual_clip
+            dual_clip_fraction (share of tokens that it bounds); none of them is weighted.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool, a clip_range, dual_clip or normalizer out of range.
+
+    Source: Schulman et al. 2017, eq. 7 (arXiv:1707.06347); two-sided clip_range: DAPO, section 3.1 (arXiv:2503.14476);
+        dual clip: Ye et al. 2020, eq. 5 (arXiv:1912.09729).
+    """
+    low, high = bounds(clip_range)
+    if dual_clip is not None and not dual_clip > 1:
+        raise ValueError(f"dual_clip is {dual_clip}, but it bounds ratios from above, so it must be > 1: 3 is usual.")
+    log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
+    count = count_of(response_mask, normalizer)
+    per_token, cut = clipped_surrogate(log_ratio.exp(), advantages, low, high)
+    metrics = policy_metrics(log_ratio, cut, response_mask, count)
+    if dual_clip is not None:
+        bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
+        metrics["dual_clip_fraction"] = (per_token > bound).sum() / count
+        per_token = torch.minimum(per_token, bound)
+    return (weights * per_token).sum() / count, metrics
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """[B, T] max(−A·ρ, −A·clip(ρ, 1 − low, 1 + high)), and [B, T] bool where the clipped branch is strictly larger."""
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def bounds(clip_range: float | tuple[float, float]) -> tuple[float, float]:
+    """(low, high) of a ratio's clipping to [1 − low, 1 + high].
+
+    Raises:
+        ValueError: out of range.
+    """
+    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    if not (0 <= low <= 1 and high >= 0):
+        raise ValueError(
+            f"clip_range is {clip_range}, but the ratio is clipped to [1 − low, 1 + high], which asks for "
+            "0 ≤ low ≤ 1 and high ≥ 0: 0.2 is usual."
+        )
+    return low, high
+
+
+def policy_inputs(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, response_mask: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[B, T] log ratio (with gradient into logprobs, within ±20), advantages and weights, 0 where the mask is False.
+
+    Raises:
+        ValueError: shapes that differ, a mask that is not bool.
+    """
+    weights = torch.ones_like(advantages) if weights is None else weights
+    require_mask(response_mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    # The mask comes before exp: inf·0 in the backward pass would be NaN.
+    log_ratio = torch.where(response_mask, at_least_float32(logprobs) - at_least_float32(old_logprobs).detach(), 0.0)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    advantages = torch.where(response_mask, at_least_float32(advantages).detach(), 0.0)
+    return log_ratio, advantages, torch.where(response_mask, at_least_float32(weights).detach(), 0.0)
+
+
+@torch.no_grad()
+def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count: float | Tensor) -> Metrics:
+    """What every policy loss says: clip_fraction, approx_kl and ratio (see policy_loss).
+
+    Args:
+        log_ratio: [B, T] float, of tokens, 0 where the mask is False.
+        cut: [B, T] bool, True on tokens that clipping keeps from being learnt.
+    """
+    return {
+        "clip_fraction": cut.sum() / count,
+        "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
+        "ratio": torch.where(response_mask, log_ratio.exp(), 0.0).sum() / count,
+    }
