@@ -258,7 +258,8 @@ class Waits(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in step_recording._indices(func, args))
+        indices = step_recording._indices(func, args)
+        reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in indices)
         places = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
         self.count += reads and (self.of is None or bool(places & self.of))
         return func(*args, **(kwargs or {}))

@@ -100,7 +100,8 @@ def test_rows_are_drawn_as_before_where_the_guards_are_on():
     script = (
         "import sys\nfrom dschat.data.reasoning import task_of\n"
         f"tasks = [task_of('reasoning_gym:' + name + '?size=4') for name in {tasks!r}]\n"
-        "if sys.argv[1] == 'guarded':\n    from dschat.rewards.guarded_scorers import guard_scorers\n    guard_scorers()\n"
+        "if sys.argv[1] == 'guarded':\n    from dschat.rewards.guarded_scorers import guard_scorers\n"
+        "    guard_scorers()\n"
         "print([[(entry['question'], entry['answer']) for entry in task] for task in tasks])\n"
     )
     plain, guarded = (

@@ -2,7 +2,7 @@
 
 Which conversations share a row is decided once, before training; rows are then shuffled like any others. A packed row
 knows the lengths of its conversations, and positions start again with each (collate_sft): models keep them apart by
-that (dschat.models.packed_attention). Losses are sums over trained tokens of the whole step, so they do not see the packing.
+that (models.packed_attention). Losses are sums over trained tokens of the whole step, so packing does not change them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""KTO: preference optimisation on single responses with a label. The normaliser of dschat.losses.normalizer counts rows."""
+"""KTO: preference optimisation on single responses with a label. The normaliser counts rows."""
 
 from __future__ import annotations
 
