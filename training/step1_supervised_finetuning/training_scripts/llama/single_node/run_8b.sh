@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # Step 1, Llama-3.1-8B, one node of 8 x 80 GB.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/llama-3.1-8b/sft}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 8 "$main" \
+recipe output/llama-3.1-8b/sft \
     --model_name_or_path meta-llama/Llama-3.1-8B \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 \
     --num_warmup_steps 10 --num_train_epochs 2 \
     --dtype bf16 --zero_stage 3 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Step 1, OPT-30b, 2 nodes of 8 x 80 GB.
-# HOSTFILE names the file of the nodes; flags on the command line win over those here.
-set -euo pipefail
-: "${HOSTFILE:?name the file that lists the nodes, one a line: worker-1 slots=8}"
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-30b/sft}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
+nodes=2
 
-deepspeed --hostfile "$HOSTFILE" --num_nodes 2 --num_gpus 8 "$main" \
+recipe output/opt-30b/sft \
     --model_name_or_path facebook/opt-30b \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 \
     --num_warmup_steps 10 --num_train_epochs 2 \
     --dtype bf16 --zero_stage 3 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

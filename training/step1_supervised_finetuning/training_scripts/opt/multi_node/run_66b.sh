@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Step 1, OPT-66b, 4 nodes of 8 x 80 GB.
-# HOSTFILE names the file of the nodes; flags on the command line win over those here.
-set -euo pipefail
-: "${HOSTFILE:?name the file that lists the nodes, one a line: worker-1 slots=8}"
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-66b/sft}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
+nodes=4
 
-deepspeed --hostfile "$HOSTFILE" --num_nodes 4 --num_gpus 8 "$main" \
+recipe output/opt-66b/sft \
     --model_name_or_path facebook/opt-66b \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 4 --per_device_eval_batch_size 4 \
     --num_warmup_steps 10 --num_train_epochs 2 \
     --dtype bf16 --zero_stage 3 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

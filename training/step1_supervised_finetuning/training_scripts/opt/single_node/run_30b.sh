@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Step 1, OPT-30b, one node of 8 x 80 GB: adapters only.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-30b/sft}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 8 "$main" \
+recipe output/opt-30b/sft \
     --model_name_or_path facebook/opt-30b \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 \
     --num_warmup_steps 10 --num_train_epochs 2 \
     --lora_dim 64 --only_optimize_lora --lora_learning_rate 2e-4 \
     --dtype bf16 --zero_stage 3 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

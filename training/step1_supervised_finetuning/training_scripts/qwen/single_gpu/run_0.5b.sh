@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # Step 1, Qwen2.5-0.5B, one 80 GB GPU.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/qwen2.5-0.5b/sft}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/qwen2.5-0.5b/sft \
     --model_name_or_path Qwen/Qwen2.5-0.5B \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 16 --per_device_eval_batch_size 16 --gradient_accumulation_steps 4 \
     --learning_rate 2e-5 --num_warmup_steps 10 --num_train_epochs 2 \
     --dtype bf16 \
-    --output_dir "$output" "$@"
+    "$@"

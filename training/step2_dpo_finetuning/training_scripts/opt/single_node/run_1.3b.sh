@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # DPO after step 1, OPT-1.3B, one node of 8 x 80 GB.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-1.3b/dpo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 8 "$main" \
+recipe output/opt-1.3b/dpo \
     --model_name_or_path output/opt-1.3b/sft \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 \
     --num_warmup_steps 10 \
     --dtype bf16 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

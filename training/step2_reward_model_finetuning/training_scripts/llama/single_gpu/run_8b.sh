@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Step 2, Llama-3.1-8B, one 80 GB GPU: adapters and head only.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/llama-3.1-8b/reward}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/llama-3.1-8b/reward \
     --model_name_or_path meta-llama/Llama-3.1-8B \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --gradient_accumulation_steps 16 \
     --num_warmup_steps 10 \
     --lora_dim 64 --only_optimize_lora --lora_learning_rate 2e-4 \
     --dtype bf16 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # Step 2, OPT-350m, one node of 8 x 80 GB.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-350m/reward}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 8 "$main" \
+recipe output/opt-350m/reward \
     --model_name_or_path facebook/opt-350m \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 8 --per_device_eval_batch_size 8 \
     --num_warmup_steps 10 \
     --dtype bf16 \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
 # Step 2, SmolLM2-360M, one 80 GB GPU.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/smollm2-360m/reward}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/smollm2-360m/reward \
     --model_name_or_path HuggingFaceTB/SmolLM2-360M \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_train_batch_size 16 --per_device_eval_batch_size 16 --gradient_accumulation_steps 4 \
     --learning_rate 2e-5 --num_warmup_steps 10 \
     --dtype bf16 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,12 +1,9 @@
 #!/usr/bin/env bash
 # Step 3, Llama-3.1-70B actor, Llama-3.1-8B reward model and critic, 4 nodes of 8 x 180 GB: adapters on the actor.
-# HOSTFILE names the file of the nodes; flags on the command line win over those here.
-set -euo pipefail
-: "${HOSTFILE:?name the file that lists the nodes, one a line: worker-1 slots=8}"
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/llama-3.1-70b/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
+nodes=4
 
-deepspeed --hostfile "$HOSTFILE" --num_nodes 4 --num_gpus 8 "$main" \
+recipe output/llama-3.1-70b/ppo \
     --actor_model_name_or_path output/llama-3.1-70b/sft \
     --reward_model_name_or_path output/llama-3.1-8b/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
@@ -15,4 +12,4 @@ deepspeed --hostfile "$HOSTFILE" --num_nodes 4 --num_gpus 8 "$main" \
     --actor_lora_dim 64 --only_optimize_lora --lora_learning_rate 1e-5 \
     --dtype bf16 --actor_zero_stage 3 --critic_zero_stage 3 --gradient_checkpointing \
     --offload_reference_model \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,11 +1,8 @@
 #!/usr/bin/env bash
 # Step 3, Llama-3.1-8B actor, Llama-3.1-8B reward model and critic, one 80 GB GPU: adapters.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/llama-3.1-8b/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/llama-3.1-8b/ppo \
     --actor_model_name_or_path output/llama-3.1-8b/sft \
     --reward_model_name_or_path output/llama-3.1-8b/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
@@ -15,4 +12,4 @@ deepspeed --num_gpus 1 "$main" \
     --actor_lora_dim 64 --critic_lora_dim 64 --only_optimize_lora --lora_learning_rate 1e-5 \
     --dtype bf16 --gradient_checkpointing \
     --offload_reference_model --offload_reward_model \
-    --output_dir "$output" "$@"
+    "$@"

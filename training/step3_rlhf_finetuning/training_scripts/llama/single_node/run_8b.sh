@@ -1,15 +1,12 @@
 #!/usr/bin/env bash
 # Step 3, Llama-3.1-8B actor, Llama-3.1-8B reward model and critic, one node of 8 x 80 GB.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/llama-3.1-8b/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 8 "$main" \
+recipe output/llama-3.1-8b/ppo \
     --actor_model_name_or_path output/llama-3.1-8b/sft \
     --reward_model_name_or_path output/llama-3.1-8b/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
     --per_device_generation_batch_size 16 --per_device_training_batch_size 4 --gradient_accumulation_steps 2 \
     --num_warmup_steps 20 --missing_eos_penalty 1 \
     --dtype bf16 --actor_zero_stage 3 --critic_zero_stage 3 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,12 +1,9 @@
 #!/usr/bin/env bash
 # Step 3, OPT-30b actor, OPT-350m reward model and critic, 2 nodes of 8 x 80 GB.
-# HOSTFILE names the file of the nodes; flags on the command line win over those here.
-set -euo pipefail
-: "${HOSTFILE:?name the file that lists the nodes, one a line: worker-1 slots=8}"
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/opt-30b/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
+nodes=2
 
-deepspeed --hostfile "$HOSTFILE" --num_nodes 2 --num_gpus 8 "$main" \
+recipe output/opt-30b/ppo \
     --actor_model_name_or_path output/opt-30b/sft \
     --reward_model_name_or_path output/opt-350m/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
@@ -14,4 +11,4 @@ deepspeed --hostfile "$HOSTFILE" --num_nodes 2 --num_gpus 8 "$main" \
     --num_warmup_steps 20 --missing_eos_penalty 1 \
     --dtype bf16 --actor_zero_stage 3 --offload --gradient_checkpointing \
     --offload_reference_model \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,11 +1,8 @@
 #!/usr/bin/env bash
 # Step 3, Qwen2.5-1.5B actor, Qwen2.5-0.5B reward model and critic, one 80 GB GPU.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/qwen2.5-1.5b/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/qwen2.5-1.5b/ppo \
     --actor_model_name_or_path output/qwen2.5-1.5b/sft \
     --reward_model_name_or_path output/qwen2.5-0.5b/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
@@ -13,4 +10,4 @@ deepspeed --num_gpus 1 "$main" \
     --per_device_training_batch_size 8 --gradient_accumulation_steps 4 \
     --num_warmup_steps 20 --missing_eos_penalty 1 \
     --dtype bf16 --gradient_checkpointing \
-    --output_dir "$output" "$@"
+    "$@"

@@ -1,11 +1,8 @@
 #!/usr/bin/env bash
 # Step 3, SmolLM2-135M actor, SmolLM2-135M reward model and critic, one 80 GB GPU.
-# Flags on the command line win over those here.
-set -euo pipefail
-main=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)/main.py
-output=${OUTPUT:-output/smollm2-135m/ppo}
+source "$(dirname "${BASH_SOURCE[0]}")/../../../../recipe.sh"
 
-deepspeed --num_gpus 1 "$main" \
+recipe output/smollm2-135m/ppo \
     --actor_model_name_or_path output/smollm2-135m/sft \
     --reward_model_name_or_path output/smollm2-135m/reward \
     --data_path Dahoas/rm-static --data_split 2,4,4 \
@@ -13,4 +10,4 @@ deepspeed --num_gpus 1 "$main" \
     --per_device_training_batch_size 16 --gradient_accumulation_steps 2 \
     --actor_learning_rate 5e-6 --critic_learning_rate 1e-5 --num_warmup_steps 20 --missing_eos_penalty 1 \
     --dtype bf16 \
-    --output_dir "$output" "$@"
+    "$@"
