@@ -10,13 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 
 from dschat.arguments.secrets import redacted
 from dschat.distributed.terminal import printable
+
+Settings = TypeVar("Settings")
 
 
 class SettingsError(ValueError):
@@ -67,16 +69,20 @@ class SuiteParser(HfArgumentParser):
 
 
 def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
-         below: float | None = None, at_most: float | None = None, needs: Sequence[str] = ()) -> Any:  # fmt: skip
+         below: float | None = None, at_most: float | None = None, needs: Sequence[str] = (),
+         on_resume: Literal["apply", "refuse", "ignore"] = "apply") -> Any:  # fmt: skip
     """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows.
 
     Args:
         needs: flags ("name", or "name=value") without one of which it has no effect: then a value other than the
             default draws a warning.
+        on_resume: what a value other than that of the checkpoint means for --resume. "refuse": it would be another run
+            (its models, data, random numbers or shapes), see --resume_anyway; "ignore": nothing; "apply": it takes
+            effect from here on, and the log names it.
     """
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
     bounds = {word: bound for word, bound in bounds.items() if bound is not None}
-    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs)}
+    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs), "on_resume": on_resume}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -125,26 +131,26 @@ def _flags_of(group: Any) -> list[dataclasses.Field]:
 
 
 def parse(
-    groups: Sequence[type],
+    settings: type[Settings],
     argv: Sequence[str] | None = None,
     *,
     description: str,
-    check: Callable[..., list[str]] | None = None,
-    warn: Callable[..., list[str]] | None = None,
-) -> tuple:
-    """Read the flags of one step into its dataclass groups.
+    check: Callable[[Settings], list[str]] | None = None,
+    warn: Callable[[Settings], list[str]] | None = None,
+) -> Settings:
+    """Read the flags of one step into its settings, a dataclass whose fields are groups of flags.
 
     A YAML file given by --config is read first, flags on the command line are laid over it. What the
     groups' `problems()` return is reported together with unknown flags and values out of bounds, and
-    with what `check(*parsed groups)` finds: mistakes that concern several groups, or the files that flags name.
-    Flags without effect are warned of, together with what `warn(*parsed groups)` finds: settings that work, but not as
+    with what `check(settings)` finds: mistakes that concern several groups, or the files that flags name.
+    Flags without effect are warned of, together with what `warn(settings)` finds: settings that work, but not as
     one may think.
 
-    Returns: one instance of each group, in order.
     Raises: SettingsError with every mistake, one a line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = SuiteParser(groups, description=description)
+    groups = group_types(settings)
+    parser = SuiteParser(tuple(groups.values()), description=description)
     parser.add_argument("--config", default=None, help="YAML file of flags (without the dashes); flags given here win")
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     path.add_argument("--config", nargs="?")  # the real parser says it when the value is missing
@@ -160,13 +166,26 @@ def parse(
         mistakes.append(f"{rest[0]}: belongs to no flag")
     for group in parsed:
         mistakes += out_of_bounds(group) + group.problems()
+    result = settings(**dict(zip(groups, parsed, strict=True)))
     if check is not None:
-        mistakes += check(*parsed)
+        mistakes += check(result)
     raise_together(mistakes)
     if int(os.environ.get("RANK", 0)) == 0:
-        for line in without_effect(parsed) + (warn(*parsed) if warn else []):
+        for line in without_effect(parsed) + (warn(result) if warn else []):
             print(printable(redacted(f"warning: {line}")), file=sys.stderr)
-    return tuple(parsed)
+    return result
+
+
+def group_types(settings: type) -> dict[str, type]:
+    """Name → dataclass of each group of flags of a step's settings."""
+    hints = get_type_hints(settings)
+    return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
+
+
+def on_resume(settings: Any) -> dict[str, str]:
+    """Flag → what a change of it means for --resume, as its flag() declares."""
+    groups = vars(settings).values()
+    return {field.name: field.metadata["on_resume"] for group in groups for field in _flags_of(group)}
 
 
 def raise_together(mistakes: Sequence[str]) -> None:

@@ -16,15 +16,17 @@ class ModelArguments:
     """The one model of steps 1 and 2."""
 
     _argument_group_name: ClassVar[str] = "model"
-    model_name_or_path: str = flag("", "Hugging Face folder or hub name of the model to start from")
-    max_seq_len: int = flag(512, "prompt and response together", at_least=2)
+    model_name_or_path: str = flag(
+        "", "Hugging Face folder or hub name of the model to start from", on_resume="refuse"
+    )
+    max_seq_len: int = flag(512, "prompt and response together", at_least=2, on_resume="refuse")
     per_device_train_batch_size: int = flag(16, "sequences (pairs in step 2) per forward pass and device", at_least=1)
     per_device_eval_batch_size: int = flag(16, "the same, in evaluation", at_least=1)
     learning_rate: float = flag(1e-5, "peak learning rate", above=0)
     weight_decay: float = flag(0.0, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
     dropout: float | None = flag(None, f"{DROPOUT_HELP}; default: the model's own", at_least=0, below=1)
     zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP)
-    lora_dim: int = flag(0, LORA_HELP, at_least=0)
+    lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
     trust_remote_code: bool = flag(False, TRUST_HELP)
 
     def problems(self) -> list[str]:
@@ -36,8 +38,10 @@ class SupervisedArguments:
     """Step 1 alone."""
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
-    train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did")
-    packing: bool = flag(False, "several conversations a row of --max_seq_len; batch sizes then count such rows")
+    train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did", on_resume="refuse")
+    packing: bool = flag(
+        False, "several conversations a row of --max_seq_len; batch sizes then count such rows", on_resume="refuse"
+    )
 
     def problems(self) -> list[str]:
         return []
@@ -59,12 +63,16 @@ class RLHFModelArguments:
     """The four models of step 3."""
 
     _argument_group_name: ClassVar[str] = "models"
-    actor_model_name_or_path: str = flag("", "step 1's export; the reference model starts from it too")
+    actor_model_name_or_path: str = flag(
+        "", "step 1's export; the reference model starts from it too", on_resume="refuse"
+    )
     reward_model_name_or_path: str | None = flag(
-        None, "step 2's export, a source of --reward; default: the critic's path, where no --reward is given"
+        None, "step 2's export, a source of --reward; default: the critic's path, where no --reward is given",
+        on_resume="refuse",
     )
     critic_model_name_or_path: str | None = flag(
-        None, "where the critic starts; default: the reward model's path, else the actor's with a new head"
+        None, "where the critic starts; default: the reward model's path, else the actor's with a new head",
+        on_resume="refuse",
     )
     actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0)
     critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0)
@@ -72,8 +80,8 @@ class RLHFModelArguments:
     critic_weight_decay: float = flag(0.0, "weight decay of the critic's matrices", at_least=0)
     actor_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"actor's {ZERO_HELP}; ref follows stage 3")
     critic_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"critic's {ZERO_HELP}; reward follows stage 3")
-    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0)
-    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0)
+    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
+    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
     actor_dropout: float = flag(0.0, f"{DROPOUT_HELP}; above 0 the first ratio is no longer 1", at_least=0, below=1)
     critic_dropout: float = flag(0.0, DROPOUT_HELP, at_least=0, below=1)
     offload_reference_model: bool = flag(False, "keep the reference model's parameters in host memory (ZeRO-3)")

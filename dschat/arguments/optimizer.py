@@ -14,9 +14,10 @@ class OptimizerArguments:
 
     _argument_group_name: ClassVar[str] = "optimizer"
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = flag(
-        "cosine", "shape of the learning rate after warm-up"
+        "cosine", "shape of the learning rate after warm-up",
+        on_resume="refuse",
     )
-    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least=0)
+    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least=0, on_resume="refuse")
     max_grad_norm: float = flag(1.0, "clip the global gradient norm here; 0: do not clip", at_least=0)
     adam_beta1: float = flag(0.9, "decay of the first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.95, "decay of the second moment", at_least=0, below=1)
@@ -34,10 +35,13 @@ class LoraArguments:
 
     _argument_group_name: ClassVar[str] = "adapters"
     lora_module_name: str = flag(
-        "all", "adapt linear layers whose name contains this; all: every one but the head", needs=LORA_FLAGS
+        "all", "adapt linear layers whose name contains this; all: every one but the head", needs=LORA_FLAGS,
+        on_resume="refuse",
     )
     lora_learning_rate: float = flag(5e-4, "peak learning rate of the adapters", above=0, needs=LORA_FLAGS)
-    only_optimize_lora: bool = flag(False, "freeze everything but the adapters (and a scalar head)")
+    only_optimize_lora: bool = flag(
+        False, "freeze everything but the adapters (and a scalar head)", on_resume="refuse"
+    )
 
     def problems(self) -> list[str]:
         return []

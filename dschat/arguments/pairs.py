@@ -24,6 +24,7 @@ class PairRunArguments(_Folder):
 
     _argument_group_name: ClassVar[str] = "run"
     resume: Literal["auto", "never"] = flag(
-        "never", "auto: go on with the judged batches of OUTPUT_DIR; never: begin anew, they are moved aside"
+        "never", "auto: go on with the judged batches of OUTPUT_DIR; never: begin anew, they are moved aside",
+        on_resume="ignore",
     )
     overwrite: bool = flag(False, "replace a finished OUTPUT_DIR/preferences.jsonl, once the new one is complete")

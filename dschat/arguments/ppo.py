@@ -44,13 +44,16 @@ class PPOArguments:
 
     _argument_group_name: ClassVar[str] = "algorithm"
     algorithm: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo"] = flag(
-        "ppo", "how advantages are estimated; only ppo trains a critic"
+        "ppo", "how advantages are estimated; only ppo trains a critic",
+        on_resume="refuse",
     )
-    num_samples_per_prompt: int | None = flag(None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1)
+    num_samples_per_prompt: int | None = flag(
+        None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1, on_resume="refuse"
+    )
     per_device_training_batch_size: int = flag(
         16, "sequences per forward pass (scoring, updates), per device", at_least=1
     )
-    ppo_epochs: int = flag(1, "passes over each rollout", at_least=1)
+    ppo_epochs: int = flag(1, "passes over each rollout", at_least=1, on_resume="refuse")
 
     policy_loss: Literal["ppo_clip", "gspo", "cispo", "sapo"] = flag("ppo_clip", "what is made of ratio and advantage")
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
@@ -114,6 +117,7 @@ class PPOArguments:
     dynamic_sampling: int = flag(
         0, "rounds in which groups whose scores are all alike are replaced by other prompts (DAPO); 0: none",
         at_least=0,
+        on_resume="refuse",
     )  # fmt: skip
 
     old_logprobs: Literal["recompute", "rollout"] = flag(
@@ -133,7 +137,9 @@ class PPOArguments:
     )
     stop_at_kl: float = flag(0.0, "end, and export, once an iteration's KL is this many nats; 0: never", at_least=0)
     dump_step: int = flag(0, "write all that this iteration's first update reads and makes; 0: none", at_least=0)
-    unsupervised_dataset_name: str | None = flag(None, "texts for the pretraining loss mixed into the actor's update")
+    unsupervised_dataset_name: str | None = flag(
+        None, "texts for the pretraining loss mixed into the actor's update", on_resume="refuse"
+    )
     unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
 
     def __post_init__(self) -> None:

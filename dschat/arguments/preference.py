@@ -27,7 +27,8 @@ class PreferenceArguments:
 
     _argument_group_name: ClassVar[str] = "preferences"
     preference_loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = flag(
-        "dpo", "loss of dschat/rlhf/*_losses.py; simpo and orpo need no reference, kto takes single responses"
+        "dpo", "loss of dschat/rlhf/*_losses.py; simpo and orpo need no reference, kto takes single responses",
+        on_resume="refuse",
     )
     beta: float = flag(0.1, "pull to the reference (ipo: tau; orpo: weight of the odds; simpo: 2 is usual)", above=0)
     label_smoothing: float = flag(
@@ -40,6 +41,7 @@ class PreferenceArguments:
     length_normalized: bool | None = flag(
         None, "mean log-probs per token, not sums; default: True for ipo, else False (always with simpo and orpo)",
         needs=WITH_SUMS,
+        on_resume="refuse",
     )  # fmt: skip
     sft_coef: float = flag(
         0.0, "weight of the chosen response's negative log-likelihood per token", at_least=0, needs=WITH_SFT
@@ -51,7 +53,8 @@ class PreferenceArguments:
         needs=WITH_REFERENCE,
     )
     ref_model_name_or_path: str | None = flag(
-        None, "the reference; default: the model to start from", needs=WITH_REFERENCE
+        None, "the reference; default: the model to start from", needs=WITH_REFERENCE,
+        on_resume="refuse",
     )
 
     @property

@@ -15,6 +15,7 @@ class RewardArguments:
         [],
         "SOURCE[?key=value&...][@WEIGHT], added up: a reward model, FILE.py:FUNCTION, http(s)://..., or a rule: exact, "
         "last_number, boxed, format, length, repetition, overlong, reasoning_gym",
+        on_resume="refuse",
     )
     reward_timeout: float = flag(
         300.0,
@@ -24,7 +25,8 @@ class RewardArguments:
     )  # fmt: skip
     reward_retries: int = flag(2, "how often one that fails is asked again", at_least=0, needs=["reward"])
     normalize_rewards: bool = flag(
-        False, "each source's scores less their running mean, in running standard deviations, before its weight"
+        False, "each source's scores less their running mean, in running standard deviations, before its weight",
+        on_resume="refuse",
     )
 
     def problems(self) -> list[str]:

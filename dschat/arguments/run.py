@@ -15,7 +15,7 @@ class RunArguments:
 
     _argument_group_name: ClassVar[str] = "run"
     output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")
-    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling")
+    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling", on_resume="refuse")
     num_train_epochs: int = flag(1, "passes over the training data", at_least=1)
     max_steps: int = flag(0, "stop after this many steps; 0: as the epochs say", at_least=0)
     eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
@@ -28,7 +28,8 @@ class RunArguments:
     save_minutes: float = flag(0.0, "write one every so many minutes, between two updates; 0: none", at_least=0)
     keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval", "save_minutes"])
     resume: str = flag(
-        "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never"
+        "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never",
+        on_resume="ignore",
     )
     max_bad_steps: int = flag(
         10, "stop after so many updates in a row that were skipped, as a number was not finite; 0: never", at_least=0
@@ -40,12 +41,16 @@ class RunArguments:
     rendezvous_timeout: float = flag(
         600.0, "seconds that ranks may be missing when a run starts, before it ends and names them", above=0
     )
-    resume_anyway: bool = flag(False, "resume although flags have changed that make another run of it")
+    resume_anyway: bool = flag(
+        False, "resume although flags have changed that make another run of it", on_resume="ignore"
+    )
     enable_tensorboard: bool = flag(False, "write TensorBoard event files")
     tensorboard_path: str | None = flag(
         None, "folder of the event files; default: OUTPUT_DIR/tensorboard", needs=["enable_tensorboard"]
     )
-    local_rank: int = flag(-1, "set by the deepspeed launcher; ignored, the environment says it too")
+    local_rank: int = flag(
+        -1, "set by the deepspeed launcher; ignored, the environment says it too", on_resume="ignore"
+    )
 
     def problems(self) -> list[str]:
         problems = []
@@ -74,7 +79,8 @@ class DeviceArguments:
 
     _argument_group_name: ClassVar[str] = "devices"
     dtype: Literal["bf16", "fp16", "fp32"] = flag(
-        "bf16", "precision of weights and activations; Adam's states are fp32"
+        "bf16", "precision of weights and activations; Adam's states are fp32",
+        on_resume="refuse",
     )
     offload: bool = flag(False, "keep optimizer states (and ZeRO-3 parameters) in host memory")
     gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")

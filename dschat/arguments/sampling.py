@@ -13,8 +13,8 @@ class SamplingArguments:
     """How responses are made, and who watches them."""
 
     _argument_group_name: ClassVar[str] = "sampling"
-    max_prompt_seq_len: int = flag(256, "longest prompt", at_least=1)
-    max_answer_seq_len: int = flag(256, "longest response, its EOS included", at_least=1)
+    max_prompt_seq_len: int = flag(256, "longest prompt", at_least=1, on_resume="refuse")
+    max_answer_seq_len: int = flag(256, "longest response, its EOS included", at_least=1, on_resume="refuse")
     per_device_generation_batch_size: int = flag(16, "prompts per rollout batch and device", at_least=1)
     temperature: float = flag(
         1.0, "softens the distribution that is sampled; log-probs are taken under it too",
@@ -42,8 +42,8 @@ class SamplingArguments:
 class PairArguments(SamplingArguments):
     """Pairs sampled from a model and labelled by a judge or by rewards."""
 
-    model_name_or_path: str = flag("", "the causal language model that answers")
-    num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2)
+    model_name_or_path: str = flag("", "the causal language model that answers", on_resume="refuse")
+    num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2, on_resume="refuse")
     pairs_per_prompt: int = flag(1, "at most so many pairs of each prompt's answers", at_least=1)
     trust_remote_code: bool = flag(False, TRUST_HELP)
 
@@ -57,7 +57,7 @@ class RolloutArguments(SamplingArguments):
     """Rollouts of step 3."""
 
     _argument_group_name: ClassVar[str] = "rollouts"
-    generation_batches: int = flag(1, "rollout batches per iteration", at_least=1)
+    generation_batches: int = flag(1, "rollout batches per iteration", at_least=1, on_resume="refuse")
     enable_hybrid_engine: bool = flag(True, "decode with dschat.generation; else with transformers' generate")
     rollout_engine: Literal["hybrid", "transformers"] | None = flag(
         None, "the same choice by name; default: hybrid, unless --enable_hybrid_engine False"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Any
 from urllib.parse import unquote
 
@@ -42,11 +40,6 @@ def redacted_values(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [redacted_values(entry) for entry in value]
     return value
-
-
-def stored_arguments(groups: Iterable[Any]) -> dict[str, Any]:
-    """Flag → value of every argument group, as files may hold it: addresses without passwords and keys."""
-    return redacted_values({name: value for group in groups for name, value in asdict(group).items()})
 
 
 def _redacted_address(address: str) -> str:

@@ -20,8 +20,9 @@ import deepspeed
 import torch
 from safetensors import SafetensorError
 
-from dschat.arguments import IDENTITY, SILENT
-from dschat.arguments.secrets import redacted_values, stored_arguments
+from dschat.arguments import flag_values
+from dschat.arguments.command_line import on_resume
+from dschat.arguments.secrets import redacted_values
 from dschat.checkpoints.earlier_runs import bring_back, newest_before, set_aside, step_folders
 from dschat.checkpoints.leftovers import remove_leftovers
 from dschat.checkpoints.manifest import read_manifest, unlisted
@@ -353,28 +354,29 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
     return state
 
 
-def changed_arguments(folder: Path, groups: tuple, *, anyway: bool) -> list[str]:
+def changed_arguments(folder: Path, settings: Any, *, anyway: bool) -> list[str]:
     """The flags that have changed since a checkpoint was written, a line each.
 
     Raises:
-        ValueError: one of them makes another run of it (see arguments.IDENTITY), and anyway is False.
+        ValueError: one of them makes another run of it (its flag() says on_resume="refuse"), and anyway is False.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
     # Of both only what is no secret: manifests of earlier versions hold keys, and a new key makes no other run.
-    then, now = redacted_values(manifest.get("arguments", {})), stored_arguments(groups)
+    then, now = redacted_values(manifest.get("arguments", {})), redacted_values(flag_values(settings))
+    policy = on_resume(settings)
     changed = {
         name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }
-    foreign = [line for name, line in changed.items() if name in IDENTITY]
+    foreign = [line for name, line in changed.items() if policy.get(name) == "refuse"]
     if foreign and not anyway:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(foreign)}. Go on with the flags of its manifest.json, start "
             "anew with --resume never, or say --resume_anyway"
         )
-    return [line for name, line in changed.items() if name not in SILENT]
+    return [line for name, line in changed.items() if policy.get(name) != "ignore"]
 
 
 def _step_folders(output_dir: str | Path) -> list[Path]:
