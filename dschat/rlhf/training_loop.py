@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dschat.arguments import EvaluationArguments, RunArguments
-from dschat.arguments.command_line import settings_of_user
-from dschat.checkpoints import checkpoint
+from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.distributed import launch, watchdog
@@ -21,13 +19,10 @@ from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.ptx import UnsupervisedBatches
-from dschat.rlhf.update_dump import dump_inputs, dumped_update
-from dschat.runs import signals
-from dschat.runs.best_model import Best
-from dschat.runs.health import Health
+from dschat.rlhf.update_dump import UpdateDump, dump_inputs
 from dschat.runs.run_log import RunLog
-from dschat.runs.saving import Saving
-from dschat.runs.set_up import open_log, order_of_rows
+from dschat.runs.session import TrainingSession, data_fingerprint
+from dschat.runs.signals import Received
 
 
 @dataclass(kw_only=True)
@@ -38,8 +33,7 @@ class PPORun:
         trainer, dataset, prompts, batches: what makes experience and cuts it.
         unsupervised: texts of the pretraining loss, or None.
         iterations, updates_per_iteration: how many there are.
-        evaluation: how held-out prompts are looked at.
-        groups: every argument group, RunArguments last.
+        settings: every argument group.
         slots: what gathers the experience of an iteration.
     """
 
@@ -50,77 +44,67 @@ class PPORun:
     unsupervised: UnsupervisedBatches | None
     iterations: int
     updates_per_iteration: int
-    evaluation: EvaluationArguments
-    groups: tuple
+    settings: RLHFSettings
     slots: Slots = field(init=False)
 
     def __post_init__(self) -> None:
         self.slots = Slots(self.trainer, self.dataset, self.prompts.train, self.batches)
 
     @property
-    def run(self) -> RunArguments:
-        return self.groups[-1]
-
-    @property
     def state(self) -> dict[str, Any]:
-        """What has grown with the run, besides weights: a resumed one goes on with it."""
+        """What has grown with the run, besides weights: a resumed one continues with it."""
         trainer = self.trainer
         return {
             "taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state,
             "temperature": trainer.rollouts.temperature,
         }  # fmt: skip
 
-    def fit(self, resumed: Path | None, received: signals.Received) -> None:
+    def fit(self, resume_from: Path | None, received: Received) -> None:
         """Run the iterations that are left.
 
         Args:
-            resumed: a checkpoint that checkpoint.find has found good.
+            resume_from: a checkpoint that checkpoint.find has verified.
             received: signals; it listens from the first iteration on, and does when this returns.
         """
-        engine, trainer = self.trainer.engine, self.trainer
-        order = order_of_rows(self.batches, self.prompts.train) | {
+        engine = self.trainer.engine
+        session = self.session(resume_from, received)
+        begun = None
+        if resume_from:
+            engine.load_followers(resume_from)
+            if session.resumed_state["update"]:
+                begun = Iteration.load(resume_from, engine.policy.device)
+        with session:
+            if session.evaluates_first:
+                self.look(session.first_step, session)
+            for number in range(session.first_step, self.iterations):
+                iteration = begun or self.slots.fill(number)
+                begun = None
+                self.update(number, iteration, session)
+                done = number + 1
+                metrics = self.tell(done, iteration, session.log)
+                learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
+                session.health.see(done, metrics, skipped=[bool(update["skipped_updates"]) for update in learned])
+                self.adapt(done, metrics)
+                if session.evaluation_is_due(done):
+                    self.look(done, session)
+                session.save_if_due(done, self.state, extra_writer=engine.save_followers)
+                if session.is_last(done):
+                    break
+
+    def session(self, resume_from: Path | None, received: Received) -> TrainingSession:
+        """The session of this run, which takes back what a checkpoint says of the trainer."""
+        engine = self.trainer.engine
+        fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "followers": sorted(engine.followers),
             "sequences_per_update": self.dataset.minibatch_size * launch.world_size(),  # the schedule counts updates
         }
-        first, begun, changed, state = 0, None, [], {}
-        if resumed:
-            with settings_of_user():
-                changed = checkpoint.changed_arguments(resumed, self.groups, anyway=self.run.resume_anyway)
-                state = checkpoint.load(resumed, engines=engine.trained, same=order)
-                self.load_state(state, changed)
-            first = state["iteration"]
-            engine.load_followers(resumed)
-            begun = Iteration.load(resumed, engine.actor.engine.device) if state["update"] else None
-        log = open_log(
-            "step3_rlhf_finetuning", self.groups, self.run, total_steps=self.iterations, finished_steps=first,
-            resumed=resumed, changed=changed,
+        return TrainingSession(
+            "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, fingerprint=fingerprint,
+            total_steps=self.iterations, resume_from=resume_from, device=engine.policy.device, received=received,
+            stop_at_kl=self.trainer.ppo.stop_at_kl, restore=self.load_state,
         )  # fmt: skip
-        with received.listening():
-            saving = Saving(self.run, engine.trained, log, received, device=engine.actor.engine.device)
-            health = Health(self.run, log, state.get("health"), stop_at_kl=trainer.ppo.stop_at_kl)
-            best = Best(self.run, log, state.get("best"))
-            if (first == 0 and begun is None) or best.begins:
-                self.look(first, log, best)
-            for number in range(first, self.iterations):
-                iteration = begun or self.slots.fill(number)
-                begun = None
-                self.update(number, iteration, saving, order | {"health": health.state, "best": best.state})
-                done = number + 1
-                metrics = self.tell(done, iteration, log)
-                learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
-                health.see(done, metrics, skipped=[bool(update["skipped_updates"]) for update in learned])
-                self.adapt(done, metrics)
-                last = done == self.iterations or health.ends_early
-                if last or (self.run.eval_interval and done % self.run.eval_interval == 0):
-                    self.look(done, log, best)
-                state = {"iteration": done, "update": 0, "health": health.state, "best": best.state} | self.state
-                saving.boundary(done, state | order, last=last, also=engine.save_followers)
-                if last:
-                    break
-            saving.finish()
-        log.close()
 
-    def load_state(self, state: dict[str, Any], changed: list[str]) -> None:
+    def load_state(self, state: Mapping[str, Any], changed: list[str]) -> None:
         """Go on with what a checkpoint says of the run; --kl_coef counts as it is now, unless --kl_target adapts it.
 
         Args:
@@ -143,36 +127,41 @@ class PPORun:
             if any(line.startswith("--kl_coef ") for line in changed):
                 changed.append(f"--kl_coef has no effect: --kl_target goes on from {trainer.kl_coef:.6g}")
 
-    def update(self, number: int, iteration: Iteration, saving: Saving, state: dict) -> None:
-        """Take the updates that are left of an iteration; between two of them the run may be saved, with this state."""
+    def update(self, number: int, iteration: Iteration, session: TrainingSession) -> None:
+        """Take the updates that are left of an iteration; between two of them the run may be saved."""
         trainer, behind = self.trainer, len(iteration.updates)
-        trainer.gap = iteration.gap or trainer.gap
         dumps = trainer.ppo.dump_step == number + 1 and not behind
         if dumps:
-            folder = Path(self.run.output_dir, "dump", f"step-{number + 1:08d}")
+            folder = Path(self.settings.run.output_dir, "dump", f"step-{number + 1:08d}")
             folder.mkdir(parents=True, exist_ok=True)
             dump_inputs(folder, trainer, iteration)
         for update in range(behind, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
-            texts = self.unsupervised.of_update(count) if self.unsupervised else None
-            metrics: dict[str, float] = {}
-            with dumped_update(folder, trainer, metrics) if dumps and update == 0 else nullcontext():
-                metrics |= trainer.train_rlhf(
-                    iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps
-                )
+            texts = self.unsupervised.of_update(count) if self.unsupervised else ()
+            measured = any("rollout_gap_mean" in earlier for earlier in iteration.updates)
+            dump = UpdateDump(folder) if dumps and update == 0 else None
+            with iteration.timings.measure("update"):
+                metrics = trainer.train_rlhf(
+                    iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps,
+                    measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not measured,
+                    record=dump.record if dump else None,
+                )  # fmt: skip
+            if dump:
+                dump.write(metrics)
             iteration.updates.append(metrics)
-            iteration.gap = trainer.gap
             done = update + 1
             if done < len(iteration.minibatches):
-                saving.boundary(
-                    number, {"iteration": number, "update": done} | self.state | state, update=done,
-                    also=lambda folder: (trainer.engine.save_followers(folder), iteration.save(folder)),
+                session.save_if_due(
+                    number, self.state, update=done,
+                    extra_writer=lambda folder: (trainer.engine.save_followers(folder), iteration.save(folder)),
                 )  # fmt: skip
 
     def tell(self, done: int, iteration: Iteration, log: RunLog) -> dict[str, float]:
         """Write the metrics and samples of a finished iteration; the metrics."""
         rollouts = self.trainer.rollouts
-        metrics = experience_metrics(iteration.sums) | mean_of(iteration.updates) | self.trainer.take_seconds()
+        metrics = experience_metrics(iteration.sums) | mean_of(iteration.updates)
+        timings = iteration.timings
+        metrics |= {f"seconds_{phase}": timings[phase] for phase in ("rollout", "scoring", "update")}
         metrics["updates"] = len(iteration.updates)
         if self.trainer.ppo.kl_target:
             metrics["kl_coef"] = self.trainer.kl_coef
@@ -202,25 +191,22 @@ class PPORun:
         if ppo.ref_refresh_interval and done % ppo.ref_refresh_interval == 0:
             trainer.engine.refresh_reference()
 
-    def look(self, iteration: int, log: RunLog, best: Best) -> None:
+    def look(self, iteration: int, session: TrainingSession) -> None:
         """Evaluate on the held-out prompts."""
-        trainer = self.trainer
-        size = trainer.rollouts.per_device_generation_batch_size
+        trainer, evaluation = self.trainer, self.settings.evaluation
         metrics, samples = evaluate(
             trainer,
             self.prompts.eval,
-            batch_size=size,
-            max_batches=self.run.eval_iters,
-            num_samples=self.evaluation.eval_num_samples,
-            success_score=self.evaluation.eval_success_score,
-            answer=self.evaluation.eval_answer,
+            batch_size=trainer.rollouts.per_device_generation_batch_size,
+            max_batches=self.settings.run.eval_iters,
+            num_samples=evaluation.eval_num_samples,
+            success_score=evaluation.eval_success_score,
+            answer=evaluation.eval_answer,
         )
-        if metrics:
-            log.metrics(iteration, metrics, phase="eval")
-            log.samples(iteration, samples, phase="eval")
-        model = trainer.engine.actor.engine.module.model
-        with settings_of_user():
-            best.see(iteration, metrics, lambda folder: export_model(model, folder, trainer.tokenizer))
+        model = trainer.engine.policy.module.model
+        session.log_evaluation(
+            iteration, metrics, export=lambda folder: export_model(model, folder, trainer.tokenizer), samples=samples
+        )
 
 
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:

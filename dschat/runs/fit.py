@@ -19,11 +19,10 @@ from dschat.data.datasets import DataSplits
 from dschat.distributed import failpoint, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
 from dschat.models.weights import export_model
-from dschat.runs import signals
-from dschat.runs.best_model import Best, check_evaluation_rows
-from dschat.runs.health import Health
-from dschat.runs.saving import Saving
-from dschat.runs.set_up import build_trainable, open_log, order_of_rows
+from dschat.runs.best_model import check_evaluation_rows
+from dschat.runs.session import TrainingSession, data_fingerprint
+from dschat.runs.set_up import build_trainable
+from dschat.runs.signals import Received
 
 Batch = dict[str, torch.Tensor]
 
@@ -50,12 +49,10 @@ class Objective:
     prepare: Callable[[deepspeed.DeepSpeedEngine, Iterable[Batch]], Iterable[Batch]] = lambda _, batches: batches
 
 
-def schedule(
-    rows: Dataset, *, model: arguments.ModelArguments, optimizer: arguments.OptimizerArguments,
-    run: arguments.RunArguments,
-) -> tuple[GlobalBatches, int]:  # fmt: skip
+def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[GlobalBatches, int]:
     """Which rows every step sees, and how many steps there are. Raises SettingsError for too few rows."""
-    per_rank = model.per_device_train_batch_size * optimizer.gradient_accumulation_steps
+    run = settings.run
+    per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
     with settings_of_user():
         batches = GlobalBatches(rows["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
     return batches, run.max_steps or run.num_train_epochs * len(batches)
@@ -67,25 +64,24 @@ def fit(
     objective: Objective,
     *,
     load: Callable[[dict[str, Any]], nn.Module],
-    groups: tuple,
+    settings: arguments.OneModelSettings,
     tokenizer: PreTrainedTokenizerBase,
-    received: signals.Received,
+    received: Received,
 ) -> deepspeed.DeepSpeedEngine:
     """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
 
     Args:
         name: of the step, for log and console.
         load: DeepSpeed configuration → the network.
-        groups: every argument group of the step: model, the step's own, data, optimizer, adapters, devices, run.
         tokenizer: exported with the best model.
         received: signals; it listens from the first step on, and does when this returns.
     """
-    model, _, _, optimizer, lora, devices, run = groups
+    model, run = settings.model, settings.run
     with settings_of_user():
         check_evaluation_rows(run, len(splits.eval))
-    batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
+    batches, total = schedule(splits.train, settings)
     with settings_of_user():
-        resumed = checkpoint.find(run.output_dir, run.resume)
+        resume_from = checkpoint.find(run.output_dir, run.resume)
     engine = build_trainable(
         load,
         learning_rate=model.learning_rate,
@@ -94,52 +90,43 @@ def fit(
         lora_dim=model.lora_dim,
         micro_batch_size=model.per_device_train_batch_size,
         total_steps=total,
-        optimizer=optimizer,
-        lora=lora,
-        devices=devices,
+        optimizer=settings.optimizer,
+        lora=settings.lora,
+        devices=settings.devices,
     )
     if objective.verify is not None:
         with settings_of_user():
             objective.verify(engine)
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
-    order = order_of_rows(batches, splits.train)
-    first, changed, state = 0, [], {}
-    if resumed:
-        with settings_of_user():
-            changed = checkpoint.changed_arguments(resumed, groups, anyway=run.resume_anyway)
-            state = checkpoint.load(resumed, engines={"model": engine}, same=order)
-            first = state["step"]
-    log = open_log(name, groups, run, total_steps=total, finished_steps=first, resumed=resumed, changed=changed)
-    log.say(f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch")
+    session = TrainingSession(
+        name, settings=settings, engines={"model": engine}, fingerprint=data_fingerprint(batches, splits.train),
+        total_steps=total, resume_from=resume_from, device=engine.device, received=received,
+    )  # fmt: skip
+    session.log.say(
+        f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
+    )
 
     def evaluate(step: int) -> None:
-        values = evaluation(
+        metrics = evaluation(
             engine, splits.eval, objective, batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
         )
-        if values:
-            log.metrics(step, values, phase="eval")
-            with settings_of_user():
-                best.see(step, values, lambda folder: export_model(engine.module.model, folder, tokenizer))
+        session.log_evaluation(
+            step, metrics, export=lambda folder: export_model(engine.module.model, folder, tokenizer)
+        )
 
-    with received.listening():
-        saving = Saving(run, {"model": engine}, log, received, device=engine.device)
-        health = Health(run, log, state.get("health"))
-        best = Best(run, log, state.get("best"))
-        if first == 0 or best.begins:
-            evaluate(first)
-        for step in range(first, total):
-            rows, done = batches.step(step), step + 1
+    with session:
+        if session.evaluates_first:
+            evaluate(session.first_step)
+        for step in range(session.first_step, total):
             watchdog.phase("update")
             failpoint.reached("update")
+            rows, done = batches.step(step), step + 1
             metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
-            log.metrics(done, metrics)
-            health.see(done, metrics, skipped=["skipped_updates" in metrics])
-            if done == total or (run.eval_interval and done % run.eval_interval == 0):
+            session.log.metrics(done, metrics)
+            session.health.see(done, metrics, skipped=["skipped_updates" in metrics])
+            if session.evaluation_is_due(done):
                 evaluate(done)
-            state = {"step": done, "health": health.state, "best": best.state}
-            saving.boundary(done, state | order, last=done == total)
-        saving.finish()
-    log.close()
+            session.save_if_due(done)
     return engine
 
 

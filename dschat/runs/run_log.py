@@ -20,7 +20,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 
-from dschat.arguments.secrets import redacted, stored_arguments
+from dschat.arguments.secrets import redacted, redacted_values
 from dschat.distributed import failpoint, launch
 from dschat.distributed.terminal import printable
 
@@ -33,14 +33,14 @@ class RunLog:
     Args:
         output_dir: folder of the run.
         name: the step's name, for the console and run.json.
-        groups: the run's argument groups, written to run.json.
+        arguments: flag → value, written to run.json without passwords and keys.
         total_steps: for the ETA.
         tensorboard: folder of event files, or None.
         finished_steps: steps that a resumed run has behind it; lines of later steps are taken out of the files. None:
             a new run, all lines are.
     """
 
-    def __init__(self, output_dir: str, *, name: str, groups: Iterable[Any], total_steps: int,
+    def __init__(self, output_dir: str, *, name: str, arguments: Mapping[str, Any], total_steps: int,
                  tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
         self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
         self.started = time.monotonic()
@@ -59,7 +59,7 @@ class RunLog:
         self.about = {
             "name": name,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "arguments": stored_arguments(groups),
+            "arguments": redacted_values(arguments),
             "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
             "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
                         "name": get_accelerator().current_device_name()},

@@ -1,12 +1,11 @@
 """From argument groups to what a step works with: checked models, data splits, engines, the log."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from datasets import Dataset
 from torch import nn
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
@@ -14,15 +13,11 @@ from dschat.arguments import (
     DataArguments,
     DeviceArguments,
     LoraArguments,
-    ModelArguments,
+    OneModelSettings,
     OptimizerArguments,
-    RewardModelArguments,
     RunArguments,
-    SupervisedArguments,
 )
 from dschat.arguments.command_line import raise_together, settings_of_user
-from dschat.data.arrow import content_digest
-from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
 from dschat.distributed import launch, watchdog
 from dschat.distributed.deepspeed_config import training_config
@@ -35,7 +30,6 @@ from dschat.models.positions import position_limit
 from dschat.models.weight_files import weight_problems
 from dschat.runs.output_conflicts import overwritten_models
 from dschat.runs.output_folder import check_shared, claim
-from dschat.runs.run_log import RunLog
 
 
 def model_problems(
@@ -105,18 +99,16 @@ def vocabulary_problems(
     ]
 
 
-def one_model_problems(
-    kind: str, model: ModelArguments, _step: SupervisedArguments | RewardModelArguments, data: DataArguments,
-    _optimizer: OptimizerArguments, lora: LoraArguments, devices: DeviceArguments, run: RunArguments,
-) -> list[str]:  # fmt: skip
+def one_model_problems(kind: str, settings: OneModelSettings) -> list[str]:
     """What cannot work in steps 1 and 2: flags that contradict, the model against the lengths, the data files."""
-    lengths = f"--max_seq_len {model.max_seq_len}"
+    model, data, run = settings.model, settings.data, settings.run
     problems = model_problems(
-        "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len, lengths=lengths,
-        add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code,
+        "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len,
+        lengths=f"--max_seq_len {model.max_seq_len}", add_eot_token=data.add_eot_token,
+        trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
     problems += contradictions(
-        lora, devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
+        settings.lora, settings.devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}
     )
     problems += overwritten_models(run.output_dir, [("--model_name_or_path", model.model_name_or_path)])
     return problems + data_problems(kind, data_options(data, run, max_tokens=model.max_seq_len))
@@ -222,22 +214,6 @@ def make_output_folder(output_dir: str) -> None:
         raise ValueError(problem)
 
 
-def order_of_rows(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
-    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load).
-
-    Args:
-        rows: the prepared rows, whose content counts too; the main rank reads all of it.
-    """
-    watchdog.phase("data fingerprint")
-    order = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
-    if rows is not None:
-        # What a reference model says of the rows is no data: other devices, or another cut, give it other low bits.
-        data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
-        content = content_digest(data) if launch.is_main() else ""
-        order["content"] = launch.from_all_ranks(content)[0]
-    return order
-
-
 def build_trainable(
     load: Callable[[dict[str, Any]], nn.Module],
     *,
@@ -285,26 +261,3 @@ def build_trainable(
         num_warmup_steps=optimizer.num_warmup_steps,
         num_training_steps=total_steps,
     )
-
-
-def open_log(
-    name: str, groups: tuple, run: RunArguments, *, total_steps: int, finished_steps: int, resumed: Path | None = None,
-    changed: Sequence[str] = (),
-) -> RunLog:  # fmt: skip
-    """The log of a run; it says where the run goes on, and which flags have changed since.
-
-    Args:
-        resumed, changed: the checkpoint, and what checkpoint.changed_arguments found.
-    """
-    tensorboard = run.tensorboard_path or str(Path(run.output_dir, "tensorboard"))
-    log = RunLog(
-        run.output_dir,
-        name=name,
-        groups=groups,
-        total_steps=total_steps,
-        tensorboard=tensorboard if run.enable_tensorboard else None,
-        finished_steps=finished_steps if resumed else None,
-    )
-    if resumed:
-        log.say(f"going on from {resumed}" + (f"; changed since: {'; '.join(changed)}" if changed else ""))
-    return log

@@ -235,7 +235,7 @@ def load() -> CPUKernels | None:
 
 
 def _folder() -> Path:
-    """A folder of this user's own where torch's extensions are built (see distributed.launch), or among temporary files."""
+    """A private folder where torch builds its extensions (see distributed.launch), or among temporary files."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         chosen = os.path.join(sys.prefix, "torch_extensions")
