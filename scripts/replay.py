@@ -28,8 +28,8 @@ from dschat.losses.value import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
-from dschat.rlhf.algorithms import estimate_advantages
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.ppo_trainer import estimate_advantages
 
 SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len": int, "kl_coef": (int, float),
             "ppo": dict}  # fmt: skip

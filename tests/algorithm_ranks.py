@@ -55,7 +55,7 @@ def scenario(root: Path, algorithm: str) -> dict[str, Any]:
             trainer, rows, batch_size=4 // ranks, max_batches=0, num_samples=3, success_score=0.2, answer="text"
         )
         found["answers"] = sorted((sample["prompt"], sample["response"]) for sample in samples)
-    models = {"actor": trainer.engine.actor.engine, "critic": trainer.engine.critic, "ref": trainer.engine.ref}
+    models = {"actor": trainer.engine.policy, "critic": trainer.engine.critic, "ref": trainer.engine.ref}
     for name, engine in models.items():
         if engine is not None:
             found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(engine)}

@@ -50,7 +50,7 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
         (root / f"ema-{stage}-{ranks}").mkdir()
     launch.barrier()
     engine.save_followers(root / f"ema-{stage}-{ranks}")
-    models = {"actor": engine.actor.engine, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
+    models = {"actor": engine.policy, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
               "average": engine.actor_ema}  # fmt: skip
     for name, module in models.items():
         found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(module)}

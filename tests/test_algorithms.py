@@ -61,7 +61,7 @@ def leave(actor: torch.nn.Module) -> torch.nn.Module:
 
 def trainer_of(folder: Path, algorithm: str, **changes: Any) -> DeepSpeedPPOTrainer:
     trainer = make_trainer(folder, **COMMON | {"algorithm": algorithm} | CASES.get(algorithm, {}) | changes)
-    leave(trainer.engine.actor.engine)
+    leave(trainer.engine.policy)
     return trainer
 
 
@@ -127,7 +127,7 @@ def test_experience_and_updates_equal_the_plain_algorithm_row_by_row(folder, alg
         assert found["actor_grad_norm"] == pytest.approx(float(norm), rel=2e-3)
         adam.step()
     assert found["clip_fraction"] < 1 and (found["clip_fraction"] > 0 or trainer.ppo.policy_loss == "sapo")
-    ours = dict(trainer.engine.actor.engine.module.model.named_parameters())
+    ours = dict(trainer.engine.policy.module.model.named_parameters())
     for name, parameter in actor.named_parameters():
         # A step moves a weight by 1e-4, whichever way its gradient points.
         torch.testing.assert_close(ours[name], parameter, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
@@ -214,10 +214,10 @@ def test_a_step_with_nothing_to_learn_from_is_skipped_and_momentum_moves_nothing
     trainer = trainer_of(folder, "opo", entropy_coef=0.1)
     experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
     trainer.train_rlhf(experience)
-    before, rate = weights(trainer.engine.actor.engine), trainer.engine.actor.engine.get_lr()
+    before, rate = weights(trainer.engine.policy), trainer.engine.policy.get_lr()
     experience.trained[:] = False
     assert trainer.train_rlhf(experience) == {"skipped_updates": 0.0, "updates_without_signal": 1.0}
-    assert unchanged(before, trainer.engine.actor.engine) and trainer.engine.actor.engine.get_lr() == rate
+    assert unchanged(before, trainer.engine.policy) and trainer.engine.policy.get_lr() == rate
 
 
 # --- what moves ------------------------------------------------------------------------------------------------------
@@ -226,13 +226,13 @@ def test_a_step_with_nothing_to_learn_from_is_skipped_and_momentum_moves_nothing
 def test_a_frozen_actor_stays_bit_for_bit_while_the_critic_learns(folder):
     trainer = make_trainer(folder, actor_freeze_steps=1, enable_ema=True)
     minibatch = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
-    actor, critic = weights(trainer.engine.actor.engine), weights(trainer.engine.critic)
+    actor, critic = weights(trainer.engine.policy), weights(trainer.engine.critic)
     metrics = trainer.train_rlhf(minibatch, freeze_actor=True)
-    assert unchanged(actor, trainer.engine.actor.engine) and unchanged(actor, trainer.engine.actor_ema)
+    assert unchanged(actor, trainer.engine.policy) and unchanged(actor, trainer.engine.actor_ema)
     assert not unchanged(critic, trainer.engine.critic)
     assert "policy_loss" not in metrics and metrics["value_loss"] > 0 and metrics["skipped_updates"] == 0
     trainer.train_rlhf(minibatch)
-    assert not unchanged(actor, trainer.engine.actor.engine)
+    assert not unchanged(actor, trainer.engine.policy)
 
 
 @pytest.mark.parametrize("lora", [0, 2])

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
 
-from dschat.rlhf.algorithms import flat_groups
 from dschat.rlhf.evaluation import answer_metrics, evaluate, experience_metrics, experience_sums
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.score_shaping import flat_groups
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -30,7 +30,7 @@ def folder(request, tmp_path_factory) -> Path:
 def watched(trainer) -> dict[str, list[tuple[int, bool]]]:
     """Rows of each forward pass of each model, and whether any of its modules was training."""
     engine, passes = trainer.engine, {}
-    models = {"actor": engine.actor.engine, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
+    models = {"actor": engine.policy, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
     for name, model in models.items():
         noted = passes[name] = []
 
@@ -49,7 +49,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
     found = {}
     for size in (16, 3):
         trainer = make_trainer(folder, **settings, per_device_training_batch_size=size)
-        trainer.engine.actor.engine.train()  # as an update leaves it
+        trainer.engine.policy.train()  # as an update leaves it
         passes = watched(trainer) if trainer.engine.critic is not None else {}
         found[size] = trainer.generate_experience(prompts_of(trainer))
         assert len(found[size]) == 16

@@ -5,16 +5,9 @@ import math
 import pytest
 import torch
 
-from dschat.losses.policy import policy_loss
-from dschat.losses.policy_losses import (
-    AGGREGATIONS,
-    aggregation_weights,
-    cispo_loss,
-    entropy_bonus,
-    gspo_loss,
-    kl_loss,
-    sapo_loss,
-)
+from dschat.losses.aggregation import AGGREGATIONS, aggregation_weights
+from dschat.losses.policy import cispo_loss, gspo_loss, policy_loss, sapo_loss
+from dschat.losses.regularization import entropy_bonus, kl_loss
 
 NAN, INF = float("nan"), float("inf")
 LOSSES = {

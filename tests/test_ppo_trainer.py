@@ -91,7 +91,7 @@ def far_from_the_decoder(experience: Experience) -> Experience:
 def test_experience_equals_plain_ppo_row_by_row(each_family):
     trainer = make_trainer(each_family, **PPO)
     with torch.no_grad():  # an actor that has left the reference model, so that KL counts
-        for parameter in trainer.engine.actor.engine.parameters():
+        for parameter in trainer.engine.policy.parameters():
             parameter.mul_(1.1)
     experience = trainer.generate_experience(prompts_of(trainer))
     rows = rows_of(experience)
@@ -152,7 +152,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
             assert found[gradient] == pytest.approx(float(norm), rel=1e-3)
             adam.step()
     assert 0 < found["clip_fraction"] < 1, "both branches of the policy loss are needed"
-    for engine, plain in ((trainer.engine.actor.engine, actor), (trainer.engine.critic, critic)):
+    for engine, plain in ((trainer.engine.policy, actor), (trainer.engine.critic, critic)):
         ours = dict(engine.module.model.named_parameters())
         for name, parameter in plain.named_parameters():
             # A step moves a weight by 1e-4 or 2e-4, whichever way its gradient points.
@@ -164,10 +164,10 @@ def test_log_probs_of_the_decoder_save_the_actors_forward_pass_and_nothing_else_
     passes, found = {}, {}
     for which, trainer in trainers.items():
         with torch.no_grad():  # an actor that has left the reference model, so that KL counts
-            for parameter in trainer.engine.actor.engine.parameters():
+            for parameter in trainer.engine.policy.parameters():
                 parameter.mul_(1.1)
         calls = []
-        hook = trainer.engine.actor.engine.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        hook = trainer.engine.policy.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         found[which] = trainer.generate_experience(prompts_of(trainer))
         passes[which] = len(calls)
         hook.remove()
@@ -261,7 +261,7 @@ def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
         again = trainer.generate_experience(prompts_of(trainer))
         for name in ("old_logprobs", "values", "scores"):
             assert torch.equal(getattr(experience, name), getattr(again, name)), name
-        trainer.engine.actor.engine.train()
+        trainer.engine.policy.train()
         trainer.engine.critic.train()
     assert not experience.kl.any()
     metrics = trainer.train_rlhf(whitened(experience))
@@ -275,9 +275,9 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, ac
         trainer = make_trainer(
             folder, **PPO, per_device_training_batch_size=size, gradient_accumulation_steps=steps, max_grad_norm=0.5
         )
-        start = weights(trainer.engine.actor.engine), weights(trainer.engine.critic)
+        start = weights(trainer.engine.policy), weights(trainer.engine.critic)
         _, metrics = one_iteration(trainer, QUESTIONS, minibatch_size=whole, ppo_epochs=2)
-        outcomes.append((metrics, weights(trainer.engine.actor.engine), weights(trainer.engine.critic)))
+        outcomes.append((metrics, weights(trainer.engine.policy), weights(trainer.engine.critic)))
     (metrics, *expected), (cut_metrics, *found) = outcomes
     assert len(metrics) == len(cut_metrics) == 4
     for one, other in zip(metrics, cut_metrics, strict=True):
@@ -300,7 +300,7 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl"):
         getattr(wide, name)[outside] = torch.nan
     wide.sequences[~wide.attention_mask] = 7
-    engine = trainer.engine.actor.engine if which == "actor_loss" else trainer.engine.critic
+    engine = trainer.engine.policy if which == "actor_loss" else trainer.engine.critic
     engine.eval()
     counts = StepCounts.of(experience)
     results = []
@@ -328,7 +328,7 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
         else:
             experience.advantages[~experience.response_mask] = 1.0
         loss, _ = trainer.actor_loss(experience, StepCounts(1.0, 1.0))
-        found = gradients(trainer.engine.actor.engine, loss)
+        found = gradients(trainer.engine.policy, loss)
         assert any(gradient.any() for gradient in found) == (place == "last")
 
 
@@ -357,7 +357,7 @@ def test_responses_of_one_token_give_finite_numbers(folder):
     parts, metrics = one_iteration(trainer, QUESTIONS, minibatch_size=4, ppo_epochs=2)
     assert all(part.response_mask.shape == (4, 1) and part.response_mask.all() for part in parts)
     assert all(math.isfinite(value) for step in metrics for value in step.values())
-    assert all(parameter.isfinite().all() for parameter in trainer.engine.actor.engine.parameters())
+    assert all(parameter.isfinite().all() for parameter in trainer.engine.policy.parameters())
 
 
 def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):

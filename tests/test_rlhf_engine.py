@@ -41,7 +41,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("lora", [0, 2])
 def test_the_average_is_decay_times_itself_plus_the_rest_of_the_actor_after_every_update(folder, lora):
     trainer = make_trainer(folder, enable_ema=True, ema_decay=0.75, actor_lora_dim=lora, only_optimize_lora=bool(lora))
-    actor, average = trainer.engine.actor.engine.module, trainer.engine.actor_ema.module
+    actor, average = trainer.engine.policy.module, trainer.engine.actor_ema.module
     assert equal(parameters(average), parameters(actor)), "it starts as the actor"
     minibatch = trainer.generate_experience(prompts_of(trainer))
     for _ in range(2):
@@ -60,11 +60,11 @@ def test_frozen_models_never_move_and_the_reference_is_the_initial_policy(folder
     one_iteration(trainer, QUESTIONS, minibatch_size=4, ppo_epochs=1)
     assert equal(dict(full_weights(engine.ref)), saved(folder, "actor"))
     assert equal(dict(full_weights(engine.reward)), saved(folder, "reward"))
-    assert not equal(dict(full_weights(engine.actor.engine)), saved(folder, "actor"))
+    assert not equal(dict(full_weights(engine.policy)), saved(folder, "actor"))
     assert not equal(dict(full_weights(engine.critic)), saved(folder, "reward")), "the critic began as the reward model"
     for frozen in (engine.ref, engine.reward):
         assert not frozen.module.training and not any(parameter.requires_grad for parameter in frozen.parameters())
-    assert engine.trained == {"actor": engine.actor.engine, "critic": engine.critic}
+    assert engine.trained == {"actor": engine.policy, "critic": engine.critic}
     assert engine.actor_ema is None
 
 
@@ -90,11 +90,11 @@ def test_critic_and_reward_model_stand_in_for_each_other_and_a_critic_may_start_
 def test_only_adapters_move_and_the_reference_knows_none(folder):
     trainer = make_trainer(folder, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True)
     engine = trainer.engine
-    before = parameters(engine.actor.engine)
+    before = parameters(engine.policy)
     minibatch = trainer.generate_experience(prompts_of(trainer))
     assert not minibatch.kl.any()
     trainer.train_rlhf(minibatch)
-    moved = {name for name, value in parameters(engine.actor.engine).items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in parameters(engine.policy).items() if not torch.equal(value, before[name])}
     assert moved and all("lora_" in name for name in moved)
     assert not any("lora_" in name for name, _ in engine.ref.named_parameters())
     again = trainer.generate_experience(prompts_of(trainer))

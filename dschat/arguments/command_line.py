@@ -7,7 +7,7 @@ import difflib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -49,10 +49,17 @@ class SuiteParser(HfArgumentParser):
             choices = ", ".join(map(str, action.choices))
             self.mistakes.append(f"{action.option_strings[0]} {value}: choose one of {choices}")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        values = super()._get_values(action, arg_strings)
+        # A name that is no choice is reported; what runs after that needs one that is.
+        return action.default if action.choices and values not in action.choices else values
+
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         plain = copy.copy(field)  # argparse must not see the rule that flag() left in the metadata
         plain.metadata = {"help": field.metadata["help"]}
+        if field.metadata["choices"]:
+            plain.metadata["choices"] = list(field.metadata["choices"])
         HfArgumentParser._parse_dataclass_field(parser, plain)
 
     def error(self, message: str) -> None:
@@ -70,19 +77,21 @@ class SuiteParser(HfArgumentParser):
 
 def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
          below: float | None = None, at_most: float | None = None, needs: Sequence[str] = (),
-         on_resume: Literal["apply", "refuse", "ignore"] = "apply") -> Any:  # fmt: skip
+         choices: Iterable[str] = (), on_resume: Literal["apply", "refuse", "ignore"] = "apply") -> Any:  # fmt: skip
     """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows.
 
     Args:
         needs: flags ("name", or "name=value") without one of which it has no effect: then a value other than the
             default draws a warning.
+        choices: names that are allowed; none: any value of the field's type.
         on_resume: what a value other than that of the checkpoint means for --resume. "refuse": it would be another run
             (its models, data, random numbers or shapes), see --resume_anyway; "ignore": nothing; "apply": it takes
             effect from here on, and the log names it.
     """
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
     bounds = {word: bound for word, bound in bounds.items() if bound is not None}
-    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs), "on_resume": on_resume}
+    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs), "choices": tuple(choices)}
+    metadata["on_resume"] = on_resume
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

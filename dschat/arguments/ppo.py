@@ -1,37 +1,15 @@
 """What step 3 makes of rollouts: the algorithm, and everything that may be chosen apart from it."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from dschat.arguments.command_line import flag
+from dschat.losses.policy import POLICY_LOSSES
+from dschat.rlhf.algorithms import ALGORITHMS, DEFAULTS
 
-# What a name of --algorithm stands for, where no flag says otherwise. KL prices are those of the papers where they
-# give one (GRPO 0.04; Dr.GRPO, OPO none), else ours.
-ALGORITHMS: dict[str, dict[str, Any]] = {
-    "ppo": {"kl_coef": 0.1, "whiten_advantages": True},
-    "grpo": {
-        "kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_mean",
-        "num_samples_per_prompt": 8,
-    },
-    "dr_grpo": {
-        "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_sum_norm",
-        "num_samples_per_prompt": 8,
-    },
-    "rloo": {"kl_coef": 0.05, "num_samples_per_prompt": 4},
-    "reinforce++": {"kl_coef": 0.01, "whiten_advantages": True},
-    "reinforce++_baseline": {
-        "kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": True, "num_samples_per_prompt": 8,
-    },
-    "remax": {"kl_coef": 0.05},
-    "opo": {"num_samples_per_prompt": 8},
-}  # fmt: skip
-OTHERWISE: dict[str, Any] = {
-    "kl_coef": 0.0, "kl_in": "reward", "kl_estimator": "k1", "loss_aggregation": "token_mean",
-    "whiten_advantages": False, "num_samples_per_prompt": 1,
-}  # fmt: skip
-# (low, high) of the clipped ratio, where no flag says otherwise: those of PPO, and of each loss's paper.
-CLIP_RANGES = {"ppo_clip": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0), "sapo": (0.2, 0.2)}
-GROUPED = ("grpo", "dr_grpo", "rloo", "reinforce++_baseline", "opo")  # compare responses to one prompt
+# Losses that clip the ratio.
+CLIPPED = tuple(f"policy_loss={name}" for name, loss in POLICY_LOSSES.items() if loss.clip_range)
+DISCOUNTED = tuple(f"algorithm={name}" for name, algorithm in ALGORITHMS.items() if algorithm.discounts)
 BY_ALGORITHM = "default: as --algorithm has it"
 
 
@@ -43,9 +21,8 @@ class PPOArguments:
     """
 
     _argument_group_name: ClassVar[str] = "algorithm"
-    algorithm: Literal["ppo", "grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "opo"] = flag(
-        "ppo", "how advantages are estimated; only ppo trains a critic",
-        on_resume="refuse",
+    algorithm: str = flag(
+        "ppo", "how advantages are estimated; only ppo trains a critic", choices=ALGORITHMS, on_resume="refuse"
     )
     num_samples_per_prompt: int | None = flag(
         None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1, on_resume="refuse"
@@ -55,14 +32,13 @@ class PPOArguments:
     )
     ppo_epochs: int = flag(1, "passes over each rollout", at_least=1, on_resume="refuse")
 
-    policy_loss: Literal["ppo_clip", "gspo", "cispo", "sapo"] = flag("ppo_clip", "what is made of ratio and advantage")
+    policy_loss: str = flag("ppo_clip", "loss of ratio and advantage", choices=POLICY_LOSSES)
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
         None, f"how tokens and responses are averaged; {BY_ALGORITHM}"
     )
     clip_range: float | None = flag(
-        None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0,
-        needs=["policy_loss=ppo_clip", "policy_loss=gspo", "policy_loss=cispo"],
-    )  # fmt: skip
+        None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0, needs=CLIPPED
+    )
     clip_range_low: float | None = flag(None, "the lower side of it; default: --clip_range", at_least=0, at_most=1)
     clip_range_high: float | None = flag(None, "the upper side of it; default: --clip_range", at_least=0)
     dual_clip: float = flag(
@@ -97,7 +73,7 @@ class PPOArguments:
     actor_freeze_steps: int = flag(0, "the critic alone is trained for so many updates", at_least=0)
     gamma: float = flag(
         1.0, "discount per token", at_least=0, at_most=1,
-        needs=["algorithm=ppo", "algorithm=reinforce++", "algorithm=reinforce++_baseline", "algorithm=remax"],
+        needs=DISCOUNTED,
     )  # fmt: skip
     gae_lambda: float = flag(
         0.95, "bias-variance trade of generalised advantage estimation", at_least=0, at_most=1, needs=["algorithm=ppo"]
@@ -143,10 +119,10 @@ class PPOArguments:
     unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
 
     def __post_init__(self) -> None:
-        for name, value in (OTHERWISE | ALGORITHMS.get(self.algorithm, {})).items():
+        for name, value in (DEFAULTS | ALGORITHMS[self.algorithm].defaults).items():
             if vars(self)[name] is None:
                 setattr(self, name, value)
-        low, high = CLIP_RANGES.get(self.policy_loss, (0.2, 0.2))
+        low, high = POLICY_LOSSES[self.policy_loss].clip_range or (0.2, 0.2)
         if self.clip_range is not None:
             low, high = min(self.clip_range, 1.0), self.clip_range  # no ratio falls below 0
         self.clip_range_low = low if self.clip_range_low is None else self.clip_range_low
@@ -154,7 +130,7 @@ class PPOArguments:
 
     @property
     def trains_critic(self) -> bool:
-        return self.algorithm == "ppo"
+        return ALGORITHMS[self.algorithm].trains_critic
 
     @property
     def needs_reference(self) -> bool:
@@ -164,7 +140,7 @@ class PPOArguments:
         problems = []
         if (self.unsup_coef > 0) != bool(self.unsupervised_dataset_name):
             problems.append("--unsup_coef and --unsupervised_dataset_name: give both or neither")
-        if self.algorithm in GROUPED and self.num_samples_per_prompt < 2:
+        if ALGORITHMS[self.algorithm].compares_group and self.num_samples_per_prompt < 2:
             problems.append(
                 f"--algorithm {self.algorithm} compares responses to one prompt, but --num_samples_per_prompt is "
                 f"{self.num_samples_per_prompt}: give 2 or more"

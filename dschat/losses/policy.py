@@ -1,6 +1,13 @@
-"""Policy losses over the response tokens: PPO's clipped surrogate."""
+"""Policy losses over the response tokens, and the table that --policy_loss chooses from.
+
+All ratios are of the policy being trained to the one that the experience was taken with, ρ = π / π_old.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +37,7 @@ def policy_loss(
         clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None does not.
         weights: [B, T] float, w of each token (see off_policy.correction_weights and
-            policy_losses.aggregation_weights), a constant; None is 1.
+            aggregation.aggregation_weights), a constant; None is 1.
         normalizer: response tokens of the whole step (see the top of this module).
 
     Returns:
@@ -57,6 +64,100 @@ def policy_loss(
         metrics["dual_clip_fraction"] = (per_token > bound).sum() / count
         per_token = torch.minimum(per_token, bound)
     return (weights * per_token).sum() / count, metrics
+
+
+def gspo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_range: float | tuple[float, float],
+    weights: Tensor | None = None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """PPO's surrogate with the ratio of whole responses: s_i = exp(mean over tokens of log ρ), clipped as one.
+
+    In the form for token advantages: s_it = sg[s_i]·π_it / sg[π_it], whose value is s_i and whose gradient goes through
+    token t alone. With one advantage per response and "seq_mean_token_mean" it is the sequence form, gradient included.
+
+    Args, returns, raises: as policy_loss; clip_fraction is the share of tokens in clipped responses. A
+        response's ratio moves far less than a token's, so clip_range is small: 3e-4 and 4e-4 in the paper.
+
+    Source: Zheng et al. 2025, eqs. 5, 7, 13 and 14 (arXiv:2507.18071).
+    """
+    low, high = bounds(clip_range)
+    log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
+    count = count_of(response_mask, normalizer)
+    length = response_mask.sum(-1, keepdim=True).clamp(min=1)
+    log_sequence = (log_ratio.sum(-1, keepdim=True) / length).detach()  # [B, 1]
+    ratio = (log_sequence + log_ratio - log_ratio.detach()).exp()  # [B, T]
+    per_token, cut = clipped_surrogate(ratio, advantages, low, high)
+    loss = (weights * per_token).sum() / count
+    return loss, policy_metrics(log_ratio.detach(), cut, response_mask, count)
+
+
+def cispo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_range: float | tuple[float, float],
+    weights: Tensor | None = None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """REINFORCE with clipped importance weights: Σ −w·sg[clip(ρ, 1 − low, 1 + high)]·A·log π / normalizer.
+
+    No token loses its gradient, only its weight is bounded. The paper bounds it from above alone: low = 1. (verl clips
+    on both sides of 1, TRL takes the upper bound itself: its 5 is high = 4 here.)
+
+    Args, returns, raises: as policy_loss; clip_fraction is the share of tokens whose weight was clipped.
+
+    Source: MiniMax 2025 (MiniMax-M1), eqs. 4 and 5 (arXiv:2506.13585).
+    """
+    low, high = bounds(clip_range)
+    log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
+    count = count_of(response_mask, normalizer)
+    ratio = log_ratio.detach().exp()
+    clipped = ratio.clamp(1 - low, 1 + high)
+    kept = torch.where(response_mask, at_least_float32(logprobs), 0.0)
+    loss = (-weights * clipped * advantages * kept).sum() / count
+    return loss, policy_metrics(log_ratio.detach(), response_mask & (clipped != ratio), response_mask, count)
+
+
+def sapo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    positive_temperature: float,
+    negative_temperature: float,
+    weights: Tensor | None = None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """A soft gate instead of clipping: Σ −w·A·(4/τ)·σ(τ·(ρ − 1)) / normalizer, τ by the sign of A.
+
+    At ρ = 1 its slope is that of −A·ρ, and it falls smoothly to 0 as ρ leaves 1 on either side.
+
+    Args, returns, raises: as policy_loss; clip_fraction is the share of tokens whose slope fell below half.
+        positive_temperature, negative_temperature: τ > 0 of tokens with A > 0, and of the others; a larger one
+            forgets off-policy tokens sooner. 1.0 and 1.05 in the paper.
+
+    Source: Gao et al. 2025, section 3 (arXiv:2511.20347).
+    """
+    if not (positive_temperature > 0 and negative_temperature > 0):
+        raise ValueError(
+            f"the temperatures are {positive_temperature} and {negative_temperature}, but they scale a gate, so > 0."
+        )
+    log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
+    count = count_of(response_mask, normalizer)
+    temperature = torch.where(advantages > 0, positive_temperature, negative_temperature)
+    gate = torch.sigmoid(temperature * (log_ratio.exp() - 1))  # [B, T]
+    loss = (-weights * advantages * 4 / temperature * gate).sum() / count
+    slope = (4 * gate * (1 - gate)).detach()
+    return loss, policy_metrics(log_ratio.detach(), response_mask & (slope < 0.5), response_mask, count)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
@@ -111,3 +212,32 @@ def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count:
         "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
         "ratio": torch.where(response_mask, log_ratio.exp(), 0.0).sum() / count,
     }
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """What a name of --policy_loss stands for.
+
+    Attributes:
+        function: with the arguments of policy_loss up to response_mask, weights and normalizer.
+        clip_range: default (low, high); None: the loss does not clip, and takes no clip_range.
+        options: step 3's algorithm flags (PPOArguments) → further keyword arguments of the function.
+    """
+
+    function: Callable[..., tuple[Tensor, Metrics]]
+    clip_range: tuple[float, float] | None
+    options: Callable[[Any], dict[str, Any]] = lambda flags: {}
+
+
+POLICY_LOSSES = {
+    "ppo_clip": PolicyLoss(policy_loss, (0.2, 0.2), lambda flags: {"dual_clip": flags.dual_clip or None}),
+    "gspo": PolicyLoss(gspo_loss, (3e-4, 4e-4)),
+    "cispo": PolicyLoss(cispo_loss, (1.0, 4.0)),
+    "sapo": PolicyLoss(
+        sapo_loss, None,
+        lambda flags: {
+            "positive_temperature": flags.sapo_positive_temperature,
+            "negative_temperature": flags.sapo_negative_temperature,
+        },
+    ),
+}  # fmt: skip

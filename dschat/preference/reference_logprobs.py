@@ -44,8 +44,7 @@ Cuts = dict[str, tuple[list[list[int]], int]]  # split → rows of each forward 
 
 def with_reference_logprobs(
     splits: DataSplits, objective: Objective, *, score: Score, load: Callable[[dict[str, Any]], nn.Module], path: str,
-    folder: str, model: arguments.ModelArguments, optimizer: arguments.OptimizerArguments,
-    devices: arguments.DeviceArguments, run: arguments.RunArguments,
+    folder: str, settings: arguments.PreferenceSettings,
 ) -> DataSplits:  # fmt: skip
     """The splits with a column `ref_logprobs`, [rows, 2] in nats, NaN for rows that this run never sees.
 
@@ -54,14 +53,15 @@ def with_reference_logprobs(
         load: DeepSpeed configuration → the reference network, with the weights that `path` names.
         folder: of the prepared rows.
     """
-    batches, total = schedule(splits.train, model=model, optimizer=optimizer, run=run)
+    model, devices = settings.model, settings.devices
+    batches, total = schedule(splits.train, settings)
     steps = [batches.step(step) for step in range(min(total, len(batches)))]
     if total > len(batches):  # later epochs see the rows that filled no step of the first
         left = sorted(set(range(len(splits.train))) - {row for step in steps for row in step})
         size = batches.global_batch_size
         steps += [left[start : start + size] for start in range(0, len(left), size)]
     held_out = evaluation_steps(
-        splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
+        splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=settings.run.eval_iters
     )
     cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
     watchdog.phase("reference fingerprint")

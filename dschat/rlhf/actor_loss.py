@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +9,12 @@ from torch import Tensor
 
 from dschat.arguments import PPOArguments
 from dschat.distributed.launch import sum_over_ranks
+from dschat.losses.aggregation import aggregation_weights
 from dschat.losses.normalizer import Metrics
-from dschat.losses.policy import policy_loss
-from dschat.losses.policy_losses import aggregation_weights, cispo_loss, entropy_bonus, gspo_loss, kl_loss, sapo_loss
+from dschat.losses.policy import POLICY_LOSSES
+from dschat.losses.regularization import entropy_bonus, kl_loss
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollout_correction import correction_weights
-
-PolicyLoss = Callable[..., tuple[Tensor, Metrics]]
 
 
 @dataclass(frozen=True)
@@ -49,18 +47,9 @@ class ActorLoss:
         self.ppo, self.max_tokens = ppo, max_tokens
         self.wants_entropy = ppo.entropy_coef > 0
         self.corrects_rollouts = ppo.rollout_correction != "none" and ppo.old_logprobs == "recompute"
-        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)}
-        soft = {
-            "positive_temperature": ppo.sapo_positive_temperature,
-            "negative_temperature": ppo.sapo_negative_temperature,
-        }
-        choices: dict[str, tuple[PolicyLoss, dict]] = {
-            "ppo_clip": (policy_loss, clip | {"dual_clip": ppo.dual_clip or None}),
-            "gspo": (gspo_loss, clip),
-            "cispo": (cispo_loss, clip),
-            "sapo": (sapo_loss, soft),
-        }
-        self.policy_loss, self.settings = choices[ppo.policy_loss]
+        choice = POLICY_LOSSES[ppo.policy_loss]
+        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)} if choice.clip_range else {}
+        self.policy_loss, self.options = choice.function, clip | choice.options(ppo)
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, part: Experience, counts: StepCounts, *, kl_coef: float
@@ -84,7 +73,7 @@ class ActorLoss:
             corrected = weights * factors
         loss, metrics = self.policy_loss(
             logprobs, part.old_logprobs, part.advantages, mask, weights=corrected, normalizer=counts.tokens,
-            **self.settings,
+            **self.options,
         )  # fmt: skip
         metrics = metrics | correction | {"policy_loss": loss.detach()}
         if ppo.kl_in == "loss" and part.ref_logprobs is not None:

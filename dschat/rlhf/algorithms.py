@@ -1,76 +1,114 @@
-"""From scores to rewards and advantages, as --algorithm and its flags choose."""
+"""The algorithms of step 3: one row each.
+
+A new algorithm is an estimator (in advantages.py or group_advantages.py), its row here, its test, and its line in the
+README of step 3.
+"""
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
 from torch import Tensor
 
-from dschat.arguments import PPOArguments
-from dschat.rlhf import advantages as estimators
-from dschat.rlhf import group_advantages
-from dschat.rlhf.experience import Experience
-
-# Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
-SPREAD = 1e-6
-# Every token of a response gets the same number, made of the whole rewards of its group.
-BY_GROUP = {
-    "grpo": group_advantages.grpo,
-    "dr_grpo": group_advantages.dr_grpo,
-    "rloo": group_advantages.rloo,
-    "opo": group_advantages.opo,
-}
+from dschat.rlhf.advantages import gae, reinforce
+from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
 
 
-def shaped_scores(scores: Tensor, ended: Tensor, lengths: Tensor, *, ppo: PPOArguments, max_tokens: int) -> Tensor:
-    """[B] what responses are worth: clipped scores, less what a missing EOS and the last tokens cost.
+@dataclass(frozen=True, kw_only=True)
+class EstimatorInputs:
+    """What an estimator may read; B responses of at most T tokens.
 
-    Args:
-        scores: [B] float.
-        ended: [B] bool, True where the response ended by EOS.
-        lengths: [B] long, tokens.
-        max_tokens: longest response that is possible.
+    Attributes:
+        rewards: [B, T], the KL penalty included.
+        response_mask: [B, T] bool.
+        values: [B, T] of the critic, or None.
+        known: [B] bool, False for responses without a score.
+        greedy_scores: [B] of the greedy response to each row's prompt, for algorithms with a greedy baseline.
+        group_size: responses to each prompt, in rows that follow each other.
+        gamma, gae_lambda: see advantages.gae.
     """
-    # Penalties come after clipping, or a score beyond the clip would swallow them.
-    if ppo.reward_clip:
-        scores = scores.clamp(-ppo.reward_clip, ppo.reward_clip)
-    scores = scores - ppo.missing_eos_penalty * (~ended)
-    if ppo.overlong_buffer:
-        scores = scores + estimators.overlong_penalty(
-            lengths, max_tokens=max_tokens, buffer=ppo.overlong_buffer, factor=ppo.overlong_factor
-        )
-    return scores
+
+    rewards: Tensor
+    response_mask: Tensor
+    values: Tensor | None
+    known: Tensor
+    greedy_scores: Tensor | None
+    group_size: int
+    gamma: float
+    gae_lambda: float
 
 
-def estimate_advantages(
-    experience: Experience, *, ppo: PPOArguments, greedy_scores: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
+Estimates = tuple[Tensor, Tensor | None]
 
-    Args:
-        experience: with rewards, and with values where there is a critic.
-        greedy_scores: [B] what the greedy response to each row's prompt is worth, for remax.
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """What a name of --algorithm stands for.
+
+    Attributes:
+        estimate: inputs → advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
+        trains_critic: whether there is a critic, whose values the estimator reads.
+        compares_group: whether responses to one prompt are compared, so that there must be several.
+        greedy_baseline: whether the greedy response to each prompt is scored, too.
+        discounts: whether --gamma has an effect.
+        defaults: flags that are not given. KL coefficients are those of the papers where they give one, else ours.
     """
-    rewards, mask = experience.rewards, experience.response_mask
-    groups = {"group_size": ppo.num_samples_per_prompt, "known": experience.known}
-    if ppo.algorithm == "ppo":
-        return estimators.gae(rewards, experience.values, mask, gamma=ppo.gamma, gae_lambda=ppo.gae_lambda)
-    if ppo.algorithm in BY_GROUP:
-        return BY_GROUP[ppo.algorithm](rewards, mask, **groups), None
-    baseline = {
-        "reinforce++": lambda: None,
-        "reinforce++_baseline": lambda: group_advantages.group_mean(rewards, mask, **groups),
-        "remax": lambda: greedy_scores,
-    }[ppo.algorithm]()
-    return estimators.reinforce(rewards, mask, gamma=ppo.gamma, baseline=baseline), None
+
+    estimate: Callable[[EstimatorInputs], Estimates]
+    trains_critic: bool = False
+    compares_group: bool = False
+    greedy_baseline: bool = False
+    discounts: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-def flat_groups(scores: Tensor, known: Tensor, group_size: int) -> Tensor:
-    """[B / group_size] bool, True where all responses to a prompt score alike, as far as is known.
+def _by_group(estimator: Callable[..., Tensor]) -> Callable[[EstimatorInputs], Estimates]:
+    return lambda x: (estimator(x.rewards, x.response_mask, group_size=x.group_size, known=x.known), None)
 
-    Args:
-        scores: [B] float.
-        known: [B] bool, True where there is a score.
-    """
-    most = scores.masked_fill(~known, -torch.inf).view(-1, group_size).amax(dim=1)
-    least = scores.masked_fill(~known, torch.inf).view(-1, group_size).amin(dim=1)
-    return most - least < SPREAD  # −inf where nothing is known
+
+def _reinforce(baseline: Callable[[EstimatorInputs], Tensor | None]) -> Callable[[EstimatorInputs], Estimates]:
+    return lambda x: (reinforce(x.rewards, x.response_mask, gamma=x.gamma, baseline=baseline(x)), None)
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(
+        estimate=lambda x: gae(x.rewards, x.values, x.response_mask, gamma=x.gamma, gae_lambda=x.gae_lambda),
+        trains_critic=True, discounts=True, defaults={"kl_coef": 0.1, "whiten_advantages": True},
+    ),
+    "grpo": Algorithm(
+        estimate=_by_group(grpo), compares_group=True,
+        defaults={"kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_mean",
+                  "num_samples_per_prompt": 8},
+    ),
+    "dr_grpo": Algorithm(
+        estimate=_by_group(dr_grpo), compares_group=True,
+        defaults={"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_sum_norm",
+                  "num_samples_per_prompt": 8},
+    ),
+    "rloo": Algorithm(
+        estimate=_by_group(rloo), compares_group=True, defaults={"kl_coef": 0.05, "num_samples_per_prompt": 4}
+    ),
+    "reinforce++": Algorithm(
+        estimate=_reinforce(lambda x: None), discounts=True, defaults={"kl_coef": 0.01, "whiten_advantages": True}
+    ),
+    "reinforce++_baseline": Algorithm(
+        estimate=_reinforce(
+            lambda x: group_mean(x.rewards, x.response_mask, group_size=x.group_size, known=x.known)
+        ),
+        compares_group=True, discounts=True,
+        defaults={"kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": True,
+                  "num_samples_per_prompt": 8},
+    ),
+    "remax": Algorithm(
+        estimate=_reinforce(lambda x: x.greedy_scores), greedy_baseline=True, discounts=True,
+        defaults={"kl_coef": 0.05},
+    ),
+    "opo": Algorithm(estimate=_by_group(opo), compares_group=True, defaults={"num_samples_per_prompt": 8}),
+}  # fmt: skip
+# Flags that a row does not name.
+DEFAULTS: dict[str, Any] = {
+    "kl_coef": 0.0, "kl_in": "reward", "kl_estimator": "k1", "loss_aggregation": "token_mean",
+    "whiten_advantages": False, "num_samples_per_prompt": 1,
+}  # fmt: skip

@@ -10,11 +10,12 @@ from datasets import Dataset
 from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
 from dschat.distributed import launch
-from dschat.rlhf.algorithms import flat_groups
 from dschat.rlhf.evaluation import experience_sums
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.score_shaping import flat_groups
 
 
 class Slots:
@@ -84,15 +85,17 @@ class Slots:
             asked = mine or of_all[:1]  # a rank without slots joins in
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])
-            part = trainer.generate_experience(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            result = trainer.rollout(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            part = result.experience
             if trainer.ppo.dynamic_sampling:
                 flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
                 part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
             iteration.sums.append(experience_sums(
-                part, trainer.samples, 1.0 if mine else 0.0, recomputed=trainer.ppo.old_logprobs == "recompute",
-                judged=trainer.judge is not None, group_size=trainer.ppo.num_samples_per_prompt,
+                result, 1.0 if mine else 0.0, judged=trainer.judge is not None,
+                group_size=trainer.ppo.num_samples_per_prompt,
             ))  # fmt: skip
-            iteration.samples += trainer.samples if mine else []
+            iteration.timings = Timings(iteration.timings, result.timings)
+            iteration.samples += result.samples if mine else []
             parts += [(part, mine)] if mine else []
         return parts
 

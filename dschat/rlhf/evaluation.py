@@ -11,34 +11,26 @@ from dschat.data.collators import collate_prompts
 from dschat.distributed import launch
 from dschat.distributed.engines import Metrics, sum_metrics
 from dschat.rewards.answer_extraction import extract_answer, majority, pass_at_k
-from dschat.rlhf.algorithms import flat_groups
-from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rollout_correction import gap_metrics, rollout_gap
+from dschat.rlhf.rollout_correction import gap_metrics
+from dschat.rlhf.rollout_result import RolloutResult
+from dschat.rlhf.score_shaping import flat_groups
 
 # Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
 EVALUATION = 2**31 - 1
 
 
 def experience_sums(
-    experience: Experience,
-    samples: Sequence[dict[str, Any]],
-    weight: float = 1.0,
-    *,
-    recomputed: bool = True,
-    judged: bool = False,
-    group_size: int = 1,
+    result: RolloutResult, weight: float = 1.0, *, judged: bool = False, group_size: int = 1
 ) -> Metrics:
     """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
 
     Args:
-        samples: of the trainer, for the judge's scores and those of each reward source.
         weight: 0 for rows that only keep a rank busy.
-        recomputed: whether old_logprobs are the actor's own; the decoder's say nothing of the gap between the two,
-            which the trainer's first update then measures.
         judged: whether there is a judge; it may have left out some samples.
         group_size: responses to each prompt.
     """
+    experience, samples = result.experience, result.samples
     mask = experience.response_mask
     sums = {
         "sequences": torch.tensor(len(experience)),
@@ -52,14 +44,13 @@ def experience_sums(
     }
     if experience.kl is not None:
         sums["kl"] = experience.kl[mask].sum()
-    if recomputed:
-        sums |= rollout_gap(experience.old_logprobs, experience.rollout_logprobs, mask)
     if judged:
         sums |= _known("judge", [sample["judge"] for sample in samples])
     for name in samples[0]["rewards"]:
         sums |= _known(f"reward_{name}", [sample["rewards"][name] for sample in samples])
     if group_size > 1:
         sums["flat_groups"] = flat_groups(experience.scores, experience.known, group_size).sum() * group_size
+    sums |= result.mismatch
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
 
 
@@ -77,8 +68,8 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     the others); entropy (nats) and the gap between decoder and actor, where it is known (see off_policy.gap_metrics),
     are per token; flat_groups is the share of groups whose scores are all alike. responses counts.
     """
-    gap = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
-    total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in gap})
+    mismatch = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
+    total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)
     scored = max(total.pop("scored"), 1.0)
@@ -92,7 +83,7 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     means = worth | {name: value / sequences for name, value in total.items()} | opinions
     if means["trained"] == 1:
         del means["trained"]
-    return means | {"response_length": tokens / sequences, "entropy": entropy, "responses": sequences} | gap
+    return means | {"response_length": tokens / sequences, "entropy": entropy, "responses": sequences} | mismatch
 
 
 @torch.no_grad()
@@ -122,12 +113,9 @@ def evaluate(
         share = rank_share(indices, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch_size)[0]
         mine = share or indices[:1]  # a rank without rows joins in
         prompts = collate_prompts([rows[index] for index in mine])
-        experience = trainer.observe(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
-        recomputed = trainer.ppo.old_logprobs == "recompute"
-        sums.append(experience_sums(experience, trainer.samples, 1.0 if share else 0.0, recomputed=recomputed,
-                                    judged=trainer.judge is not None))  # fmt: skip
-        samples += trainer.samples if share else []
-    trainer.take_seconds()
+        result = trainer.rollout_and_score(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
+        sums.append(experience_sums(result, 1.0 if share else 0.0, judged=trainer.judge is not None))
+        samples += result.samples if share else []
     if not sums:
         return {}, []
     samples = launch.lists_on_main(samples)

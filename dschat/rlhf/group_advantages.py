@@ -51,7 +51,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: T
     """GRPO without its division: R_i − mean R over the group, so that easy and hard prompts weigh alike.
 
     Its other half, sums of tokens over a constant instead of means over each response's length, is the aggregation
-    "seq_mean_token_sum_norm" (see policy_losses). Arguments, result and errors as those of grpo.
+    "seq_mean_token_sum_norm" (see losses.aggregation). Arguments, result and errors as those of grpo.
 
     Source: Liu et al. 2025, section 3.2 (arXiv:2503.20783).
     """

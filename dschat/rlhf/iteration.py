@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from dschat.distributed import launch
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.rollout_result import Timings
 
 
 @dataclass
@@ -24,14 +25,14 @@ class Iteration:
         sums: experience_sums of each rollout batch.
         samples: of the trainer, for people to read.
         updates: metrics of the updates that are finished.
-        gap: of the trainer, see DeepSpeedPPOTrainer.
+        timings: seconds by phase; a resumed run has those since it was resumed.
     """
 
     minibatches: list[Experience | None] = field(default_factory=list)
     sums: list[Metrics] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
-    gap: dict[str, float] = field(default_factory=dict)
+    timings: Timings = field(default_factory=Timings)
 
     def save(self, folder: Path) -> None:
         """Write what is needed to go on into files of this rank."""
@@ -47,7 +48,6 @@ class Iteration:
             "sums": [{name: value.item() for name, value in sums.items()} for sums in self.sums],
             "samples": self.samples,
             "updates": self.updates,
-            "gap": self.gap,
         }
         (folder / f"iteration_rank{launch.rank()}.json").write_text(json.dumps(rest), encoding="utf-8")
 
@@ -67,4 +67,4 @@ class Iteration:
             {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in part.items()}
             for part in rest["sums"]
         ]
-        return cls(minibatches, sums, rest["samples"], rest["updates"], rest["gap"])
+        return cls(minibatches, sums, rest["samples"], rest["updates"])

@@ -1,12 +1,10 @@
 """Policy optimisation of an actor: experience, then updates."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from dschat.arguments import PPOArguments, RolloutArguments
@@ -22,20 +20,20 @@ from dschat.rewards.retry import Patience
 from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores, prompt_text
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
 from dschat.rlhf.advantages import kl_estimate, token_rewards
-from dschat.rlhf.algorithms import estimate_advantages, shaped_scores
+from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollout_correction import gap_metrics, rollout_gap
+from dschat.rlhf.rollout_result import RolloutResult, Timings
+from dschat.rlhf.score_shaping import shaped_scores
 
 Prompts = Mapping[str, list]  # of collate_prompts
-ACTOR_METRICS = (
-    "policy_loss", "clip_fraction", "dual_clip_fraction", "approx_kl", "ratio", "kl_loss", "entropy_bonus",
-    "correction_weight", "correction_cut", "unsupervised_loss",
-)  # fmt: skip
+Record = Callable[[str, Tensor], None]
+OF_ENGINE = ("loss", "grad_norm", "learning_rate", "skipped_updates")  # what optimizer_step adds to a loss's metrics
 
 
 class DeepSpeedPPOTrainer:
-    """`generate_experience`, then `train_rlhf`.
+    """`rollout` (or `generate_experience`), then `train_rlhf`; no call leaves anything behind on the trainer.
 
     Args:
         engine: the models.
@@ -45,11 +43,7 @@ class DeepSpeedPPOTrainer:
         judge: scores that are watched and never trained on.
 
     Attributes:
-        kl_coef: price of a nat of KL; --kl_target has it change between iterations.
-        samples: prompt, response and scores of the newest rollout of this rank, for people to read.
-        seconds: {"rollout", "scoring", "update"} since `take_seconds` was last called.
-        note: is told of what an update computes, by name; see rlhf.dump.
-        gap: with --old_logprobs rollout, what gap_metrics say of the first minibatch after the newest experience.
+        kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
     """
 
     def __init__(self, engine: DeepSpeedRLHFEngine, *, rollouts: RolloutArguments, ppo: PPOArguments, rewards: Rewards,
@@ -57,17 +51,17 @@ class DeepSpeedPPOTrainer:
         self.engine, self.rollouts, self.ppo, self.seed, self.judge = engine, rollouts, ppo, seed, judge
         self.rewards, self.kl_coef = rewards, ppo.kl_coef
         self.tokenizer = engine.tokenizer
-        self.stop_ids = stop_token_ids(self.tokenizer, engine.actor.engine.module.model.generation_config.eos_token_id)
-        self.loss_of_actor = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
-        self.samples: list[dict[str, Any]] = []
-        self.gap: dict[str, float] = {}
-        self.note: Callable[[str, Tensor], None] | None = None
-        self.seconds = {"rollout": 0.0, "scoring": 0.0, "update": 0.0}
+        self.stop_ids = stop_token_ids(self.tokenizer, engine.policy.module.model.generation_config.eos_token_id)
+        self.policy_objective = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
+
+    def generate_experience(self, prompts: Prompts, **options: Any) -> Experience:
+        """The experience of `rollout` alone."""
+        return self.rollout(prompts, **options).experience
 
     @torch.no_grad()
-    def generate_experience(
+    def rollout(
         self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
-    ) -> Experience:
+    ) -> RolloutResult:
         """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts.
 
         Args:
@@ -79,44 +73,50 @@ class DeepSpeedPPOTrainer:
         Returns: num_samples_per_prompt rows for each prompt, one after the other.
         """
         ppo = self.ppo
-        experience = self.observe(
+        result = self.rollout_and_score(
             prompts, iteration=iteration, sample_ids=sample_ids, samples=ppo.num_samples_per_prompt, learn=learn,
             scale=True,
         )  # fmt: skip
-        greedy = None
-        if ppo.algorithm == "remax":
-            greedy, known = self.greedy_scores(prompts)
-            experience.trained &= known  # there is nothing to compare them with
+        experience, greedy = result.experience, None
+        if ALGORITHMS[ppo.algorithm].greedy_baseline:
+            greedy, known = self.greedy_scores(prompts, result.timings)
+            experience.trained &= known  # without a baseline there is nothing to compare them with
         experience.advantages, experience.returns = estimate_advantages(experience, ppo=ppo, greedy_scores=greedy)
-        return experience
+        return result
 
     @torch.no_grad()
-    def observe(
+    def rollout_and_score(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
         learn: bool = False, scale: bool = False,
-    ) -> Experience:  # fmt: skip
+    ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards: an experience whose advantages are still 0.
 
         Args:
             samples: responses to each prompt; the j-th of a prompt draws the numbers of sample_id · samples + j.
             learn, scale: of Rewards.score; evaluations neither change the moments nor are normalised.
         """
-        ppo, self.gap = self.ppo, {}
+        ppo, timings = self.ppo, Timings()
         names = prompts["row_index"] if sample_ids is None else sample_ids
         prompts = {name: [value for value in values for _ in range(samples)] for name, values in prompts.items()}
         names = [name * samples + j for name in names for j in range(samples)]
         sampling = SamplingParams(self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p)
-        rollout = self.timed("rollout", lambda: self.roll_out(prompts, sampling, iteration=iteration, sample_ids=names))
-        scored = self.timed("scoring", lambda: self.score(rollout, prompts, learn=learn, scale=scale))
-        old_logprobs, entropy, ref_logprobs, values, scores = scored
-        mask, kl = rollout.response_mask, None
+        with timings.measure("rollout"):
+            rollout = self.generate(prompts, sampling, iteration=iteration, sample_ids=names)
+        with timings.measure("scoring"):
+            answers = self.answers(rollout, prompts)
+            old_logprobs, entropy, ref_logprobs, values = self.score_tokens(rollout)
+            scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
+            if failpoint.reached("scores"):
+                scores.total.fill_(torch.nan)
+            readable = self._samples(answers, prompts, scores)
+        mask, kl, kl_coef = rollout.response_mask, None, 0.0
         if ref_logprobs is not None:
             clip = ppo.kl_clip or None
             kl = kl_estimate(old_logprobs, ref_logprobs, ppo.kl_estimator, response_mask=mask, clip=clip)
-        price = self.kl_coef if ppo.kl_in == "reward" and kl is not None else 0.0
-        worth = self.worth(rollout, scores)
-        rewards = token_rewards(worth, torch.zeros_like(old_logprobs) if kl is None else kl, mask, kl_coef=price)
-        return Experience(
+            kl_coef = self.kl_coef if ppo.kl_in == "reward" else 0.0
+        penalty = torch.zeros_like(old_logprobs) if kl is None else kl
+        rewards = token_rewards(self.shaped_scores(rollout, scores), penalty, mask, kl_coef=kl_coef)
+        experience = Experience(
             sequences=rollout.sequences,
             attention_mask=rollout.attention_mask,
             response_mask=mask,
@@ -133,129 +133,138 @@ class DeepSpeedPPOTrainer:
             rewards=rewards,
             advantages=torch.zeros_like(rewards),
         )
+        recomputed = ppo.old_logprobs == "recompute"
+        mismatch = rollout_gap(old_logprobs, rollout.logprobs, mask) if recomputed else {}
+        return RolloutResult(experience, readable, timings, mismatch)
 
-    def greedy_scores(self, prompts: Prompts) -> tuple[Tensor, Tensor]:
-        """[B] what the greedy response to each prompt is worth, ReMax's baseline, and [B] whether that is known.
+    def greedy_scores(self, prompts: Prompts, timings: Timings) -> tuple[Tensor, Tensor]:
+        """[B] shaped scores of the greedy response to each prompt, ReMax's baseline, and [B] whether there is a score.
 
-        Both once for each sample of a prompt.
+        Both repeated for each sample of a prompt. Adds to the timings.
         """
-        greedy = SamplingParams(temperature=0.0)
-        rollout = self.timed("rollout", lambda: self.roll_out(prompts, greedy, iteration=0, sample_ids=None))
-        scores = self.timed("scoring", lambda: self.rewards.score(rollout, self.answers(rollout, prompts), learn=False))
+        with timings.measure("rollout"):
+            rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
+        with timings.measure("scoring"):
+            scores = self.rewards.score(rollout, self.answers(rollout, prompts), learn=False)
         times = self.ppo.num_samples_per_prompt
-        return self.worth(rollout, scores).repeat_interleave(times), scores.known.repeat_interleave(times)
+        shaped = self.shaped_scores(rollout, scores)
+        return shaped.repeat_interleave(times), scores.known.repeat_interleave(times)
 
-    def worth(self, rollout: Rollout, scores: Scores) -> Tensor:
-        """[B] scores with everything that clips them or is taken off."""
+    def shaped_scores(self, rollout: Rollout, scores: Scores) -> Tensor:
+        """[B] scores after clipping and penalties."""
+        ppo = self.ppo
         return shaped_scores(
-            scores.total, rollout.ended, rollout.response_mask.sum(-1), ppo=self.ppo,
-            max_tokens=self.rollouts.max_answer_seq_len,
+            scores.total, rollout.ended, rollout.response_mask.sum(-1), reward_clip=ppo.reward_clip,
+            missing_eos_penalty=ppo.missing_eos_penalty, overlong_buffer=ppo.overlong_buffer,
+            overlong_factor=ppo.overlong_factor, max_tokens=self.rollouts.max_answer_seq_len,
         )  # fmt: skip
 
     def train_rlhf(
-        self, minibatch: Experience, unsupervised: list[dict[str, Tensor]] | None = None, *, freeze_actor: bool = False
-    ) -> dict[str, float]:
-        """One optimizer step of the actor, and one of the critic where there is one.
+        self, minibatch: Experience, unsupervised: Sequence[dict[str, Tensor]] = (), *, freeze_actor: bool = False,
+        measure_mismatch: bool = False, record: Record | None = None,
+    ) -> dict[str, float]:  # fmt: skip
+        """One optimizer step of the policy, and one of the critic where there is one.
 
         Args:
             minibatch: this rank's rows of the step; cut into micro-batches here.
             unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
             freeze_actor: the critic alone.
+            measure_mismatch: whether the metrics say how far the log-probs of the rollout engine are from the policy's
+                (see rollout_correction.gap_metrics); its weights must still be those that sampled.
+            record: is given what the losses compute, by name, see update_dump.
 
         Returns: metrics of the whole step, the same on all ranks. Where no row of any rank has something to learn from
-            nothing is updated: skipped_updates 0 and updates_without_signal 1. With --old_logprobs rollout the gap
-            between decoder and actor too: of the first step after an experience, in which the weights are still those
-            that sampled, and as it was there in the metrics of later steps.
+            nothing is updated: skipped_updates 0 and updates_without_signal 1.
         """
-        return self.timed("update", lambda: self._train_rlhf(minibatch, unsupervised or [], freeze_actor))
-
-    def _train_rlhf(
-        self, minibatch: Experience, unsupervised: list[dict[str, Tensor]], freeze_actor: bool
-    ) -> dict[str, float]:
         size = self.ppo.per_device_training_batch_size
         parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
         if not counts.tokens and not unsupervised:  # momentum alone must not move the models
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
-        metrics = {} if freeze_actor else self._step_of_actor(parts, unsupervised, counts)
+        metrics: dict[str, float] = {}
+        if not freeze_actor:
+            metrics = self._step_of_policy(parts, unsupervised, counts, measure_mismatch, record)
         if self.engine.critic is not None:
-            metrics = self._step_of_critic(parts, counts) | metrics
+            metrics = self._step_of_critic(parts, counts, record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
 
-    def _step_of_actor(
-        self, parts: list[Experience], unsupervised: list[dict[str, Tensor]], counts: StepCounts
-    ) -> dict[str, float]:
-        texts = torch.zeros((), dtype=torch.long, device=self.engine.actor.engine.device)  # NCCL sums nothing else
+    def _step_of_policy(
+        self, parts: list[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts,
+        measure_mismatch: bool, record: Record | None,
+    ) -> dict[str, float]:  # fmt: skip
+        texts = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL sums nothing else
         texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
-        gaps = [] if self.ppo.old_logprobs == "rollout" and not self.gap else None
-        actor = optimizer_step(
-            self.engine.actor.engine,
-            [partial(self.actor_loss, part, counts, gaps) for part in parts]
+        mismatches: list[Metrics] | None = [] if measure_mismatch else None
+        step = optimizer_step(
+            self.engine.policy,
+            [partial(self.policy_loss, part, counts, mismatches, record) for part in parts]
             + [partial(self.unsupervised_loss, batch, texts) for batch in unsupervised],
         )
-        self.gap = gap_metrics(gaps) if gaps else self.gap
         self.engine.update_ema(self.engine.models.ema_decay)
         return {
-            **{name: actor[name] for name in ACTOR_METRICS if name in actor},
-            "actor_grad_norm": actor["grad_norm"],
-            "actor_learning_rate": actor["learning_rate"],
-            "actor_skipped": actor.get("skipped_updates", 0.0),
-            **self.gap,
+            **{name: value for name, value in step.items() if name not in OF_ENGINE},
+            "actor_grad_norm": step["grad_norm"],
+            "actor_learning_rate": step["learning_rate"],
+            "actor_skipped": step.get("skipped_updates", 0.0),
+            **(gap_metrics(mismatches) if mismatches else {}),
         }
 
-    def _step_of_critic(self, parts: list[Experience], counts: StepCounts) -> dict[str, float]:
-        critic = optimizer_step(self.engine.critic, [partial(self.critic_loss, part, counts) for part in parts])
-        variance = explained_variance({name: torch.tensor(value) for name, value in critic.items()})
+    def _step_of_critic(
+        self, parts: list[Experience], counts: StepCounts, record: Record | None
+    ) -> dict[str, float]:
+        step = optimizer_step(self.engine.critic, [partial(self.critic_loss, part, counts, record) for part in parts])
+        variance = explained_variance({name: torch.tensor(value) for name, value in step.items()})
         return {
-            "value_loss": critic["loss"],
+            **{name: value for name, value in step.items() if name not in OF_ENGINE},
+            "value_loss": step["loss"],
             "explained_variance": float(variance),
-            "value": critic["value_mean"],
-            "critic_grad_norm": critic["grad_norm"],
-            "critic_learning_rate": critic["learning_rate"],
-            "critic_skipped": critic.get("skipped_updates", 0.0),
+            "critic_grad_norm": step["grad_norm"],
+            "critic_learning_rate": step["learning_rate"],
+            "critic_skipped": step.get("skipped_updates", 0.0),
         }
 
-    def actor_loss(
-        self, part: Experience, counts: StepCounts, gaps: list[Metrics] | None = None
-    ) -> tuple[Tensor, Metrics]:
-        """The actor's loss of a micro-batch, and its metrics; a list of gaps gets the one to the decoder."""
-        entropy = None
-        logprobs = self.engine.actor.engine(
-            part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature,
-            self.loss_of_actor.wants_entropy,
-        )  # fmt: skip
-        if self.loss_of_actor.wants_entropy:
+    def policy_loss(
+        self, part: Experience, counts: StepCounts, mismatches: list[Metrics] | None = None,
+        record: Record | None = None,
+    ) -> tuple[Tensor, Metrics]:  # fmt: skip
+        """The policy's loss of a micro-batch, and its metrics; mismatches gets the one to the rollout engine."""
+        entropy, with_entropy = None, self.policy_objective.wants_entropy
+        logprobs = self.engine.policy(
+            part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature, with_entropy
+        )
+        if with_entropy:
             logprobs, entropy = logprobs
             entropy = _response(entropy, part.response_mask)
         logprobs = _response(logprobs, part.response_mask)
-        self._note("logprobs", logprobs)
-        if gaps is not None:
-            gaps.append(rollout_gap(logprobs, part.rollout_logprobs, part.response_mask))
-        loss, metrics = self.loss_of_actor(logprobs, entropy, part, counts, kl_coef=self.kl_coef)
-        self._note("policy_loss", loss)
+        if mismatches is not None:
+            mismatches.append(rollout_gap(logprobs, part.rollout_logprobs, part.response_mask))
+        loss, metrics = self.policy_objective(logprobs, entropy, part, counts, kl_coef=self.kl_coef)
+        if record is not None:
+            record("logprobs", logprobs)
+            record("policy_loss", loss)
         return loss, metrics
 
-    def critic_loss(self, part: Experience, counts: StepCounts) -> tuple[Tensor, Metrics]:
+    def critic_loss(
+        self, part: Experience, counts: StepCounts, record: Record | None = None
+    ) -> tuple[Tensor, Metrics]:
+        """The critic's loss of a micro-batch, and its metrics."""
         values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
         loss, metrics = value_loss(
             values, part.values, part.returns, part.trained_mask,
             value_clip_range=self.ppo.value_clip_range, normalizer=counts.tokens,
         )  # fmt: skip
-        self._note("values", values)
-        self._note("value_loss", loss)
+        if record is not None:
+            record("values", values)
+            record("value_loss", loss)
         return loss, metrics
 
-    def _note(self, name: str, tensor: Tensor) -> None:
-        if self.note is not None:
-            self.note(name, tensor)
-
     def unsupervised_loss(self, batch: dict[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
-        logprobs = self.engine.actor.engine(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
+        logprobs = self.engine.policy(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
         loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
         return self.ppo.unsup_coef * loss, {"unsupervised_loss": loss}
 
-    def roll_out(
+    def generate(
         self, prompts: Prompts, sampling: SamplingParams, *, iteration: int, sample_ids: Sequence[int] | None
     ) -> Rollout:
         """Sample one response to each prompt, as its sample id and nothing about ranks or order decides."""
@@ -272,10 +281,8 @@ class DeepSpeedPPOTrainer:
                 sample_ids=None if sample_ids is None else torch.tensor(sample_ids),
             )
 
-    def score(
-        self, rollout: Rollout, prompts: Prompts, *, learn: bool, scale: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Scores]:
-        """old_logprobs, entropy, ref_logprobs, values [B, T] and the scores of a rollout; dropout is off.
+    def score_tokens(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """old_logprobs, entropy, ref_logprobs, values [B, T] of a rollout; dropout is off.
 
         ref_logprobs and values are None where there is no such model.
         """
@@ -293,12 +300,7 @@ class DeepSpeedPPOTrainer:
         if engine.critic is not None:
             engine.critic.eval()
             values = _states(forward_in_micro_batches(engine.critic, ids, attended, micro_batch_size=size), mask)
-        answers = self.answers(rollout, prompts)
-        scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
-        if failpoint.reached("scores"):
-            scores.total.fill_(torch.nan)
-        self.samples = self._samples(answers, prompts, scores)
-        return old_logprobs, entropy, ref_logprobs, values, scores
+        return old_logprobs, entropy, ref_logprobs, values
 
     def answers(self, rollout: Rollout, prompts: Prompts) -> Answers:
         """The responses as reward sources see them."""
@@ -320,28 +322,13 @@ class DeepSpeedPPOTrainer:
         """
         if self.ppo.old_logprobs == "rollout":
             return rollout.logprobs, -rollout.logprobs  # −log q of what q draws is its entropy, on average
-        actor = self.engine.actor.engine
-        actor.eval()
+        policy = self.engine.policy
+        policy.eval()
         logprobs, entropy = forward_in_micro_batches(
-            actor, rollout.sequences, rollout.attention_mask, loss_mask, temperature=self.rollouts.temperature,
+            policy, rollout.sequences, rollout.attention_mask, loss_mask, temperature=self.rollouts.temperature,
             with_entropy=True, micro_batch_size=self.ppo.per_device_training_batch_size,
         )  # [B, P+T]  # fmt: skip
         return _response(logprobs, rollout.response_mask), _response(entropy, rollout.response_mask)
-
-    def timed(self, what: str, work: Callable[[], Any]) -> Any:
-        """Run the work and add its seconds to those of the rollout, the scoring or the update."""
-        watchdog.phase(what)
-        failpoint.reached(what)
-        start = time.perf_counter()
-        result = work()
-        get_accelerator().synchronize()
-        self.seconds[what] += time.perf_counter() - start
-        return result
-
-    def take_seconds(self) -> dict[str, float]:
-        """The seconds of each part since the last call."""
-        taken, self.seconds = self.seconds, dict.fromkeys(self.seconds, 0.0)
-        return {f"seconds_{what}": value for what, value in taken.items()}
 
     def _samples(self, answers: Answers, prompts: Prompts, scores: Scores) -> list[dict[str, Any]]:
         opinions = [None] * len(answers)
@@ -372,3 +359,21 @@ def _response(per_token: Tensor, response_mask: Tensor) -> Tensor:
 def _states(per_token: Tensor, response_mask: Tensor) -> Tensor:
     """[B, P+T] → [B, T]: what is said before each response token; its state ends at column P + t − 1."""
     return per_token[:, -response_mask.shape[1] - 1 : -1]
+
+
+def estimate_advantages(
+    experience: Experience, *, ppo: PPOArguments, greedy_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
+
+    Args:
+        experience: with rewards, and with values where there is a critic.
+        greedy_scores: [B] shaped score of the greedy response to each row's prompt, for a greedy baseline.
+    """
+    return ALGORITHMS[ppo.algorithm].estimate(
+        EstimatorInputs(
+            rewards=experience.rewards, response_mask=experience.response_mask, values=experience.values,
+            known=experience.known, greedy_scores=greedy_scores, group_size=ppo.num_samples_per_prompt,
+            gamma=ppo.gamma, gae_lambda=ppo.gae_lambda,
+        )
+    )  # fmt: skip

@@ -34,7 +34,8 @@ class DeepSpeedRLHFEngine:
     """Builds and owns actor, ref, critic, reward models, and the moving average of the actor.
 
     Attributes:
-        actor: HybridEngine over the policy that is trained; `.actor.engine` is its DeepSpeedEngine (TokenLogprobs).
+        policy: DeepSpeedEngine (TokenLogprobs) that is trained.
+        actor: rollout engine over the policy.
         ref: frozen DeepSpeedEngine (TokenLogprobs), the policy as it was before training; None where KL costs nothing.
         critic: DeepSpeedEngine (TokenScores), or None for critic-free algorithms.
         reward_models: path → RewardModel over a frozen DeepSpeedEngine (TokenScores).
@@ -60,7 +61,7 @@ class DeepSpeedRLHFEngine:
         shared: dict[str, Any] = {
             "micro_batch_size": self.micro_batch_size, "optimizer": optimizer, "lora": lora, "devices": devices,
         }  # fmt: skip
-        policy = build_trainable(
+        self.policy = build_trainable(
             lambda config: self._causal_lm(config, dropout=models.actor_dropout, trained=True),
             learning_rate=models.actor_learning_rate,
             weight_decay=models.actor_weight_decay,
@@ -86,7 +87,7 @@ class DeepSpeedRLHFEngine:
         self.ref_is_refreshed = self.ref is not None and ppo.ref_refresh_interval > 0
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
         self.actor = HybridEngine(
-            policy,
+            self.policy,
             decoder=Decoder if rollouts.uses_hybrid_engine else TransformersDecoder,
             slots=rollouts.generation_slots or None,
             memory_fraction=rollouts.generation_memory_fraction,
@@ -101,7 +102,7 @@ class DeepSpeedRLHFEngine:
 
     @property
     def trained(self) -> dict[str, deepspeed.DeepSpeedEngine]:
-        return {"actor": self.actor.engine} | ({"critic": self.critic} if self.critic is not None else {})
+        return {"actor": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
 
     @property
     def followers(self) -> dict[str, deepspeed.DeepSpeedEngine]:
@@ -120,7 +121,7 @@ class DeepSpeedRLHFEngine:
 
     @torch.no_grad()
     def _follow(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
-        pairs = zip(self.actor.engine.module.parameters(), follower.module.parameters(), strict=True)
+        pairs = zip(self.policy.module.parameters(), follower.module.parameters(), strict=True)
         for parameter, average in pairs:
             # What ZeRO-3 gathers is kept only if it was written inside the context, on the modifier rank.
             with gathered([parameter]), gathered([average], modifier_rank=0):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -37,22 +36,25 @@ def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration
         (folder / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
-@contextmanager
-def dumped_update(folder: Path, trainer: DeepSpeedPPOTrainer, metrics: dict[str, float]) -> Iterator[None]:
-    """Inside, what an update computes is noted; afterwards it is written, with what has been put into metrics.
+class UpdateDump:
+    """Collects what an update's losses compute on this rank, then writes it.
 
     update_rank*.safetensors: "logprobs.M" and "policy_loss.M" (KL and entropy included where the loss has
     them), "values.M" and "value_loss.M" of micro-batch M.
     """
-    noted: dict[str, list[Tensor]] = defaultdict(list)
-    trainer.note = lambda name, tensor: noted[name].append(tensor.detach().clone())
-    try:
-        yield
-    finally:
-        trainer.note = None
-    tensors = {f"{name}.{part}": tensor for name, parts in noted.items() for part, tensor in enumerate(parts)}
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
-              folder / f"update_rank{launch.rank()}.safetensors")  # fmt: skip
-    if launch.is_main():
-        finite = {name: value if torch.isfinite(torch.tensor(value)) else None for name, value in metrics.items()}
-        (folder / "metrics.json").write_text(json.dumps(finite, indent=1), encoding="utf-8")
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tensors = folder, defaultdict(list)
+
+    def record(self, name: str, tensor: Tensor) -> None:
+        """Keep a copy of what the next micro-batch computes under this name."""
+        self.tensors[name].append(tensor.detach().clone())
+
+    def write(self, metrics: Mapping[str, float]) -> None:
+        """Write what was recorded, and on the main rank the update's metrics."""
+        tensors = {f"{name}.{part}": x for name, parts in self.tensors.items() for part, x in enumerate(parts)}
+        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
+                  self.folder / f"update_rank{launch.rank()}.safetensors")  # fmt: skip
+        if launch.is_main():
+            finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+            (self.folder / "metrics.json").write_text(json.dumps(finite, indent=1), encoding="utf-8")

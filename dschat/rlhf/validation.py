@@ -2,19 +2,15 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from dschat.arguments import (
     DataArguments,
-    DeviceArguments,
-    EvaluationArguments,
-    LoraArguments,
     OptimizerArguments,
     PPOArguments,
     RewardArguments,
     RLHFModelArguments,
+    RLHFSettings,
     RolloutArguments,
-    RunArguments,
 )
 from dschat.data.datasets import data_problems
 from dschat.models.causal_lm import load_tokenizer
@@ -31,25 +27,22 @@ def reward_entries(models: RLHFModelArguments, rewards: RewardArguments) -> list
     return [*named, *rewards.reward] or fallback
 
 
-def rlhf_problems(
-    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
-    _evaluation: EvaluationArguments, data: DataArguments, optimizer: OptimizerArguments, lora: LoraArguments,
-    devices: DeviceArguments, run: RunArguments,
-) -> list[str]:  # fmt: skip
+def rlhf_problems(settings: RLHFSettings) -> list[str]:
     """What cannot work among the settings of step 3: models against lengths and each other, batches against updates."""
-    problems = rlhf_model_problems(models, rollouts, ppo, rewards, data)
+    models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
+    problems = rlhf_model_problems(models, rollouts, ppo, rewards, settings.data)
     dims, stages = {"actor_lora_dim": models.actor_lora_dim}, {"actor_zero_stage": models.actor_zero_stage}
     if ppo.trains_critic:
         dims["critic_lora_dim"], stages["critic_zero_stage"] = models.critic_lora_dim, models.critic_zero_stage
-    problems += contradictions(lora, devices, dims=dims, stages=stages)
+    problems += contradictions(settings.lora, settings.devices, dims=dims, stages=stages)
     named = [
         ("--actor_model_name_or_path", models.actor_model_name_or_path),
         ("--critic_model_name_or_path", models.critic_model_name_or_path),
         ("--reward_model_name_or_path", models.reward_model_name_or_path),
         *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
     ]
-    problems += overwritten_models(run.output_dir, named)
-    options = data_options(data, run, max_tokens=rollouts.max_prompt_seq_len)
+    problems += overwritten_models(settings.run.output_dir, named)
+    options = data_options(settings.data, settings.run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:
         texts = replace(
@@ -63,7 +56,7 @@ def rlhf_problems(
             f"--overlong_buffer {ppo.overlong_buffer} is more than --max_answer_seq_len {rollouts.max_answer_seq_len}: "
             "it is the last part of an answer"
         )
-    return problems + minibatch_problems(rollouts, ppo, optimizer)
+    return problems + minibatch_problems(rollouts, ppo, settings.optimizer)
 
 
 def rlhf_model_problems(
@@ -130,11 +123,9 @@ def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer:
     return problems
 
 
-def rlhf_warnings(
-    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
-    *_: Any,
-) -> list[str]:  # fmt: skip
-    """What works in step 3, but not as one may think; takes the groups that rlhf_problems takes."""
+def rlhf_warnings(settings: RLHFSettings) -> list[str]:
+    """What works in step 3, but perhaps not as intended."""
+    models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
     warnings = []
     if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
         warnings.append("--pin_generation_buffers changes nothing: transformers decodes, which keeps no buffers")

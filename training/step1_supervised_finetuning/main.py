@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments
+from dschat.arguments import SFTSettings
 from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_sft
 from dschat.distributed import launch
@@ -21,16 +21,6 @@ from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, fit
 from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
-
-GROUPS = (
-    arguments.ModelArguments,
-    arguments.SupervisedArguments,
-    arguments.DataArguments,
-    arguments.OptimizerArguments,
-    arguments.LoraArguments,
-    arguments.DeviceArguments,
-    arguments.RunArguments,
-)
 
 
 def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:
@@ -49,8 +39,9 @@ def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
 
 def main() -> None:
     # Set up
-    groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "sft"))
-    model, supervised, data, optimizer, lora, devices, run = groups
+    settings = parse(SFTSettings, description=__doc__, check=partial(one_model_problems, "sft"))
+    model, supervised, data = settings.model, settings.supervised, settings.data
+    devices, run = settings.devices, settings.run
     start(run, devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
@@ -82,7 +73,7 @@ def main() -> None:
     with signals.noted() as received:
         # Fit and evaluate
         engine = fit(
-            "step1_supervised_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
+            "step1_supervised_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,
             received=received,
         )  # fmt: skip
 

@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Any
 
-from dschat import arguments
+from dschat.arguments import PreferenceSettings
 from dschat.arguments.command_line import parse, settings_of_user
 from dschat.data.mismatched import with_mismatched
 from dschat.distributed import launch
@@ -25,24 +25,12 @@ from dschat.runs.set_up import (
     vocabulary_problems,
 )
 
-GROUPS = (
-    arguments.PolicyArguments,
-    arguments.PreferenceArguments,
-    arguments.DataArguments,
-    arguments.OptimizerArguments,
-    arguments.LoraArguments,
-    arguments.DeviceArguments,
-    arguments.RunArguments,
-)
 
-
-def check(
-    model: arguments.PolicyArguments, preference: arguments.PreferenceArguments, data: arguments.DataArguments,
-    optimizer: arguments.OptimizerArguments, lora: arguments.LoraArguments, *others: Any,
-) -> list[str]:  # fmt: skip
+def check(settings: PreferenceSettings) -> list[str]:
     """What cannot work: step 1's and 2's mistakes, and a reference that moves or does not fit."""
-    problems = one_model_problems(preference.kind, model, preference, data, optimizer, lora, *others)
-    moves = not (model.lora_dim and lora.only_optimize_lora)
+    model, preference, data = settings.model, settings.preference, settings.data
+    problems = one_model_problems(preference.kind, settings)
+    moves = not (model.lora_dim and settings.lora.only_optimize_lora)
     if preference.reference == "adapters_off" and not preference.reference_free and moves:
         problems.append(
             "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
@@ -59,12 +47,13 @@ def check(
                 "--ref_model_name_or_path", reference, trained=model.model_name_or_path,
                 add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code,
             )  # fmt: skip
-        problems += overwritten_models(others[-1].output_dir, [("--ref_model_name_or_path", reference)])
+        problems += overwritten_models(settings.run.output_dir, [("--ref_model_name_or_path", reference)])
     return problems
 
 
-def warn(_model: arguments.PolicyArguments, preference: arguments.PreferenceArguments, *_: Any) -> list[str]:
-    warnings = []
+def warn(settings: PreferenceSettings) -> list[str]:
+    """What works, but perhaps not as intended."""
+    preference, warnings = settings.preference, []
     if preference.preference_loss == "simpo" and preference.beta < 1:
         warnings.append(
             f"--beta {preference.beta} with --preference_loss simpo, which multiplies mean log-probs by it: 2 to 10 "
@@ -77,8 +66,9 @@ def warn(_model: arguments.PolicyArguments, preference: arguments.PreferenceArgu
 
 def main() -> None:
     # Set up
-    groups = parse(GROUPS, description=__doc__, check=check, warn=warn)
-    model, preference, data, optimizer, lora, devices, run = groups
+    settings = parse(PreferenceSettings, description=__doc__, check=check, warn=warn)
+    model, preference, data = settings.model, settings.preference, settings.data
+    devices, run = settings.devices, settings.run
     start(run, devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
@@ -108,14 +98,14 @@ def main() -> None:
         path = preference.ref_model_name_or_path or model.model_name_or_path
         splits = with_reference_logprobs(
             splits, objective, score=SCORES[preference.kind], load=partial(load, path=path, frozen=True), path=path,
-            folder=options.output_path, model=model, optimizer=optimizer, devices=devices, run=run,
+            folder=options.output_path, settings=settings,
         )  # fmt: skip
 
     with signals.noted() as received:
         # Fit and evaluate
         engine = fit(
             "step2_dpo_finetuning", splits, objective,
-            load=partial(load, path=model.model_name_or_path, frozen=False), groups=groups, tokenizer=tokenizer,
+            load=partial(load, path=model.model_name_or_path, frozen=False), settings=settings, tokenizer=tokenizer,
             received=received,
         )  # fmt: skip
 

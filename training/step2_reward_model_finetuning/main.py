@@ -6,7 +6,7 @@ from typing import Any
 import deepspeed
 import torch
 
-from dschat import arguments
+from dschat.arguments import RewardModelSettings
 from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_preferences
 from dschat.distributed import launch
@@ -19,16 +19,6 @@ from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, evaluation_means, fit
 from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
-
-GROUPS = (
-    arguments.ModelArguments,
-    arguments.RewardModelArguments,
-    arguments.DataArguments,
-    arguments.OptimizerArguments,
-    arguments.LoraArguments,
-    arguments.DeviceArguments,
-    arguments.RunArguments,
-)
 
 
 def pairwise(
@@ -45,8 +35,8 @@ def pairwise(
 
 def main() -> None:
     # Set up
-    groups = parse(GROUPS, description=__doc__, check=partial(one_model_problems, "preference"))
-    model, reward, data, optimizer, lora, devices, run = groups
+    settings = parse(RewardModelSettings, description=__doc__, check=partial(one_model_problems, "preference"))
+    model, data, devices, run = settings.model, settings.data, settings.devices, settings.run
     start(run, devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
@@ -55,7 +45,7 @@ def main() -> None:
     objective = Objective(
         collate=partial(collate_preferences, pad_token_id=tokenizer.pad_token_id),
         count=lambda batch: batch["pair_mask"].sum(),
-        loss_of=partial(pairwise, centering_coef=reward.centering_coef),
+        loss_of=partial(pairwise, centering_coef=settings.reward_model.centering_coef),
         evaluation=partial(evaluation_means, counted="pairs"),
     )
 
@@ -74,7 +64,7 @@ def main() -> None:
     with signals.noted() as received:
         # Fit and evaluate
         engine = fit(
-            "step2_reward_model_finetuning", splits, objective, load=load, groups=groups, tokenizer=tokenizer,
+            "step2_reward_model_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,
             received=received,
         )  # fmt: skip
 

@@ -51,16 +51,11 @@ from dschat.runs.set_up import data_options, load_splits, model_problems, start
 
 MAX_FAILED_CALLS = 3  # batches in a row without any score, on one process: then the judge is dead
 Score = Callable[[Rollout, Answers], list[float | None]]
-GROUPS = (
-    arguments.PairArguments, arguments.RewardArguments, arguments.PromptDataArguments, arguments.PairDeviceArguments,
-    arguments.PairRunArguments,
-)  # fmt: skip
 
 
-def check(
-    sampling: arguments.PairArguments, reward: arguments.RewardArguments, _data: arguments.PromptDataArguments,
-    _devices: arguments.PairDeviceArguments, run: arguments.PairRunArguments,
-) -> list[str]:  # fmt: skip
+def check(settings: arguments.PairSettings) -> list[str]:
+    """What cannot work: the model against the lengths, the judge and the rewards, the output folder."""
+    sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
     problems = model_problems(
@@ -86,7 +81,9 @@ def check(
 
 
 def main() -> None:
-    sampling, reward, data, devices, run = parse(GROUPS, description=__doc__, check=check)
+    settings = parse(arguments.PairSettings, description=__doc__, check=check)
+    sampling, reward, data = settings.sampling, settings.rewards, settings.data
+    devices, run = settings.devices, settings.run
     device = start(run, devices)
     trusted = sampling.trust_remote_code
     tokenizer = load_tokenizer(sampling.model_name_or_path, trust_remote_code=trusted)

@@ -1,6 +1,6 @@
 """Step 3: policy optimisation of an actor against rewards, with a KL penalty towards the reference model."""
 
-from dschat import arguments
+from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import parse, settings_of_user
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
@@ -19,25 +19,13 @@ from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
 from dschat.runs.set_up import data_options, load_splits, start
 
-GROUPS = (
-    arguments.RLHFModelArguments,
-    arguments.RolloutArguments,
-    arguments.PPOArguments,
-    arguments.RewardArguments,
-    arguments.EvaluationArguments,
-    arguments.DataArguments,
-    arguments.OptimizerArguments,
-    arguments.LoraArguments,
-    arguments.DeviceArguments,
-    arguments.RunArguments,
-)
-
 
 def main() -> None:
     # Set up
-    groups = parse(GROUPS, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
-    models, rollouts, ppo, rewards, evaluation, data, optimizer, lora, devices, run = groups
-    device = start(run, devices)
+    settings = parse(RLHFSettings, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
+    models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
+    data, optimizer, run = settings.data, settings.optimizer, settings.run
+    device = start(run, settings.devices)
     with settings_of_user():
         resumed = checkpoint.find(run.output_dir, run.resume)
         judge = load_judge(rollouts.judge) if rollouts.judge else None
@@ -62,7 +50,8 @@ def main() -> None:
     iterations = run.max_steps or run.num_train_epochs * len(batches)
 
     engine = DeepSpeedRLHFEngine(
-        tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rollouts=rollouts,
+        tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=settings.lora,
+        devices=settings.devices, rollouts=rollouts,
         total_steps=iterations * updates_per_iteration, reward_paths=model_paths(entries),
     )  # fmt: skip
     launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
@@ -89,11 +78,11 @@ def main() -> None:
         # Fit, evaluating on the way
         PPORun(
             trainer=trainer, dataset=dataset, prompts=prompts, batches=batches, unsupervised=unsupervised,
-            iterations=iterations, updates_per_iteration=updates_per_iteration, evaluation=evaluation, groups=groups,
+            iterations=iterations, updates_per_iteration=updates_per_iteration, settings=settings,
         ).fit(resumed, received)  # fmt: skip
 
         # Export
-        models = {"": engine.actor.engine, "critic": engine.critic, "actor_ema": engine.actor_ema}
+        models = {"": engine.policy, "critic": engine.critic, "actor_ema": engine.actor_ema}
         export_run(models, run.output_dir, tokenizer, received=received)
 
 

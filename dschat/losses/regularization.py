@@ -1,0 +1,60 @@
+"""Terms beside the policy loss: divergence from the reference model, and the entropy bonus."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dschat.losses.normalizer import Metrics, Normalizer, count_of
+from dschat.rlhf.advantages import kl_estimate
+from dschat.tensors import at_least_float32, require_mask
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    response_mask: Tensor,
+    *,
+    estimator: str,
+    clip: float | None = None,
+    weights: Tensor | None = None,
+    normalizer: Normalizer = None,
+) -> tuple[Tensor, Metrics]:
+    """Divergence from the reference model as a loss: Σ w·kl / normalizer, see advantages.kl_estimate.
+
+    The gradient is that of the estimate on tokens which the policy at experience time sampled; their shift since then
+    is not corrected, as in GRPO. estimator, clip: those of kl_estimate.
+
+    Returns:
+        loss: scalar, nats; gradient into logprobs alone.
+        metrics: kl_loss (mean over tokens, not weighted).
+    """
+    kl = kl_estimate(logprobs, ref_logprobs.detach(), estimator, response_mask=response_mask, clip=clip)
+    return _weighted(kl, response_mask, "kl_loss", weights, normalizer)
+
+
+def entropy_bonus(
+    entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None, normalizer: Normalizer = None
+) -> tuple[Tensor, Metrics]:
+    """Mean entropy of the distributions that tokens are drawn from, to be maximised: Σ w·H / normalizer.
+
+    Args:
+        entropy: [B, T] float, nats, with gradient.
+
+    Returns:
+        bonus: scalar, nats.
+        metrics: entropy_bonus (mean over tokens, not weighted).
+
+    Source: Schulman et al. 2017, eq. 9 (arXiv:1707.06347).
+    """
+    return _weighted(entropy, response_mask, "entropy_bonus", weights, normalizer)
+
+
+def _weighted(
+    values: Tensor, response_mask: Tensor, name: str, weights: Tensor | None, normalizer: Normalizer
+) -> tuple[Tensor, Metrics]:
+    require_mask(response_mask, values=values)
+    count = count_of(response_mask, normalizer)
+    kept = torch.where(response_mask, at_least_float32(values), 0.0)
+    weighed = kept if weights is None else kept * weights
+    return weighed.sum() / count, {name: kept.detach().sum() / count}
