@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rlhf_models import eval_rows, make_trainer
 
-from dschat.arguments import EvaluationArguments, RunArguments
+from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.distributed import launch
@@ -62,8 +62,7 @@ def make_run(root: Path, case: str) -> PPORun:
     return PPORun(
         trainer=trainer, dataset=dataset, prompts=DataSplits(train=rows, eval=rows.select([]), report=None),
         batches=GlobalBatches([1] * len(QUESTIONS), global_batch_size=SLOTS, seed=3, group_by_length=False),
-        unsupervised=None, iterations=3, updates_per_iteration=2, evaluation=EvaluationArguments(),
-        groups=(RunArguments(),),
+        unsupervised=None, iterations=3, updates_per_iteration=2, settings=RLHFSettings(),
     )  # fmt: skip
 
 

@@ -157,4 +157,8 @@ def one_iteration(
         prompts = prompts_of(trainer, [questions[i] for i in mine])
         parts.append(trainer.generate_experience(prompts, sample_ids=mine))
         minibatches = dataset.add(parts[-1])
-    return parts, [trainer.train_rlhf(minibatch) for minibatch in minibatches]
+    measure = trainer.ppo.old_logprobs == "rollout"
+    return parts, [
+        trainer.train_rlhf(minibatch, measure_mismatch=measure and number == 0)
+        for number, minibatch in enumerate(minibatches)
+    ]

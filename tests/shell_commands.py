@@ -10,13 +10,22 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from deepspeed.launcher.runner import parse_args as parse_launcher_args
 
+from dschat import arguments
 from dschat.arguments.command_line import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("main.py", "make_preferences.py")
+SETTINGS = {
+    "step1_supervised_finetuning": arguments.SFTSettings,
+    "step2_reward_model_finetuning": arguments.RewardModelSettings,
+    "step2_dpo_finetuning": arguments.PreferenceSettings,
+    "step3_rlhf_finetuning": arguments.RLHFSettings,
+    "make_preferences": arguments.PairSettings,
+}
 
 # Notes its own name and arguments. `-c` and pip are questions of scripts/install.sh and the pipelines: one GPU, and
 # any number or word for the rest. The checksum is fed by a pipe, which would break if nobody read it.
@@ -51,9 +60,14 @@ class Command:
     def step(self) -> str:
         return self.program.parent.name
 
-    def parsed(self, *more: str) -> tuple:
-        """The argument groups, with more flags laid over. Raises SettingsError as the program would."""
-        return parse(module_of(self.program).GROUPS, [*self.arguments, *more], description="")
+    def parsed(self, *more: str) -> Any:
+        """The settings, with more flags laid over. Raises SettingsError as the program would."""
+        name = self.program.stem if self.program.stem == "make_preferences" else self.step
+        return parse(SETTINGS[name], [*self.arguments, *more], description="")
+
+    def flags(self) -> dict[str, object]:
+        """Flag → value."""
+        return arguments.flag_values(self.parsed())
 
 
 def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:

@@ -15,6 +15,7 @@ from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, pr
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
+from dschat.rlhf.rollout_result import Timings
 
 COMMON = {"num_samples_per_prompt": 2, "per_device_training_batch_size": 8, "clip_range": 0.02, "kl_coef": 0.2,
           "reward_clip": 0.4, "missing_eos_penalty": 0.5, "temperature": 0.7, "max_answer_seq_len": 6}  # fmt: skip
@@ -105,7 +106,7 @@ def test_experience_and_updates_equal_the_plain_algorithm_row_by_row(folder, alg
             torch.testing.assert_close(found[mask], row.known[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
             assert not found[~mask].any(), name
     # A decoder that is off by e^0.1 and e^−0.2 in turn, where it is corrected
-    if trainer.loss_of_actor.corrects_rollouts:
+    if trainer.policy_objective.corrects_rollouts:
         off = torch.tensor([0.1, -0.2, 0.1, -0.2, 0.1, -0.2])[: experience.response_mask.shape[1]]
         experience.rollout_logprobs = experience.old_logprobs - off
         for row in rows:
@@ -176,10 +177,10 @@ def test_a_missing_score_is_not_learnt_from_and_moves_no_baseline(folder, algori
     trainer = trainer_of(folder, algorithm, reward=[f"{tmp_path / 'some.py'}:some"], reward_model_name_or_path=None,
                          reward_clip=3.0, num_samples_per_prompt=size, kl_coef=0.0, overlong_buffer=0,
                          rollout_correction="none", overlong_factor=1.0)  # fmt: skip
-    experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:6]))
-    known = experience.known
+    result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
+    experience, known = result.experience, result.experience.known
     assert torch.equal(experience.trained, known) and 0 < known.sum() < len(known)
-    texts = [sample["response"] for sample in trainer.samples]
+    texts = [sample["response"] for sample in result.samples]
     assert known.tolist() == [len(text) % 3 != 0 for text in texts]
     for first in range(0, len(texts), size):
         rows = [row for row in range(first, first + size) if known[row]]
@@ -204,7 +205,7 @@ def test_without_the_greedy_score_there_is_nothing_to_compare_with(folder, tmp_p
     (tmp_path / "some.py").write_text(SOME.replace("None if", "float('nan') if"))
     trainer = trainer_of(folder, "remax", reward=[f"{tmp_path / 'some.py'}:some"], reward_model_name_or_path=None)
     prompts = prompts_of(trainer)
-    greedy, known = trainer.greedy_scores(prompts)
+    greedy, known = trainer.greedy_scores(prompts, Timings())
     assert greedy.shape == known.shape == (16,) and 0 < known.sum() < 16
     experience = trainer.generate_experience(prompts)
     assert torch.equal(experience.trained, experience.known & known)

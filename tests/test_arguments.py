@@ -1,20 +1,19 @@
 """The groups of flags: names that users know, groups that fit together, and bad values that are refused early."""
 
 import dataclasses
-import importlib.util
 import inspect
 import json
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from programs import MAINS
 
 from dschat import arguments
-from dschat.arguments.command_line import SettingsError, parse
+from dschat.arguments.command_line import SettingsError, group_types, parse
 
 ROOT = Path(__file__).resolve().parents[1]
-GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
+GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass) if hasattr(group, "problems")]
+STEPS = {"sft": arguments.SFTSettings, "reward": arguments.RewardModelSettings, "ppo": arguments.RLHFSettings}
 
 ONE_MODEL = """
     data_path data_split data_output_path model_name_or_path max_seq_len per_device_train_batch_size
@@ -38,20 +37,13 @@ RLHF = """
 """
 
 
-def groups_of(step: str) -> tuple[type, ...]:
-    spec = importlib.util.spec_from_file_location(f"main_of_{step}", MAINS[step])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.GROUPS
-
-
-def names(groups: tuple[type, ...]) -> list[str]:
-    return [field.name for group in groups for field in dataclasses.fields(group)]
+def names(settings: type) -> list[str]:
+    return [field.name for group in group_types(settings).values() for field in dataclasses.fields(group)]
 
 
 @pytest.mark.parametrize("step, known", [("sft", ONE_MODEL), ("reward", ONE_MODEL), ("ppo", RLHF)])
 def test_a_step_has_every_flag_that_users_know_and_none_twice(step, known):
-    flags = names(groups_of(step))
+    flags = names(STEPS[step])
     assert not set(known.split()) - set(flags)
     assert len(flags) == len(set(flags))
 
@@ -66,7 +58,7 @@ def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(gr
         for need in field.metadata["needs"]:
             name, _, value = need.partition("=")
             others = {f.name: f for g in GROUPS for f in dataclasses.fields(g)}
-            assert not value or value in get_args(others[name].type), need
+            assert not value or value in (others[name].metadata["choices"] or get_args(others[name].type)), need
             assert name in others, need
 
 
@@ -146,7 +138,7 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
     argv += ["--output_dir", str(tmp_path)]
 
     def said(*more: str) -> str:
-        parse(groups_of("ppo"), [*argv, *more], description="")
+        parse(STEPS["ppo"], [*argv, *more], description="")
         return capsys.readouterr().err
 
     tis = "--rollout_correction", "tis"
@@ -167,11 +159,11 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
 def test_adapters_settings_without_adapters_warn(tmp_path, capsys):
     argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
     argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
-    parse(groups_of("sft"), argv, description="")
+    parse(STEPS["sft"], argv, description="")
     said = capsys.readouterr().err
     assert "--lora_learning_rate 0.001 has no effect without --lora_dim\n" in said
     assert "--tensorboard_path t has no effect without --enable_tensorboard\n" in said
-    parse(groups_of("sft"), [*argv, "--lora_dim", "2", "--enable_tensorboard"], description="")
+    parse(STEPS["sft"], [*argv, "--lora_dim", "2", "--enable_tensorboard"], description="")
     assert capsys.readouterr().err == ""
     with pytest.raises(SettingsError, match="--zero_stage 4: choose one of 0, 1, 2, 3"):
-        parse(groups_of("sft"), [*argv, "--zero_stage", "4"], description="")
+        parse(STEPS["sft"], [*argv, "--zero_stage", "4"], description="")

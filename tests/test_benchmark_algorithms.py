@@ -35,8 +35,7 @@ def test_every_algorithm_is_a_run_of_as_many_responses(name, started, tmp_path):
     ]  # fmt: skip
     for program, flags in (run for run in started if "training" in run[0]):
         words = tuple(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
-        groups = Command(ROOT / program, words, 1, 1).parsed()
-        found = {name: value for group in groups for name, value in vars(group).items()}
+        found = Command(ROOT / program, words, 1, 1).flags()
         assert found["seed"] == 3
     assert found["algorithm"] == name and seconds == 12.5 and found["output_dir"] == str(output)
     assert found["num_samples_per_prompt"] * found["per_device_generation_batch_size"] == algorithms.RESPONSES

@@ -33,8 +33,14 @@ class Brush:
         return []
 
 
-def parsed(*argv: str, **options) -> tuple[Colour, Brush]:
-    return parse([Colour, Brush], ["--pigments", "ochre", *argv], description="paint", **options)
+@dataclass
+class Paint:
+    colour: Colour
+    brush: Brush
+
+
+def parsed(*argv: str, **options) -> Paint:
+    return parse(Paint, ["--pigments", "ochre", *argv], description="paint", **options)
 
 
 def mistakes(*argv: str, **options) -> list[str]:
@@ -46,10 +52,10 @@ def mistakes(*argv: str, **options) -> list[str]:
 
 
 def test_defaults_types_lists_and_booleans():
-    colour, brush = parsed("--gloss", "0.25", "--pigments", "ochre", "umber", "--varnish", "--depth", "2")
-    assert colour == Colour(gloss=0.25, pigments=["ochre", "umber"], varnish=True, depth=2)
-    assert brush.width is None
-    assert parsed("--varnish", "false", "--width", "3")[1].width == 3.0
+    paint = parsed("--gloss", "0.25", "--pigments", "ochre", "umber", "--varnish", "--depth", "2")
+    assert paint.colour == Colour(gloss=0.25, pigments=["ochre", "umber"], varnish=True, depth=2)
+    assert paint.brush.width is None
+    assert parsed("--varnish", "false", "--width", "3").brush.width == 3.0
 
 
 @pytest.mark.parametrize(
@@ -79,13 +85,13 @@ def test_a_mistake_is_named_with_the_way_out(argv, message):
 
 
 def test_all_mistakes_are_told_at_once():
-    def check(colour: Colour, brush: Brush) -> list[str]:
-        assert colour.coats == 0 and brush.width == 2
+    def check(paint: Paint) -> list[str]:
+        assert paint.colour.coats == 0 and paint.brush.width == 2
         return ["the wall is wet"]
 
     argv = ["--coats", "0", "--glos", "1", "--shade", "red", "--width", "2", "--depth", "x"]
     with pytest.raises(SettingsError) as caught:
-        parse([Colour, Brush], argv, description="paint", check=check)
+        parse(Paint, argv, description="paint", check=check)
     lines = str(caught.value).splitlines()[1:]
     words = ["--glos is no flag", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
     assert len(lines) == len(words)
@@ -101,11 +107,11 @@ def test_a_missing_value_is_told_together_with_what_was_found_before_it():
 def test_flags_lie_over_the_yaml_file(tmp_path: Path):
     file = tmp_path / "paint.yaml"
     file.write_text("gloss: 0.25\ncoats: 3\npigments: [umber, sienna]\nvarnish: true\nwidth: null\n")
-    colour, brush = parse([Colour, Brush], ["--config", str(file), "--coats", "5"], description="paint")
-    assert colour == Colour(gloss=0.25, coats=5, pigments=["umber", "sienna"], varnish=True)
-    assert brush.width is None
-    colour, _ = parse([Colour, Brush], [f"--config={file}", "--pigments", "ochre"], description="paint")
-    assert colour.pigments == ["ochre"]
+    paint = parse(Paint, ["--config", str(file), "--coats", "5"], description="paint")
+    assert paint.colour == Colour(gloss=0.25, coats=5, pigments=["umber", "sienna"], varnish=True)
+    assert paint.brush.width is None
+    paint = parse(Paint, [f"--config={file}", "--pigments", "ochre"], description="paint")
+    assert paint.colour.pigments == ["ochre"]
 
 
 @pytest.mark.parametrize(
@@ -141,8 +147,9 @@ def test_a_flag_may_need_a_value_of_another(capsys):
 
 
 def test_settings_that_work_but_not_as_one_may_think_are_warned_of_by_the_main_rank(capsys, monkeypatch):
-    def warn(colour: Colour, brush: Brush) -> list[str]:
-        return [f"{colour.coats} coats of a brush of {brush.width} take their time"] if colour.coats > 2 else []
+    def warn(paint: Paint) -> list[str]:
+        coats, width = paint.colour.coats, paint.brush.width
+        return [f"{coats} coats of a brush of {width} take their time"] if coats > 2 else []
 
     parsed("--coats", "3", "--width", "1", warn=warn)
     assert capsys.readouterr().err == "warning: 3 coats of a brush of 1.0 take their time\n"

@@ -14,6 +14,7 @@ from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompt
 
 from dschat.rlhf.evaluation import answer_metrics, evaluate, experience_metrics, experience_sums
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.rollout_result import RolloutResult, Timings
 from dschat.rlhf.score_shaping import flat_groups
 
 
@@ -45,9 +46,10 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     parts, sums, samples = [], [], []
     for ids in (range(3), range(3, 8)):  # batches of 3 and 5: a mean of their means would be another number
         prompts = prompts_of(trainer, [QUESTIONS[i] for i in ids])
-        parts.append(trainer.generate_experience(prompts, sample_ids=ids))
-        sums.append(experience_sums(parts[-1], trainer.samples, judged=True))
-        samples += trainer.samples
+        result = trainer.rollout(prompts, sample_ids=ids)
+        parts.append(result.experience)
+        sums.append(experience_sums(result, judged=True))
+        samples += result.samples
     metrics = experience_metrics(sums)
     counts = [int(part.response_mask[row].sum()) for part in parts for row in range(len(part))]
 
@@ -63,7 +65,8 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     expected |= {"responses": 8, "reward_reward": expected["score"]}
     expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
     samples[0]["judge"] = None  # of one that the judge left out, the mean is over the others
-    partly = experience_metrics([experience_sums(Experience.concatenate(parts), samples, judged=True)])
+    whole = RolloutResult(Experience.concatenate(parts), samples, Timings())
+    partly = experience_metrics([experience_sums(whole, judged=True)])
     assert partly["judge_missing"] == 1
     assert partly["judge"] == pytest.approx(sum(len(sample["response"]) for sample in samples[1:]) / 7)
     expected["entropy"] = per_token([part.entropy for part in parts])
@@ -89,11 +92,10 @@ def test_log_probs_of_the_decoder_say_nothing_of_the_gap_and_estimate_the_entrop
 
 
 def test_rows_of_weight_0_count_for_nothing(trainer):
-    first = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:3]))
-    sums = [experience_sums(first, trainer.samples)]
+    sums = [experience_sums(trainer.rollout(prompts_of(trainer, QUESTIONS[:3])))]
     alone = experience_metrics(sums)
-    idle = trainer.generate_experience(prompts_of(trainer, QUESTIONS[3:]))
-    sums.append(experience_sums(idle, trainer.samples, weight=0.0))
+    idle = trainer.rollout(prompts_of(trainer, QUESTIONS[3:]))
+    sums.append(experience_sums(idle, weight=0.0))
     assert experience_metrics(sums) == alone
 
 
@@ -132,9 +134,10 @@ def test_max_batches_stops_early_and_no_rows_give_no_metrics(trainer):
     assert evaluate(trainer, rows.select([]), batch_size=3, max_batches=0) == ({}, [])
 
 
-def test_the_seconds_of_an_evaluation_are_not_those_of_training(trainer):
+def test_an_evaluation_changes_nothing_on_the_trainer(trainer):
+    before = dict(vars(trainer))
     evaluate(trainer, eval_rows(trainer, QUESTIONS[:2]), batch_size=2, max_batches=0)
-    assert set(trainer.take_seconds().values()) == {0.0}
+    assert vars(trainer) == before
 
 
 # --- several responses to a prompt -----------------------------------------------------------------------------------
@@ -205,10 +208,11 @@ def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_the
 
 
 def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_unlike(trainer):
-    part = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:6]))
+    result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
+    part = result.experience
     part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])
     part.known = torch.tensor([True, True, False, True, True, False])
-    metrics = experience_metrics([experience_sums(part, trainer.samples, group_size=3)])
+    metrics = experience_metrics([experience_sums(result, group_size=3)])
     assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2
     assert metrics["reward"] == pytest.approx(float(part.rewards[part.known].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)

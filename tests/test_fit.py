@@ -92,11 +92,10 @@ def test_too_few_rows_are_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="The data has 11 rows, but one step needs 12") as caught:
         fit(
             "paint", DataSplits(train=rows(), eval=rows(), report=None), objective(), load=load, tokenizer=None,
-            received=signals.Received(), groups=(
-                arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
-                arguments.SupervisedArguments(), arguments.DataArguments(),
-                arguments.OptimizerArguments(gradient_accumulation_steps=3), arguments.LoraArguments(),
-                arguments.DeviceArguments(), arguments.RunArguments(output_dir=str(tmp_path)),
+            received=signals.Received(), settings=arguments.SFTSettings(
+                model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
+                optimizer=arguments.OptimizerArguments(gradient_accumulation_steps=3),
+                run=arguments.RunArguments(output_dir=str(tmp_path)),
             ),
         )  # fmt: skip
     assert type(caught.value).__name__ == "SettingsError" and launch.world_size() == 1
@@ -109,11 +108,9 @@ def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_load
     with pytest.raises(ValueError, match="--best_metric eval_loss: .* it has none: give held-out rows") as caught:
         fit(
             "paint", DataSplits(train=rows(), eval=rows().select([]), report=None), objective(), load=load,
-            tokenizer=None, received=signals.Received(), groups=(
-                arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
-                arguments.SupervisedArguments(), arguments.DataArguments(), arguments.OptimizerArguments(),
-                arguments.LoraArguments(), arguments.DeviceArguments(),
-                arguments.RunArguments(output_dir=str(tmp_path), best_metric="eval_loss"),
+            tokenizer=None, received=signals.Received(), settings=arguments.SFTSettings(
+                model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
+                run=arguments.RunArguments(output_dir=str(tmp_path), best_metric="eval_loss"),
             ),
         )  # fmt: skip
     assert type(caught.value).__name__ == "SettingsError"

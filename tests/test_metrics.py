@@ -5,7 +5,7 @@ import math
 import resource
 from collections import Counter
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ class Settings:
 
 
 def log_of(folder: Path, **options) -> RunLog:
-    return RunLog(str(folder), name="paint", groups=[Settings()], total_steps=10, **options)
+    return RunLog(str(folder), name="paint", arguments=asdict(Settings()), total_steps=10, **options)
 
 
 def lines(path: Path) -> list[dict]:

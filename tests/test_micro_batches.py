@@ -69,7 +69,7 @@ def test_greedy_baselines_and_evaluations_are_cut_too(folder):
     passes = watched(trainer)
     trainer.greedy_scores(prompts_of(trainer))
     assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
-    trainer.observe(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
+    trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
     assert {rows for noted in passes.values() for rows, _ in noted[-2:]} == {3, 1}
 
 

@@ -13,6 +13,7 @@ from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, pr
 
 from dschat.rlhf.actor_loss import StepCounts
 from dschat.rlhf.experience import Experience
+from dschat.rlhf.rollout_result import Timings
 
 SETTINGS = plain_ppo.Settings(
     temperature=0.7, kl_coef=0.2, reward_clip=0.4, missing_eos_penalty=0.5, gamma=0.9, gae_lambda=0.95,
@@ -182,9 +183,10 @@ def test_log_probs_of_the_decoder_save_the_actors_forward_pass_and_nothing_else_
         )
 
 
-def test_the_gap_is_that_of_the_first_minibatch_before_any_update_and_is_said_again_with_every_later_one(folder):
+def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folder):
     trainer = make_trainer(folder, **PPO, old_logprobs="rollout", per_device_training_batch_size=2)
-    first = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
+    experience = trainer.generate_experience(prompts_of(trainer))
+    first = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert 0 < first["rollout_gap_mean"] < first["rollout_gap_max"] < 1e-4, "fp32"
     assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
     honest = trainer.generate_experience(prompts_of(trainer))
@@ -192,17 +194,17 @@ def test_the_gap_is_that_of_the_first_minibatch_before_any_update_and_is_said_ag
     minibatch.rollout_logprobs[-1, 0] = honest.rollout_logprobs[-1, 0] + 1.0  # the worst one is in the last micro-batch
     minibatch.old_logprobs = minibatch.rollout_logprobs
     delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
-    told = [trainer.train_rlhf(minibatch) for _ in range(3)]
+    updates = [trainer.train_rlhf(minibatch, measure_mismatch=number == 0) for number in range(3)]
     mean, ratio = float(delta.abs().mean()), float(delta.exp().mean())
     expected = {"rollout_gap_mean": mean, "rollout_gap_max": 1.0, "rollout_ratio": ratio}
-    for metrics in told:
-        assert {name: metrics[name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    assert told[2]["ratio"] != pytest.approx(told[0]["ratio"], abs=1e-4), "the policy did move"
-    experience = trainer.generate_experience(prompts_of(trainer))
-    assert trainer.train_rlhf(whitened(experience))["rollout_gap_max"] < 1e-4, "another experience, another gap"
+    assert {name: updates[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
+    assert not expected.keys() & (updates[1].keys() | updates[2].keys()), "weights that have moved are not measured"
+    assert updates[2]["ratio"] != pytest.approx(updates[0]["ratio"], abs=1e-4), "the policy did move"
     recomputing = make_trainer(folder, **PPO)
-    metrics = recomputing.train_rlhf(whitened(recomputing.generate_experience(prompts_of(recomputing))))
-    assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout told it"
+    result = recomputing.rollout(prompts_of(recomputing))
+    assert float(result.mismatch["rollout_gap_max"]) < 1e-4
+    metrics = recomputing.train_rlhf(whitened(result.experience))
+    assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout measured it"
 
 
 def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder):
@@ -231,7 +233,7 @@ def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_tha
         masses += (logits / SETTINGS.temperature).softmax(-1).topk(4).values.sum(-1).tolist()
     mass = sum(masses) / len(masses)
     assert min(masses) < 0.8 and mass < 0.95, "a distribution that loses something"
-    metrics = trainer.train_rlhf(whitened(experience))
+    metrics = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert metrics["ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_gap_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
@@ -286,7 +288,7 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, ac
         assert relative_distance(other, one, before) < 0.003
 
 
-@pytest.mark.parametrize("which", ["actor_loss", "critic_loss"])
+@pytest.mark.parametrize("which", ["policy_loss", "critic_loss"])
 def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(folder, which):
     trainer = make_trainer(folder, **PPO)
     experience = whitened(trainer.generate_experience(prompts_of(trainer)))
@@ -300,7 +302,7 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl"):
         getattr(wide, name)[outside] = torch.nan
     wide.sequences[~wide.attention_mask] = 7
-    engine = trainer.engine.policy if which == "actor_loss" else trainer.engine.critic
+    engine = trainer.engine.policy if which == "policy_loss" else trainer.engine.critic
     engine.eval()
     counts = StepCounts.of(experience)
     results = []
@@ -327,7 +329,7 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
             experience.advantages[rows, last] = 1.0
         else:
             experience.advantages[~experience.response_mask] = 1.0
-        loss, _ = trainer.actor_loss(experience, StepCounts(1.0, 1.0))
+        loss, _ = trainer.policy_loss(experience, StepCounts(1.0, 1.0))
         found = gradients(trainer.engine.policy, loss)
         assert any(gradient.any() for gradient in found) == (place == "last")
 
@@ -364,8 +366,8 @@ def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
     trainer = make_trainer(folder, max_answer_seq_len=12)
 
     def responses(questions: list[str], **names) -> list[str]:
-        trainer.generate_experience(prompts_of(trainer, questions), **names)
-        return [sample["response"] for sample in trainer.samples]
+        result = trainer.rollout(prompts_of(trainer, questions), **names)
+        return [sample["response"] for sample in result.samples]
 
     twice = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]]
     first, second, third = responses(twice, sample_ids=[4, 5, 6])
@@ -410,22 +412,22 @@ def test_the_judge_is_asked_and_never_trained_on(folder):
         return [-7.0 * row["number"] for row in rows]
 
     trainer, watched = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
-    plain, judged = (t.generate_experience(prompts_of(t)) for t in (trainer, watched))
-    assert torch.equal(plain.rewards, judged.rewards)
-    assert [sample["judge"] for sample in watched.samples] == [-7.0 * number for number in range(8)]
-    assert [sample["judge"] for sample in trainer.samples] == [None] * 8
+    plain, judged = (t.rollout(prompts_of(t)) for t in (trainer, watched))
+    assert torch.equal(plain.experience.rewards, judged.experience.rewards)
+    assert [sample["judge"] for sample in judged.samples] == [-7.0 * number for number in range(8)]
+    assert [sample["judge"] for sample in plain.samples] == [None] * 8
     ((prompts, responses, rows),) = asked
     assert prompts == QUESTIONS and [row["number"] for row in rows] == list(range(8))
-    assert responses == [sample["response"] for sample in watched.samples]
-    assert [sample["row_index"] for sample in watched.samples] == list(range(100, 108))
+    assert responses == [sample["response"] for sample in judged.samples]
+    assert [sample["row_index"] for sample in judged.samples] == list(range(100, 108))
 
 
-def test_seconds_are_given_once(folder):
+def test_a_rollout_returns_its_own_timings(folder):
     trainer = make_trainer(folder)
-    trainer.generate_experience(prompts_of(trainer))
-    seconds = trainer.take_seconds()
-    assert seconds["seconds_rollout"] > 0 and seconds["seconds_scoring"] > 0 and seconds["seconds_update"] == 0
-    assert set(trainer.take_seconds().values()) == {0.0}
+    first, second = (trainer.rollout(prompts_of(trainer)).timings for _ in range(2))
+    assert first["rollout"] > 0 and first["scoring"] > 0 and first["update"] == 0
+    both = Timings(first, second)
+    assert both["rollout"] == first["rollout"] + second["rollout"]
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 40, "top_p": 0.9}])
@@ -434,8 +436,9 @@ def test_generate_of_transformers_gives_the_same_experience(folder, sampling):
         make_trainer(folder, rollout_engine=name, max_answer_seq_len=12, **sampling)
         for name in ("hybrid", "transformers")
     )
-    expected, found = (trainer.generate_experience(prompts_of(trainer)) for trainer in (ours, theirs))
-    assert [s["response"] for s in theirs.samples] == [s["response"] for s in ours.samples]
+    expected, found = (trainer.rollout(prompts_of(trainer)) for trainer in (ours, theirs))
+    assert [s["response"] for s in found.samples] == [s["response"] for s in expected.samples]
+    expected, found = expected.experience, found.experience
     for name in vars(expected):
         torch.testing.assert_close(
             getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"

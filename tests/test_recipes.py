@@ -52,7 +52,7 @@ def problems_of(command: Command) -> list[str]:
     """What the program's own check finds, files apart. Raises SettingsError for what parsing finds."""
     own = command.step == DPO or command.program.name != "main.py"
     check = module_of(command.program).check if own else CHECKS[command.step]
-    return [problem for problem in check(*command.parsed()) if not problem.startswith(ABOUT_FILES)]
+    return [problem for problem in check(command.parsed()) if not problem.startswith(ABOUT_FILES)]
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_recipe_parses_and_its_batches_divide(path, folder):
 @pytest.mark.parametrize("path", RECIPES, ids=named)
 def test_recipe_fits_its_gpus(path, folder):
     command = recipe(path, folder=folder)
-    flags = {name: value for group in command.parsed() for name, value in vars(group).items()}
+    flags = command.flags()
     needed = bytes_of_step_3(flags, command.processes) if command.step == STEP3 else bytes_of(flags, command.processes)
     assert needed <= USABLE * LARGER_GPU_BYTES.get(named(path), GPU_BYTES), f"{needed / 1e9:.1f} GB"
 
@@ -150,7 +150,7 @@ def test_recipes_of_one_step_start_from_what_those_of_another_leave(folder):
     wanted: dict[str, set[str]] = {"actor_model_name_or_path": set(), "reward_model_name_or_path": set()}
     for path in sorted(RECIPES, key=lambda path: STEP1 not in path.parts):
         command = recipe(path, folder=folder)
-        flags = {name: value for group in command.parsed() for name, value in vars(group).items()}
+        flags = command.flags()
         written.setdefault(command.step, set()).add(flags["output_dir"])
         if command.step == DPO:
             assert flags["model_name_or_path"] in written[STEP1]
@@ -192,7 +192,7 @@ def test_rounds_of_iterative_dpo_hand_on_their_model(reference, folder):
         "--output", str(folder / "out"), "--reference", reference, "--dpo_flags", "--beta 0.3", folder=folder,
     )  # fmt: skip
     assert [command.program.name for command in commands] == ["make_preferences.py", "main.py"] * 2
-    flags = [{name: v for group in c.parsed() for name, v in vars(group).items()} for c in commands]
+    flags = [command.flags() for command in commands]
     for command in commands:
         assert problems_of(command) == []
     first, second = (str(folder / "out" / f"dpo-{number}") for number in (1, 2))
@@ -221,11 +221,15 @@ def test_every_step_has_recipes_and_commands_in_its_text():
         assert sum(str(text).startswith(f"training/{step}") for text, _ in IN_TEXTS) >= 4
 
 
+def every_flag() -> set[str]:
+    groups = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
+    return {field.name for group in groups if hasattr(group, "problems") for field in dataclasses.fields(group)}
+
+
 @pytest.mark.parametrize("step", [STEP1, STEP2, DPO, STEP3])
 def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
     of_launchers = {"config", "help", "num_accelerators", "num_gpus", "nproc_per_node"}
-    groups = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
-    flags = {field.name for group in groups for field in dataclasses.fields(group)}
+    flags = every_flag()
     named_flags = set(re.findall(r"--(\w+)", (ROOT / "training" / step / "README.md").read_text(encoding="utf-8")))
     assert len(named_flags) > 20
     assert named_flags - flags - of_launchers == set()
@@ -234,8 +238,7 @@ def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
 def test_every_flag_is_read_by_something():
     """A field counts as read where its name is an attribute in code."""
     not_read_on_purpose = {"local_rank"}  # the deepspeed launcher passes it; the environment says it too
-    groups = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass)]
-    flags = {field.name for group in groups for field in dataclasses.fields(group)}
+    flags = every_flag()
     read = {
         node.attr
         for place in ("dschat", "training")

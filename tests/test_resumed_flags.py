@@ -7,7 +7,6 @@ import pytest
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_models
 
 from dschat import arguments
-from dschat.arguments import IDENTITY, SILENT
 from dschat.arguments.command_line import SettingsError
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
@@ -50,13 +49,14 @@ READ += """
     gradient_checkpointing deterministic deepspeed_config enable_hybrid_engine rollout_engine generation_slots
     generation_memory_fraction pin_generation_buffers print_answers print_answers_interval eval_num_samples
     eval_success_score eval_answer eval_interval eval_iters output_dir save_interval save_minutes keep_checkpoints
-    warn_sigma collective_timeout enable_tensorboard tensorboard_path
+    warn_sigma collective_timeout rendezvous_timeout enable_tensorboard tensorboard_path trust_remote_code kl_clip
 """
 
 
 def test_of_every_flag_it_is_decided_what_a_change_does():
-    flags = {field.name for group in GROUPS for field in fields(group)}
-    decided = [*OF_THE_OPTIMIZER.split(), *GROWN.split(), *READ.split(), *IDENTITY, *SILENT]
+    declared = {field.name: field.metadata["on_resume"] for group in GROUPS for field in fields(group)}
+    flags, others = declared.keys(), [name for name, policy in declared.items() if policy != "apply"]
+    decided = [*OF_THE_OPTIMIZER.split(), *GROWN.split(), *READ.split(), *others]
     assert sorted(decided) == sorted(set(decided)), "each once"
     assert flags - set(decided) == set(), "what does a resumed run make of it?"
     assert set(decided) - flags == set()
@@ -85,12 +85,12 @@ def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict |
         trainer=trainer, dataset=dataset, prompts=DataSplits(train=rows, eval=rows.select(range(2)), report=None),
         batches=GlobalBatches([1] * len(QUESTIONS), global_batch_size=4, seed=3, group_by_length=False),
         unsupervised=None, iterations=1, updates_per_iteration=4 // minibatch_size,
-        evaluation=arguments.EvaluationArguments(), groups=(trainer.ppo, trainer.rollouts, settings),
+        settings=arguments.RLHFSettings(ppo=trainer.ppo, rollouts=trainer.rollouts, run=settings),
     )  # fmt: skip
 
 
 def fit(run: PPORun, resumed: Path | None) -> PPORun:
-    Path(run.run.output_dir).mkdir(exist_ok=True)
+    Path(run.settings.run.output_dir).mkdir(exist_ok=True)
     with signals.noted() as received:
         run.fit(resumed, received)
     return run
@@ -116,7 +116,7 @@ def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
     """Whoever adds an entry decides in it what a changed flag does."""
     state = checkpoint.load(finished, engines={}, same={})
     identity = {"rows", "global_batch_size", "seed", "content", "followers", "sequences_per_update"}
-    positions = {"iteration", "update", "taken"}
+    positions = {"step", "update", "taken"}
     assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
 
 
@@ -169,7 +169,7 @@ def test_a_best_model_by_another_metric_is_sought_anew_and_the_metric_is_checked
 
 def test_a_lower_bound_of_bad_steps_counts_those_before_the_resumption_too(tmp_path):
     settings = arguments.RunArguments(output_dir=str(tmp_path), max_bad_steps=3)
-    log = RunLog(str(tmp_path), name="x", groups=(settings,), total_steps=9)
+    log = RunLog(str(tmp_path), name="x", arguments={}, total_steps=9)
     health = Health(settings, log, {"skipped_in_a_row": 5, "moments": {}})
     with pytest.raises(TooManyBadSteps):
         health.see(7, {}, skipped=[True])

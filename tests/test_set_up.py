@@ -16,25 +16,14 @@ from dschat import arguments
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
 from dschat.rlhf.validation import rlhf_problems, rlhf_warnings
-from dschat.runs.set_up import load_splits, make_output_folder, one_model_problems, order_of_rows
+from dschat.runs.session import data_fingerprint
+from dschat.runs.set_up import load_splits, make_output_folder, one_model_problems
 
-COMMON = (
-    arguments.DataArguments, arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments,
-    arguments.RunArguments,
-)  # fmt: skip
 STEPS = {
-    "sft": (
-        (arguments.ModelArguments, arguments.SupervisedArguments, *COMMON), partial(one_model_problems, "sft")),
-    "reward": (
-        (arguments.ModelArguments, arguments.RewardModelArguments, *COMMON),
-        partial(one_model_problems, "preference"),
-    ),
-    "ppo": (
-        (arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments, arguments.RewardArguments,
-         arguments.EvaluationArguments, *COMMON),
-        rlhf_problems,
-    ),
-}  # fmt: skip
+    "sft": (arguments.SFTSettings, partial(one_model_problems, "sft")),
+    "reward": (arguments.RewardModelSettings, partial(one_model_problems, "preference")),
+    "ppo": (arguments.RLHFSettings, rlhf_problems),
+}
 
 
 @pytest.fixture(scope="module")
@@ -219,12 +208,12 @@ def test_rows_that_only_reading_finds_bad_are_a_mistake_of_the_settings_too(mate
         load_splits("sft", tiny_tokenizer, options)
 
 
-def test_the_order_of_rows_tells_two_runs_apart():
+def test_the_data_fingerprint_tells_two_runs_apart():
     plain = {"lengths": [1] * 8, "global_batch_size": 2, "seed": 1}
-    first = order_of_rows(GlobalBatches(**plain))
+    first = data_fingerprint(GlobalBatches(**plain))
     assert first == {"rows": 8, "global_batch_size": 2, "seed": 1}
     for change in ({"lengths": [1] * 9}, {"global_batch_size": 4}, {"seed": 2}):
-        assert order_of_rows(GlobalBatches(**(plain | change))) != first
+        assert data_fingerprint(GlobalBatches(**(plain | change))) != first
 
 
 OVERWRITTEN = [  # step, flag, the folder of the materials that becomes part of the output folder
@@ -273,4 +262,4 @@ def test_the_reference_of_preference_optimisation_is_not_overwritten_either(mate
     shutil.copytree(materials / "actor", tmp_path / "run")
     argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")
     with pytest.raises(SettingsError, match="would overwrite .*run, which --ref_model_name_or_path"):
-        parse(main["GROUPS"], argv, description="", check=main["check"])
+        parse(arguments.PreferenceSettings, argv, description="", check=main["check"])

@@ -23,7 +23,9 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-from summarize import exam, read_jsonl  # noqa: E402
+from summarize import exam  # noqa: E402
+
+from dschat.arguments.script_inputs import read_json_lines  # noqa: E402
 
 SFT_STEPS, SFT_BATCH = 400, 64
 RESPONSES, MINIBATCH = 128, 64  # an iteration's, an update's
@@ -117,7 +119,7 @@ def main() -> None:
     for seed in options.seeds:
         folder = (options.output / f"seed-{seed}").resolve()
         prepare(folder, seed, options.iterations)
-        asked = read_jsonl(folder / "data" / "prompts_eval.jsonl")
+        asked = read_json_lines(folder / "data" / "prompts_eval.jsonl")
         before, _ = exam(folder / "sft", asked, samples=4, seed=seed)
         for algorithm in options.algorithms:
             output, seconds = train(algorithm, folder, seed, options.iterations)
