@@ -78,7 +78,7 @@ def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
     """
     stand_ins = folder / "stand-ins"
     (stand_ins / "bin").mkdir(parents=True, exist_ok=True)
-    for name in ("deepspeed", "python", "torchrun", "ninja", "git"):
+    for name in ("deepspeed", "python", "torchrun", "srun", "mpirun", "ninja", "git"):
         (stand_ins / "bin" / name).write_text(STAND_IN, encoding="utf-8")
         (stand_ins / "bin" / name).chmod(0o755)
     for path in ROOT.iterdir():
@@ -117,6 +117,10 @@ def _command(words: list[str]) -> Command:
         nodes = int(options.nnodes.split(":")[-1])
         processes = nodes * int(options.nproc_per_node)
         assert options.training_script == arguments[place]
+    elif launcher == "srun":
+        counts = dict(zip(arguments[:place], arguments[1:place], strict=False))
+        nodes = int(counts["--nodes"])
+        processes = nodes * int(counts["--ntasks-per-node"])
     program = ROOT / arguments[place][arguments[place].rindex("training/") :]
     assert program.is_file(), f"there is no {program}"
     return Command(program, tuple(arguments[place + 1 :]), processes, nodes)

@@ -58,7 +58,10 @@ def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(gr
         for need in field.metadata["needs"]:
             name, _, value = need.partition("=")
             others = {f.name: f for g in GROUPS for f in dataclasses.fields(g)}
-            assert not value or value in (others[name].metadata["choices"] or get_args(others[name].type)), need
+            declared = others[name].metadata["choices"] or [
+                choice for part in (others[name].type, *get_args(others[name].type)) for choice in get_args(part)
+            ]
+            assert not value or value in declared, need
             assert name in others, need
 
 

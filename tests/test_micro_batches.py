@@ -12,6 +12,7 @@ from torch import nn
 from dschat.distributed import micro_batches
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import SamplingParams
+from dschat.rlhf.rollout_result import Timings
 
 TOOL = Path(__file__).parents[1] / "training/step2_reward_model_finetuning"
 
@@ -67,7 +68,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
 def test_greedy_baselines_and_evaluations_are_cut_too(folder):
     trainer = make_trainer(folder, per_device_training_batch_size=3, gradient_accumulation_steps=8)
     passes = watched(trainer)
-    trainer.greedy_scores(prompts_of(trainer))
+    trainer.greedy_scores(prompts_of(trainer), Timings())
     assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
     trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
     assert {rows for noted in passes.values() for rows, _ in noted[-2:]} == {3, 1}
@@ -91,7 +92,7 @@ def test_a_reward_model_of_make_preferences_reads_as_many_answers_at_once_as_the
         tokenizer,
     )  # fmt: skip
     trainer = make_trainer(folder)
-    rollout = trainer.roll_out(
+    rollout = trainer.generate(
         prompts_of(trainer, QUESTIONS[:7]), SamplingParams(temperature=0.7), iteration=0, sample_ids=None
     )
     answers = trainer.answers(rollout, prompts_of(trainer, QUESTIONS[:7]))

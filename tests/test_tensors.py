@@ -1,10 +1,7 @@
 """Masked statistics, log-probs and counter-based numbers against oracles that share no code with them."""
 
-import ast
 import math
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -351,59 +348,3 @@ def test_uniforms_are_uniform_and_unrelated_along_every_axis():
     other = seeded_uniform(123, 1, torch.arange(512)[:, None], torch.arange(512)).double()
     for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u, u.T), (u, other)):
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()) < 0.01
-
-
-# --- layering --------------------------------------------------------------------------------------------------------
-
-PURE = {"dschat.tensors", "dschat.rlhf.advantages", "dschat.losses.normalizer"}
-TORCH_ALONE = {
-    "tensors.py": set(),
-    "rlhf/advantages.py": {"dschat.tensors"},
-    "rlhf/losses.py": {"dschat.tensors"},
-    "rlhf/group_advantages.py": PURE,
-    "rlhf/policy_losses.py": PURE,
-    "rlhf/preference_losses.py": PURE,
-    "rlhf/unpaired_losses.py": PURE | {"dschat.losses.preference"},
-}
-
-
-def imports_of(path: Path) -> set[str]:
-    """Modules imported anywhere in the file, also inside functions; a relative import keeps its dots."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "dschat":
-            found |= {f"dschat.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found.add("." * node.level + (node.module or ""))
-    return found
-
-
-@pytest.mark.parametrize("name", [*TORCH_ALONE, "data/collators.py"])
-def test_pure_modules_import_torch_and_nothing_of_ours_above_them(name):
-    path = ROOT / "dschat" / name
-    if not path.exists():
-        pytest.skip(f"dschat/{name} does not exist")
-    allowed = TORCH_ALONE.get(name, {"dschat.tensors"})
-    foreign = {
-        module
-        for module in imports_of(path)
-        if module not in allowed and module.split(".")[0] not in {"torch", *sys.stdlib_module_names}
-    }
-    assert not foreign
-
-
-def test_importing_the_losses_loads_no_other_part_of_the_suite():
-    script = (
-        "import sys; import dschat.losses.normalizer, dschat.rlhf.advantages\n"
-        "print(sorted(m for m in sys.modules if m.split('.')[0] in ('dschat', 'deepspeed', 'transformers')))"
-    )
-    loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert ast.literal_eval(loaded) == [
-        "dschat",
-        "dschat.rlhf",
-        "dschat.rlhf.advantages",
-        "dschat.losses.normalizer",
-        "dschat.tensors",
-    ]

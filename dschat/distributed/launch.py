@@ -19,12 +19,11 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from dschat.arguments.command_line import SettingsError
-from dschat.distributed import watchdog
+from dschat.distributed import termination, watchdog
 from dschat.distributed.build_locks import clear_stale_build_locks
 from dschat.distributed.launch_environment import LaunchError, is_first_of_node, launch_variables
 from dschat.distributed.rendezvous import open_store
 from dschat.distributed.terminal import printable
-from dschat.runs import signals
 
 # The watchdog ends runs that hang. A collective may rightly wait for hours: for a rank that prepares data, say.
 COLLECTIVES_WAIT = timedelta(days=7)
@@ -37,7 +36,7 @@ def run(main: Callable[[], None]) -> None:
     come to the end: before, that may wait for ever for ranks in another collective.
     """
     try:
-        with signals.ending_the_run():
+        with termination.ending_the_run():
             os.environ.update(launch_variables(os.environ))
             main()
             watchdog.phase("end")
