@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 
 from dschat.generation.attention import decode_attention
-from dschat.generation.trial import TRIAL_TOKENS, distance, short_windows, takes
+from dschat.generation.trial import TRIAL_TOKENS, distance, takes
+from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
 logger = logging.getLogger(__name__)
