@@ -62,7 +62,6 @@ _OWN = {
     },
     "gemma4_text": {"layer_types": _PAIRS},
     "glm4_moe_lite": _LATENT,
-    "glm_moe_dsa": _LATENT,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gpt_oss": {"layer_types": _PAIRS},
     "gptj": {"rotary_dim": 4},

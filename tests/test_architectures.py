@@ -126,7 +126,6 @@ REFUSED = {
     "rwkv": "left-padded",
     "recurrent_gemma": "left-padded",
     "deepseek_v4": "left-padded",
-    "glm_moe_dsa": "left-padded",  # of equal choices it takes the first column's, which padding moves
 }
 
 

@@ -8,30 +8,25 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 SHORT = 5
-# The most tokens that a sparse attention chooses for a query.
-CHOICES = ("index_topk",)
-WINDOWS = ("window", "window_size", "attention_chunk_size", *CHOICES)
+# How the names end under which configs and layers keep them.
+WINDOWS = ("window", "window_size", "attention_chunk_size")
 
 
 @contextmanager
-def short_windows(model: PreTrainedModel, *, kinds: tuple[str, ...] = WINDOWS) -> Iterator[bool]:
+def short_windows(model: PreTrainedModel) -> Iterator[bool]:
     """Inside, windows of attention are shorter than a trial, so that ignoring one shows in its logits.
 
     A window stands in the config, which masks are made from, and often in the attention layers as well.
-
-    Args:
-        model: changed for the length of the context.
-        kinds: how the names of what is shortened end.
 
     Yields:
         Whether the model has any.
     """
     config = model.config.get_text_config()
-    windows = {name: value for name, value in vars(config).items() if _is_window(name, value, kinds)}
+    windows = {name: value for name, value in vars(config).items() if _is_window(name, value)}
     changed: list[tuple[object, str, int]] = []
     for place in (config, *model.modules()):
         for name, value in list(vars(place).items()):
-            if _is_window(name, value, kinds) and value in windows.values():
+            if _is_window(name, value) and value in windows.values():
                 changed.append((place, name, value))
     try:
         for place, name, _ in changed:
@@ -42,5 +37,5 @@ def short_windows(model: PreTrainedModel, *, kinds: tuple[str, ...] = WINDOWS) -
             setattr(place, name, value)
 
 
-def _is_window(name: str, value: object, kinds: tuple[str, ...]) -> bool:
-    return name.endswith(kinds) and isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_window(name: str, value: object) -> bool:
+    return name.endswith(WINDOWS) and isinstance(value, int) and not isinstance(value, bool) and value > 0
