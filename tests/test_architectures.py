@@ -8,8 +8,8 @@ from architectures import generate_each_alone, tiny_architecture
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams
 from dschat.generation.cpu.fused_modules import OneInput, Rotary, faster_forwards
-from dschat.generation.trial import short_windows
 from dschat.models.causal_lm import TokenLogprobs, verify_head
+from dschat.models.windows import short_windows
 
 PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
 GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}

@@ -14,7 +14,8 @@ from dschat.generation.kv_cache import new_cache
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import left_pad
 from dschat.generation.scheduler import Counts, first_row_tokens, queue_order
-from dschat.generation.trial import TRIAL_TOKENS, distance, short_windows, takes
+from dschat.generation.trial import TRIAL_TOKENS, distance, takes
+from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
 # A row that leaves saves its share of every later step; letting rows leave costs one copy of the cache that stays,

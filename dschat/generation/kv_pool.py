@@ -15,7 +15,8 @@ from transformers import AttentionInterface, Cache, PreTrainedModel
 from dschat.generation.attention import decode_attention
 from dschat.generation.host_tensors import to_device
 from dschat.generation.rollout import left_pad
-from dschat.generation.trial import TRIAL_TOKENS, distance, short_windows, takes
+from dschat.generation.trial import TRIAL_TOKENS, distance, takes
+from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
 logger = logging.getLogger(__name__)
