@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from rlhf_models import QUESTIONS, eval_rows, make_trainer, one_iteration
 
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.models.weights import full_weights
 from dschat.rlhf.evaluation import evaluate
 
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 def scenario(root: Path, algorithm: str) -> dict[str, Any]:
     """Batches of all ranks together are the same for 1 and 2 ranks."""
-    ranks = launch.world_size()
+    ranks = collectives.world_size()
     stage, accumulation, changes = CASES[algorithm]
     stage, accumulation = (stage, accumulation) if ranks > 1 else (0, 1)
     given = {
@@ -46,7 +46,7 @@ def scenario(root: Path, algorithm: str) -> dict[str, Any]:
     for _ in range(2):
         parts, updates = one_iteration(trainer, QUESTIONS, minibatch_size=8 // ranks, ppo_epochs=2)
         found["updates"] += updates
-        found["trained"] += [float(launch.sum_over_ranks(part.trained.sum())) for part in parts]
+        found["trained"] += [float(collectives.sum_over_ranks(part.trained.sum())) for part in parts]
         if trainer.ppo.ref_refresh_interval:
             trainer.engine.refresh_reference()
     if algorithm == "grpo":  # 7 rows in batches of 4: on 2 ranks the last leaves a rank with a row less
@@ -65,7 +65,7 @@ def scenario(root: Path, algorithm: str) -> dict[str, Any]:
 if __name__ == "__main__":
     launch.join(seed=0)
     results = {algorithm: scenario(Path(sys.argv[1]), algorithm) for algorithm in CASES}
-    if launch.is_main():
+    if collectives.is_main():
         torch.save(results, Path(sys.argv[1], "algorithms.pt"))
-    launch.barrier()
+    collectives.barrier()
     dist.destroy_process_group()

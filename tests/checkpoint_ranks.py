@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dschat.checkpoints import checkpoint
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 
 FOLDER = Path(sys.argv[1])
 
@@ -18,12 +18,12 @@ def draw() -> list[float]:
 
 
 def also(folder: Path) -> None:
-    (folder / f"of_rank_{launch.rank()}.txt").write_text("x" * 100)
+    (folder / f"of_rank_{collectives.rank()}.txt").write_text("x" * 100)
 
 
 def main() -> None:
     launch.join(seed=1)
-    launch.seed_all(launch.rank())  # ranks may stand at different places of their random numbers
+    launch.seed_all(collectives.rank())  # ranks may stand at different places of their random numbers
     np.random.randn()  # leaves a second normal number cached
     first = checkpoint.save(FOLDER, 1, engines={}, state={"step": 1, "rows": 9}, keep=5, also=also)
     expected = draw()
@@ -32,13 +32,13 @@ def main() -> None:
     assert {path.name for path in first.iterdir()} >= {"of_rank_0.txt", "of_rank_1.txt"}
     assert checkpoint.load(first, engines={}, same={"rows": 9}) == {"step": 1, "rows": 9}
     assert draw() == expected
-    assert launch.from_all_ranks(expected)[0] != launch.from_all_ranks(expected)[1]
-    launch.barrier()
+    assert collectives.from_all_ranks(expected)[0] != collectives.from_all_ranks(expected)[1]
+    collectives.barrier()
     # Damage is seen by the main rank, and every rank gets its answer.
-    if launch.is_main():
+    if collectives.is_main():
         for path in FOLDER.glob("checkpoints/*/state.json"):
             path.write_text("{}")
-    launch.barrier()
+    collectives.barrier()
     try:
         checkpoint.find(FOLDER, "auto")
     except ValueError as error:

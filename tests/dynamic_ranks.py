@@ -17,7 +17,7 @@ from rlhf_models import eval_rows, make_trainer
 from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.training_loop import PPORun
 
@@ -45,7 +45,7 @@ def none(prompts, responses, rows): return score(lambda number: False, responses
 
 
 def make_run(root: Path, case: str) -> PPORun:
-    changes, ranks = dict(CASES[case]), launch.world_size()
+    changes, ranks = dict(CASES[case]), collectives.world_size()
     batches = changes.pop("generation_batches", 2)
     changes["reward"] = [f"{root / 'reward.py'}:{changes['reward']}"]
     per_device = SLOTS // batches // ranks
@@ -55,7 +55,7 @@ def make_run(root: Path, case: str) -> PPORun:
         **changes,
     )  # fmt: skip
     dataset = MiniDataset(
-        generation_batches=batches, minibatch_size=SLOTS * SIZE // 2 // ranks, ppo_epochs=1, rank=launch.rank(),
+        generation_batches=batches, minibatch_size=SLOTS * SIZE // 2 // ranks, ppo_epochs=1, rank=collectives.rank(),
         world_size=ranks, seed=5, group_size=SIZE, whiten_advantages=False,
     )  # fmt: skip
     rows = eval_rows(trainer, QUESTIONS)
@@ -74,12 +74,12 @@ def scenario(root: Path, case: str) -> dict[str, Any]:
         iteration = run.slots.fill(number)
         for part in iteration.minibatches:
             rows = zip(part.scores.tolist(), part.trained.tolist(), part.advantages[:, 0].tolist(), strict=True)
-            found["minibatches"].append(sorted(launch.joined_lists([list(row) for row in rows])))
+            found["minibatches"].append(sorted(collectives.joined_lists([list(row) for row in rows])))
         found["taken"].append(run.slots.taken)
-        found["samples"].append(launch.joined_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
+        found["samples"].append(collectives.joined_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
         names = ("sequences", "trained", "flat_groups")
         totals = torch.stack([sum(sums[name] for sums in iteration.sums) for name in names])
-        found["sums"].append(launch.sum_over_ranks(totals).tolist())
+        found["sums"].append(collectives.sum_over_ranks(totals).tolist())
     found["moments"] = run.trainer.rewards.state
     return found
 
@@ -87,7 +87,7 @@ def scenario(root: Path, case: str) -> dict[str, Any]:
 if __name__ == "__main__":
     launch.join(seed=0)
     results = {case: scenario(Path(sys.argv[1]), case) for case in CASES}
-    if launch.is_main():
+    if collectives.is_main():
         Path(sys.argv[1], "dynamic.json").write_text(json.dumps(results), encoding="utf-8")
-    launch.barrier()
+    collectives.barrier()
     dist.destroy_process_group()

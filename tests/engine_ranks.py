@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.distributed.deepspeed_config import frozen_config, training_config
 from dschat.distributed.engines import frozen_engine, optimizer_step, trainable_engine
 from dschat.models.weights import gathered
@@ -64,10 +64,10 @@ def plain_torch() -> tuple[list[torch.Tensor], list[dict[str, float]]]:
 
 def check(stage: int, cut: list[list[range]], case: str) -> None:
     model = network()
-    mine = cut[launch.rank()]
+    mine = cut[collectives.rank()]
     config = training_config(
         dtype="fp32", zero_stage=stage, micro_batch_size=4, gradient_accumulation_steps=1,
-        world_size=launch.world_size(), max_grad_norm=CLIP,
+        world_size=collectives.world_size(), max_grad_norm=CLIP,
     )  # fmt: skip
     groups = [
         {"params": [p for p in model.parameters() if p.dim() > 1], "lr": RATE, "weight_decay": DECAY},
@@ -91,7 +91,7 @@ def check(stage: int, cut: list[list[range]], case: str) -> None:
 
 
 def check_frozen(stage: int) -> None:
-    config = frozen_config(dtype="fp32", zero_stage=stage, micro_batch_size=4, world_size=launch.world_size())
+    config = frozen_config(dtype="fp32", zero_stage=stage, micro_batch_size=4, world_size=collectives.world_size())
     engine = frozen_engine(network(), config=config)
     assert not engine.module.training and not any(p.requires_grad for p in engine.module.parameters())
     inputs, _ = batch(0)
@@ -100,7 +100,7 @@ def check_frozen(stage: int) -> None:
 
 if __name__ == "__main__":
     launch.join(seed=1)
-    for stage, (name, cut) in itertools.product((0, 1, 2, 3), CUTS[launch.world_size()].items()):
+    for stage, (name, cut) in itertools.product((0, 1, 2, 3), CUTS[collectives.world_size()].items()):
         check(stage, cut, f"ZeRO {stage}, {name}")
     for stage in (0, 3):
         check_frozen(stage)

@@ -9,43 +9,43 @@ from pathlib import Path
 import torch
 
 from dschat.arguments.command_line import raise_together
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
 def together() -> None:
-    before = launch.rank(), launch.world_size()  # of a process that has not joined yet
+    before = collectives.rank(), collectives.world_size()  # of a process that has not joined yet
     device = launch.join(seed=5)
-    rank, size = launch.rank(), launch.world_size()
-    assert before == (0, 1) and size == 2 and launch.is_main() == (rank == 0)
+    rank, size = collectives.rank(), collectives.world_size()
+    assert before == (0, 1) and size == 2 and collectives.is_main() == (rank == 0)
     assert device.type in ("cpu", "cuda")
-    drawn = launch.from_all_ranks(torch.rand(3).tolist())
+    drawn = collectives.from_all_ranks(torch.rand(3).tolist())
     assert drawn[0] == drawn[1]  # one seed for all
     mine = torch.tensor([1.5, 2.0 * rank])
-    total = launch.sum_over_ranks(mine)
+    total = collectives.sum_over_ranks(mine)
     assert total.tolist() == [3.0, 2.0] and total.dtype == torch.float64
     assert mine.tolist() == [1.5, 2.0 * rank] and mine.dtype == torch.float32
-    largest = launch.max_over_ranks(torch.tensor([[-3.0 - rank, 2.0 * rank]]))
+    largest = collectives.max_over_ranks(torch.tensor([[-3.0 - rank, 2.0 * rank]]))
     assert largest.tolist() == [[-3.0, 2.0]] and largest.dtype == torch.float64
     # 2^24 + 1 is no float32: sums of counts are exact all the same.
-    assert launch.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
-    assert launch.from_all_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert collectives.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
+    assert collectives.from_all_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
 
 def main_first() -> None:
     launch.join(seed=5)
-    with launch.local_main_first():
-        if launch.is_main():
+    with collectives.local_main_first():
+        if collectives.is_main():
             time.sleep(0.3)
             (FOLDER / "prepared").touch()
         assert (FOLDER / "prepared").exists()
     try:
-        with launch.local_main_first():
-            if launch.is_main():
+        with collectives.local_main_first():
+            if collectives.is_main():
                 raise KeyError("the first one fails")
     except KeyError:
-        assert launch.is_main()  # and the other one was let go
+        assert collectives.is_main()  # and the other one was let go
 
 
 def mistake() -> None:
@@ -61,26 +61,26 @@ def fault() -> None:
 def fault_of_one() -> None:
     """Rank 1 fails while rank 0 does something that knows nothing of it, and while rank 2 waits for both."""
     launch.join(seed=5)
-    launch.barrier()
-    if launch.rank() == 1:
+    collectives.barrier()
+    if collectives.rank() == 1:
         raise KeyError("a fault of ours")
-    while launch.rank() == 0:
+    while collectives.rank() == 0:
         time.sleep(0.1)
-    launch.barrier()
+    collectives.barrier()
 
 
 def mistake_of_one() -> None:
     launch.join(seed=5)
-    if launch.rank() == 1:
+    if collectives.rank() == 1:
         raise_together(["--shade green: choose another"])
-    launch.barrier()
+    collectives.barrier()
 
 
 def terminated() -> None:
     """A signal to one rank before the loop, which would capture it, has begun."""
     launch.join(seed=5)
-    launch.barrier()
-    if launch.rank() == 1:
+    collectives.barrier()
+    if collectives.rank() == 1:
         os.kill(os.getpid(), signal.SIGTERM)
     while True:
         time.sleep(0.1)
@@ -89,9 +89,9 @@ def terminated() -> None:
 def gathered() -> None:
     """What is gathered for the main rank only, and what comes from it."""
     launch.join(seed=5)
-    found = launch.lists_on_main([{"rank": launch.rank()}] * (launch.rank() + 1))
-    assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if launch.is_main() else [])
-    assert launch.from_main(f"from {launch.rank()}") == "from 0"
+    found = collectives.lists_on_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
+    assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if collectives.is_main() else [])
+    assert collectives.from_main(f"from {collectives.rank()}") == "from 0"
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from dschat.arguments.command_line import settings_of_user
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.runs import output_folder
 
 
@@ -13,7 +13,7 @@ def main() -> None:
     root = Path(sys.argv[1])
     output_folder.check_shared(root)
     output_folder.VISIBLE_WITHIN = 0.5
-    own = root / f"node-{launch.rank()}"
+    own = root / f"node-{collectives.rank()}"
     own.mkdir()
     with settings_of_user():
         output_folder.check_shared(own)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.generation import Rollout
 from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
 
@@ -16,21 +16,21 @@ FUNCTION = "def column(rows):\n    return [row['x'] for row in rows]\n"
 
 def main() -> None:
     launch.join(seed=0)
-    folder, size = Path(sys.argv[1]), launch.world_size()
+    folder, size = Path(sys.argv[1]), collectives.world_size()
     file = folder / "column.py"
-    if launch.is_main():
+    if collectives.is_main():
         file.write_text(FUNCTION)
-    launch.barrier()
+    collectives.barrier()
     rewards = Rewards([parse_reward(f"{file}:column")], normalize=True)
     for batch in SCORES:
-        mine = batch[launch.rank() * len(batch) // size : (launch.rank() + 1) * len(batch) // size]
+        mine = batch[collectives.rank() * len(batch) // size : (collectives.rank() + 1) * len(batch) // size]
         count = len(mine)
         some = torch.zeros(count, 2, dtype=torch.long)
         rollout = Rollout(some, some > 0, some[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
         chats = [[{"role": "user", "content": "a"}]] * count
         answers = Answers(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
-        totals = launch.joined_lists(rewards.score(rollout, answers).total.tolist())
-    if launch.is_main():
+        totals = collectives.joined_lists(rewards.score(rollout, answers).total.tolist())
+    if collectives.is_main():
         (folder / f"{size}.json").write_text(json.dumps({"state": rewards.state, "totals": totals}))
 
 

@@ -18,7 +18,7 @@ from tiny_tokenizers import CHATML, make_tokenizer
 from dschat import arguments
 from dschat.data.batches import rank_share
 from dschat.data.chat_template import encode_prompt
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.weighted_sum import Rewards, model_paths, parse_reward
 from dschat.rlhf.experience import Experience, MiniDataset
@@ -145,11 +145,11 @@ def one_iteration(
     """As step 3 goes through an iteration: this rank's rollout batches and the metrics of every update."""
     batch = trainer.rollouts.per_device_generation_batch_size
     share = rank_share(
-        range(len(questions)), rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch
+        range(len(questions)), rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=batch
     )
     dataset = MiniDataset(
-        generation_batches=len(share), minibatch_size=minibatch_size, ppo_epochs=ppo_epochs, rank=launch.rank(),
-        world_size=launch.world_size(), seed=5, group_size=trainer.ppo.num_samples_per_prompt,
+        generation_batches=len(share), minibatch_size=minibatch_size, ppo_epochs=ppo_epochs, rank=collectives.rank(),
+        world_size=collectives.world_size(), seed=5, group_size=trainer.ppo.num_samples_per_prompt,
         whiten_advantages=trainer.ppo.whiten_advantages,
     )  # fmt: skip
     parts, minibatches = [], None

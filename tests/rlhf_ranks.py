@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from rlhf_models import QUESTIONS, eval_rows, make_trainer, one_iteration
 
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 from dschat.models.weights import full_weights
 from dschat.rlhf.evaluation import evaluate
 
@@ -26,7 +26,7 @@ def number_of(prompts: list[str], responses: list[str], rows: list[dict]) -> lis
 
 def scenario(root: Path, stage: int) -> dict[str, Any]:
     """Batches of all ranks together are the same for 1 and 2 ranks."""
-    ranks = launch.world_size()
+    ranks = collectives.world_size()
     trainer = make_trainer(
         root, actor_zero_stage=stage, critic_zero_stage=stage, judge=number_of, enable_ema=True, ema_decay=0.5,
         per_device_generation_batch_size=4 // ranks, per_device_training_batch_size=2 // ranks,
@@ -46,9 +46,9 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
     trainer.ppo, trainer.rollouts = replace(honest[0], old_logprobs="rollout"), replace(honest[1], top_k=4)
     _, found["updates of the decoder's"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=1)
     trainer.ppo, trainer.rollouts = honest
-    if launch.is_main():
+    if collectives.is_main():
         (root / f"ema-{stage}-{ranks}").mkdir()
-    launch.barrier()
+    collectives.barrier()
     engine.save_followers(root / f"ema-{stage}-{ranks}")
     models = {"actor": engine.policy, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
               "average": engine.actor_ema}  # fmt: skip
@@ -56,7 +56,7 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
         found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(module)}
     engine.update_ema(0.0)
     found["average without memory"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
-    launch.barrier()
+    collectives.barrier()
     engine.load_followers(root / f"ema-{stage}-{ranks}")
     found["average again"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
     return found
@@ -66,7 +66,7 @@ if __name__ == "__main__":
     launch.join(seed=0)
     for stage in map(int, sys.argv[2:]):
         results = scenario(Path(sys.argv[1]), stage)
-        if launch.is_main():
+        if collectives.is_main():
             torch.save(results, Path(sys.argv[1], f"{stage}.pt"))
-    launch.barrier()
+    collectives.barrier()
     dist.destroy_process_group()

@@ -576,6 +576,7 @@ def test_ranks_with_unequal_numbers_of_micro_batches_say_so(programs, tmp_path):
 
 UNEQUAL = """
 import deepspeed, torch
+from dschat.distributed import collectives
 from dschat.distributed import launch
 from dschat.distributed.engines import optimizer_step
 launch.join(seed=1)
@@ -584,7 +585,7 @@ config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}
 engine, *_ = deepspeed.initialize(
     model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config, dist_init_required=False
 )
-optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + launch.rank()))
+optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + collectives.rank()))
 """
 
 

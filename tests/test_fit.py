@@ -7,7 +7,7 @@ from torch import nn
 
 from dschat import arguments
 from dschat.data.datasets import DataSplits
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.runs import signals
 from dschat.runs.fit import Objective, collated, evaluation, fit
 
@@ -98,7 +98,7 @@ def test_too_few_rows_are_refused_before_a_model_is_loaded(tmp_path):
                 run=arguments.RunArguments(output_dir=str(tmp_path)),
             ),
         )  # fmt: skip
-    assert type(caught.value).__name__ == "SettingsError" and launch.world_size() == 1
+    assert type(caught.value).__name__ == "SettingsError" and collectives.world_size() == 1
 
 
 def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_loaded(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dschat.arguments.command_line import SettingsError
-from dschat.distributed import launch
+from dschat.distributed import collectives, launch
 
 RANKS = Path(__file__).with_name("launch_ranks.py")
 
@@ -51,14 +51,14 @@ def test_a_signal_to_one_rank_before_the_loop_ends_all_with_its_status(programs,
 
 
 def test_a_process_that_did_not_join_is_a_group_of_one():
-    assert (launch.rank(), launch.world_size(), launch.is_main()) == (0, 1, True)
-    launch.barrier()
-    assert launch.from_all_ranks("me") == ["me"]
+    assert (collectives.rank(), collectives.world_size(), collectives.is_main()) == (0, 1, True)
+    collectives.barrier()
+    assert collectives.from_all_ranks("me") == ["me"]
     value = torch.tensor([1, 2])
-    total = launch.sum_over_ranks(value)
+    total = collectives.sum_over_ranks(value)
     total += 1
     assert value.tolist() == [1, 2] and total.tolist() == [2.0, 3.0]
-    largest = launch.max_over_ranks(value)
+    largest = collectives.max_over_ranks(value)
     largest += 1
     assert value.tolist() == [1, 2] and largest.tolist() == [2.0, 3.0]
 

@@ -147,10 +147,11 @@ def test_a_step_says_so_at_once_with_status_2(given, message, programs, tmp_path
 
 
 RANKS_OF_MPI = """
+from dschat.distributed import collectives
 from dschat.distributed import launch
 def main():
     launch.join(seed=1)
-    print("place", launch.from_all_ranks(launch.rank()), flush=True)
+    print("place", collectives.from_all_ranks(collectives.rank()), flush=True)
 launch.run(main)
 """
 

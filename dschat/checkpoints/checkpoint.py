@@ -31,7 +31,7 @@ from dschat.checkpoints.random_states import load_random_states, save_random_sta
 from dschat.checkpoints.resize import converted
 from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems, restricted_unpickling
 from dschat.checkpoints.verified_folder import digests, file_problems, sync, sync_all, write_atomically
-from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed import collectives, failpoint, launch, watchdog
 from dschat.distributed.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
@@ -80,7 +80,7 @@ def save(
             try:
                 write()
             except WRITE_ERRORS as error:
-                problems.append(f"rank {launch.rank()}: {error}")
+                problems.append(f"rank {collectives.rank()}: {error}")
 
     def make_room() -> None:
         for left in folder.parent.glob(".step-*"):  # of saves that were killed
@@ -88,11 +88,11 @@ def save(
         temporary.mkdir(parents=True)
         check_space(temporary, expected_bytes(engines))
 
-    if launch.is_main():
+    if collectives.is_main():
         attempt(make_room)
     _agree(problems, temporary)
     failpoint.reached("save_begin")
-    with watchdog.following(temporary) if launch.is_main() else nullcontext():
+    with watchdog.following(temporary) if collectives.is_main() else nullcontext():
         for name, engine in engines.items():
             with _catching_writes(engine, problems):
                 engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
@@ -103,23 +103,23 @@ def save(
     attempt(lambda: save_random_states(temporary))
     failpoint.reached("save_written")
     _agree(problems, temporary)
-    if launch.is_main():
+    if collectives.is_main():
         attempt(lambda: write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
     _agree(problems, temporary)
-    if launch.is_main_of_node():  # a file is in the memory of the node that wrote it
+    if collectives.is_main_of_node():  # a file is in the memory of the node that wrote it
         attempt(lambda: sync_all(temporary))
     _agree(problems, temporary)
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
-    head = {"step": step, "world_size": launch.world_size(), "zero_stages": stages, **(about or {})}
+    head = {"step": step, "world_size": collectives.world_size(), "zero_stages": stages, **(about or {})}
     if later is not None:
-        if launch.is_main():
+        if collectives.is_main():
             later(lambda: _complete(folder, temporary, head | {"files": digests(temporary, share=(0, 1))}, keep))
         return folder
     files: dict[str, tuple[int, str]] = {}
-    attempt(lambda: files.update(digests(temporary, share=(launch.rank(), launch.world_size()))))
+    attempt(lambda: files.update(digests(temporary, share=(collectives.rank(), collectives.world_size()))))
     _agree(problems, temporary)
-    files = {name: entry for part in launch.from_all_ranks(files) for name, entry in part.items()}
-    if launch.is_main():
+    files = {name: entry for part in collectives.from_all_ranks(files) for name, entry in part.items()}
+    if collectives.is_main():
         manifest = head | {"files": dict(sorted(files.items()))}
         attempt(lambda: _complete(folder, temporary, manifest, keep))
     _agree(problems, temporary)
@@ -154,11 +154,11 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
 
 def _agree(problems: list[str], temporary: Path) -> None:
     """Go on if all ranks could write; else leave nothing behind and raise everywhere."""
-    found = launch.joined_lists(problems)
+    found = collectives.joined_lists(problems)
     if found:
-        if launch.is_main():
+        if collectives.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
-        launch.barrier()
+        collectives.barrier()
         raise OSError(f"the checkpoint cannot be written: {'; '.join(found[:3])}")
 
 
@@ -178,7 +178,7 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
             watchdog.progress()
             failpoint.reached("save_one_written")
         except WRITE_ERRORS as error:
-            problems.append(f"rank {launch.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
+            problems.append(f"rank {collectives.rank()}: {Path(path).name}: {str(error).splitlines()[0]}")
 
     writer.save = caught
     try:
@@ -229,7 +229,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
     """
     watchdog.phase("checkpoint verification")
     found, problem = None, None
-    if launch.is_main():
+    if collectives.is_main():
         try:
             remove_leftovers(output_dir)
             found = None if resume == "never" else _find(output_dir, resume)
@@ -241,7 +241,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
             problem = str(error)
         except OSError as error:
             problem = f"--output_dir {output_dir}: what an earlier run left there cannot be moved ({error})"
-    found, problem = launch.from_all_ranks((found, problem))[0]
+    found, problem = collectives.from_all_ranks((found, problem))[0]
     if problem:
         raise ValueError(problem)
     return found
@@ -293,10 +293,10 @@ def verify(folder: str | Path) -> list[str]:
         return [str(error)]
     files, world_size = manifest["files"], manifest["world_size"]
     problems = unlisted(folder, files)
-    if world_size != launch.world_size() and "-update-" in folder.name:
+    if world_size != collectives.world_size() and "-update-" in folder.name:
         problems.append(
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "
-            f"{launch.world_size()}: start as many"
+            f"{collectives.world_size()}: start as many"
         )
     damaged = file_problems(folder, files)
     if not damaged:
@@ -330,7 +330,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
             "settings and data of its run.json, or start anew with --resume never"
         )
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    resized = manifest["world_size"] != launch.world_size()
+    resized = manifest["world_size"] != collectives.world_size()
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
     for name, then in manifest.get("zero_stages", {}).items():
         now = stages.get(name, then)
@@ -348,7 +348,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
             if path is None:
                 raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
     if resized:  # the same data in the same order, but other ranks have other random numbers
-        launch.seed_all(state["seed"] + 1000 * manifest["step"] + launch.rank())
+        launch.seed_all(state["seed"] + 1000 * manifest["step"] + collectives.rank())
     else:
         load_random_states(folder)
     return state

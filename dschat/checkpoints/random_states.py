@@ -9,7 +9,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
-from dschat.distributed import launch
+from dschat.distributed import collectives
 
 
 def save_random_states(folder: Path) -> None:
@@ -23,7 +23,7 @@ def save_random_states(folder: Path) -> None:
     }
     if get_accelerator().device_name() != "cpu":
         tensors["device"] = get_accelerator().get_rng_state()
-    rank = launch.rank()
+    rank = collectives.rank()
     save_file(tensors, folder / f"random_rank{rank}.safetensors")
     numbers = {"python": [version, gauss], "numpy": [kind, position, has_gauss, cached]}
     (folder / f"random_rank{rank}.json").write_text(json.dumps(numbers), encoding="utf-8")
@@ -31,7 +31,7 @@ def save_random_states(folder: Path) -> None:
 
 def load_random_states(folder: Path) -> None:
     """Bring them back to where `save_random_states` found them."""
-    rank = launch.rank()
+    rank = collectives.rank()
     tensors = load_file(folder / f"random_rank{rank}.safetensors")
     numbers = json.loads((folder / f"random_rank{rank}.json").read_text(encoding="utf-8"))
     version, gauss = numbers["python"]

@@ -14,7 +14,7 @@ import deepspeed
 import torch
 from deepspeed.checkpoint import ds_to_universal
 
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 
 
 @contextmanager
@@ -28,15 +28,15 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
     """
     temporary = folder.with_name(f".{folder.name}.universal")
     problem = None
-    if launch.is_main():
+    if collectives.is_main():
         shutil.rmtree(temporary, ignore_errors=True)
         for name, engine in engines.items():
             try:
                 with watchdog.following(temporary):
                     _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
             except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
-                problem = f"{folder} cannot be converted for {launch.world_size()} processes ({name}: {error})"
-    problem = launch.from_all_ranks(problem)[0]
+                problem = f"{folder} cannot be converted for {collectives.world_size()} processes ({name}: {error})"
+    problem = collectives.from_all_ranks(problem)[0]
     try:
         if problem:
             raise ValueError(f"{problem}: start as many as its manifest.json says")
@@ -50,8 +50,8 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
     finally:
         for engine in engines.values():
             engine._config.load_universal_checkpoint = False
-        launch.barrier()
-        if launch.is_main():
+        collectives.barrier()
+        if collectives.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed import collectives, failpoint, watchdog
 
 Metrics = dict[str, torch.Tensor]
 
@@ -68,7 +68,7 @@ def optimizer_step(
         loss, metrics = micro_loss()
         watchdog.progress()
         loss = loss * torch.nan if failpoint.reached("loss") else loss
-        engine.backward(loss * launch.world_size(), scale_wrt_gas=False)
+        engine.backward(loss * collectives.world_size(), scale_wrt_gas=False)
         for name, value in {"loss": loss, **metrics}.items():
             totals[name] = totals.get(name, 0.0) + value.detach().to(torch.float64)
     learning_rate = engine.get_lr()[0]
@@ -91,8 +91,8 @@ def _agree_on_count(count: int, device: torch.device) -> None:
     Raises:
         RuntimeError: naming the least and the most.
     """
-    if launch.world_size() > 1:
-        most, least = launch.max_over_ranks(torch.tensor([count, -count], device=device)).tolist()
+    if collectives.world_size() > 1:
+        most, least = collectives.max_over_ranks(torch.tensor([count, -count], device=device)).tolist()
         if most != -least:
             raise RuntimeError(
                 f"one rank has {-least:.0f} micro-batches for this optimizer step and another {most:.0f}: every rank "
@@ -112,5 +112,5 @@ def sum_metrics(totals: Metrics) -> dict[str, float]:
     """Sum a dict of scalars over all ranks in one collective; the names must be the same on every rank."""
     if not totals:
         return {}
-    summed = launch.sum_over_ranks(torch.stack([value.to(torch.float64).reshape(()) for value in totals.values()]))
+    summed = collectives.sum_over_ranks(torch.stack([value.to(torch.float64).reshape(()) for value in totals.values()]))
     return dict(zip(totals, summed.tolist(), strict=True))

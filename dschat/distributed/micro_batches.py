@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dschat.distributed.launch import max_over_ranks
+from dschat.distributed.collectives import max_over_ranks
 
 
 def forward_in_micro_batches(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dschat.distributed import failpoint, launch
+from dschat.distributed import collectives, failpoint
 
 FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.settings.json"
 
@@ -58,21 +58,21 @@ class JudgedBatches:
         Raises: ValueError on every rank: a finished file may not be replaced, or other settings made what is there.
         """
         self.folder = Path(output_dir)
-        self.path = self.folder / PART / f"rank-{launch.rank():05d}.jsonl"
+        self.path = self.folder / PART / f"rank-{collectives.rank():05d}.jsonl"
         self.finished, problem = False, None
-        if launch.is_main():
+        if collectives.is_main():
             try:
                 self.finished = self._begin(dict(settings), resume=resume, overwrite=overwrite)
             except ValueError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"--output_dir {output_dir}: cannot be written ({error})"
-        problem, self.finished = launch.from_all_ranks((problem, self.finished))[0]
+        problem, self.finished = collectives.from_all_ranks((problem, self.finished))[0]
         if problem:
             raise ValueError(problem)
         # Folders of nodes may differ: one process of each reads what it sees.
-        found = [] if self.finished or not launch.is_main_of_node() else read_parts(self.folder / PART)
-        self.earlier = without_repeats(launch.joined_lists(found))
+        found = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
+        self.earlier = without_repeats(collectives.joined_lists(found))
 
     def append(self, batch: JudgedBatch) -> None:
         """Write a batch so that it outlasts this process and the machine. Raises OSError if it cannot."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dschat import arguments
 from dschat.data.collators import collate_preferences, collate_unpaired
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.distributed.engines import Metrics
 from dschat.losses.kto import kto_kl, kto_loss
 from dschat.losses.preference import (
@@ -151,7 +151,7 @@ def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch])
         real = batch["row_mask"]
         ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[real]
         sums += torch.stack([ratio.double().sum(), real.sum().double(), batch["desirable"][real].sum().double()])
-    log_ratios, rows, desirable = launch.sum_over_ranks(sums)
+    log_ratios, rows, desirable = collectives.sum_over_ranks(sums)
     found = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
     return [batch | found for batch in batches]
 

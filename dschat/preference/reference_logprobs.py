@@ -31,7 +31,7 @@ from dschat import arguments
 from dschat.checkpoints.verified_folder import written_folder
 from dschat.data.arrow import content_digest, is_prepared
 from dschat.data.datasets import DataSplits
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.models.weight_files import weights_digest
@@ -67,17 +67,17 @@ def with_reference_logprobs(
     watchdog.phase("reference fingerprint")
     place = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
     tables = load_file(place / _TABLES) if is_prepared(place, verify=True) else None
-    if not all(launch.from_all_ranks(tables is not None)):
+    if not all(collectives.from_all_ranks(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
-            world_size=launch.world_size(), offload=devices.offload and model.zero_stage == 3,
+            world_size=collectives.world_size(), offload=devices.offload and model.zero_stage == 3,
         )  # fmt: skip
         tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
-        if launch.is_main_of_node():
+        if collectives.is_main_of_node():
             with written_folder(place) as unfinished:
                 save_file(tables, unfinished / _TABLES)
-        launch.barrier()
-    elif launch.is_main():
+        collectives.barrier()
+    elif collectives.is_main():
         print(f"reference log-probs found in {place}", flush=True)
     train, held_out_rows = (
         rows.add_column("ref_logprobs", tables[name].tolist())
@@ -115,9 +115,9 @@ def _scores(
             watchdog.phase("reference")
             found = score(engine, collated(objective, rows, indices, engine.device))
             mine[indices] = found[: len(indices)].double()
-        if launch.is_main() and number in (len(steps), *range(100, len(steps), 100)):
+        if collectives.is_main() and number in (len(steps), *range(100, len(steps), 100)):
             print(f"reference log-probs of {name} rows: {number}/{len(steps)} batches", flush=True)
-    table = launch.sum_over_ranks(mine)  # every row is scored by one rank, and 0 on the others
+    table = collectives.sum_over_ranks(mine)  # every row is scored by one rank, and 0 on the others
     seen = torch.zeros(len(rows), dtype=torch.bool)
     seen[[row for step in steps for row in step]] = True
     return torch.where(seen[:, None], table.cpu(), torch.nan).float()
@@ -126,13 +126,13 @@ def _scores(
 def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> str:
     """Of all that decides about the bits; the main rank reads weights and rows."""
     name = None
-    if launch.is_main():
+    if collectives.is_main():
         decisive = {
             "weights": weights_digest(path),
             "rows": [content_digest(splits.train), content_digest(splits.eval)],
             "cuts": cuts,
-            "world_size": launch.world_size(),
+            "world_size": collectives.world_size(),
             "computation": [dtype, get_accelerator().device_name(), torch.__version__],
         }
         name = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return launch.from_all_ranks(name)[0]
+    return collectives.from_all_ranks(name)[0]

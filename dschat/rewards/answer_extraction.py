@@ -1,11 +1,9 @@
-"""What the answer of a response is, and figures over several answers to one prompt: pass@k, majority."""
+"""What the answer of a response is: its last number, boxed formula, tag, or text."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
@@ -13,7 +11,6 @@ from dschat.data.marked_answers import last_boxed, last_tagged
 from dschat.rewards.math.latex import clean_latex, one_line
 
 Extraction = Literal["last_number", "boxed", "text", "tag"]
-
 # A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+\u2212])?"
@@ -74,31 +71,6 @@ def exact_number(value: object) -> Fraction | None:
     if isinstance(value, (int, float)):
         return Fraction(value) if isinstance(value, int) else Fraction(str(value)) if math.isfinite(value) else None
     return _value(value.strip()) if _NUMBER.fullmatch(value.strip()) else None
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that among k of n samples at least one is correct, c of the n being so: 1 − C(n−c, k) / C(n, k).
-
-    As a product, since the binomials overflow floats. Averaged over prompts it is the unbiased estimate of pass@k.
-
-    Raises: ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
-
-    Source: Chen et al. 2021, eq. 1 (arXiv:2107.03374).
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@{k} of {n} samples, {c} correct: needs 0 <= correct <= samples and 1 <= k <= samples.")
-    if n - c < k:
-        return 1.0  # fewer wrong ones than are drawn
-    return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
-
-
-def majority(answers: Sequence[str | None]) -> int | None:
-    """Index of the first sample with the answer given most often (of equals, the one given first); None if none is.
-
-    Source: Wang et al. 2022, Self-Consistency (arXiv:2203.11171).
-    """
-    counts = Counter(answer for answer in answers if answer is not None)
-    return answers.index(counts.most_common(1)[0][0]) if counts else None
 
 
 def _scientific(latex: str) -> Fraction | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dschat.arguments.secrets import redacted
 from dschat.distributed import watchdog
-from dschat.distributed.launch import sum_over_ranks
+from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
 from dschat.rewards.answers import Answers, prompt_text

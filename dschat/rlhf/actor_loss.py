@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dschat.arguments import PPOArguments
-from dschat.distributed.launch import sum_over_ranks
+from dschat.distributed.collectives import sum_over_ranks
 from dschat.losses.aggregation import aggregation_weights
 from dschat.losses.normalizer import Metrics
 from dschat.losses.policy import POLICY_LOSSES

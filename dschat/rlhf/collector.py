@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.rlhf.evaluation import experience_sums
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
@@ -54,7 +54,7 @@ class Slots:
                 size = ppo.num_samples_per_prompt
                 groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
             unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
-            slots = sorted(launch.joined_lists(unfilled))
+            slots = sorted(collectives.joined_lists(unfilled))
             if not slots:
                 break
         if groups:
@@ -74,14 +74,14 @@ class Slots:
         what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
         even where a row occurs twice.
         """
-        trainer, ranks = self.trainer, launch.world_size()
+        trainer, ranks = self.trainer, collectives.world_size()
         size = trainer.rollouts.per_device_generation_batch_size * ranks
         rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
         self.taken += len(slots)
         parts = []
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
             of_all = list(batch_slots)
-            mine = [slot for slot in of_all if slot % ranks == launch.rank()]
+            mine = [slot for slot in of_all if slot % ranks == collectives.rank()]
             asked = mine or of_all[:1]  # a rank without slots joins in
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])

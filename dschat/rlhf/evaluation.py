@@ -8,9 +8,10 @@ from datasets import Dataset
 
 from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics, sum_metrics
-from dschat.rewards.answer_extraction import extract_answer, majority, pass_at_k
+from dschat.rewards.answer_extraction import extract_answer
+from dschat.rlhf.pass_at_k import majority, pass_at_k
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rollout_correction import gap_metrics
 from dschat.rlhf.rollout_result import RolloutResult
@@ -105,12 +106,12 @@ def evaluate(
         num_samples: responses to each prompt; with several there are answer_metrics.
         success_score, answer: which responses are right, and what of them is the answer (see answer_metrics).
     """
-    size, n = batch_size * launch.world_size(), num_samples
+    size, n = batch_size * collectives.world_size(), num_samples
     starts = range(0, len(rows), size)[: max_batches or None]
     sums, samples = [], []
     for start in starts:
         indices = range(start, min(start + size, len(rows)))
-        share = rank_share(indices, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=batch_size)[0]
+        share = rank_share(indices, rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=batch_size)[0]
         mine = share or indices[:1]  # a rank without rows joins in
         prompts = collate_prompts([rows[index] for index in mine])
         result = trainer.rollout_and_score(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
@@ -118,13 +119,13 @@ def evaluate(
         samples += result.samples if share else []
     if not sums:
         return {}, []
-    samples = launch.lists_on_main(samples)
+    samples = collectives.lists_on_main(samples)
     metrics = experience_metrics(sums)
     if n > 1:
         groups = [samples[first : first + n] for first in range(0, len(samples), n)]
         # Only the main rank has all samples, and every rank needs the metrics.
-        found = answer_metrics(groups, success=success_score, how=answer) if launch.is_main() else {}
-        metrics |= launch.from_main(found)
+        found = answer_metrics(groups, success=success_score, how=answer) if collectives.is_main() else {}
+        metrics |= collectives.from_main(found)
     return metrics, samples
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollout_result import Timings
@@ -42,20 +42,20 @@ class Iteration:
             if number >= len(self.updates)
             for name, tensor in minibatch.tensors().items()
         }
-        save_file(tensors, folder / f"iteration_rank{launch.rank()}.safetensors")
+        save_file(tensors, folder / f"iteration_rank{collectives.rank()}.safetensors")
         rest = {
             "minibatches": len(self.minibatches),
             "sums": [{name: value.item() for name, value in sums.items()} for sums in self.sums],
             "samples": self.samples,
             "updates": self.updates,
         }
-        (folder / f"iteration_rank{launch.rank()}.json").write_text(json.dumps(rest), encoding="utf-8")
+        (folder / f"iteration_rank{collectives.rank()}.json").write_text(json.dumps(rest), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Iteration:
         """Read what `save` of the same rank wrote."""
-        rest = json.loads((folder / f"iteration_rank{launch.rank()}.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / f"iteration_rank{launch.rank()}.safetensors", device=str(device))
+        rest = json.loads((folder / f"iteration_rank{collectives.rank()}.json").read_text(encoding="utf-8"))
+        tensors = load_file(folder / f"iteration_rank{collectives.rank()}.safetensors", device=str(device))
         done = len(rest["updates"])
         minibatches = [None] * done + [
             Experience(

@@ -10,8 +10,8 @@ from torch import Tensor
 from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.distributed import failpoint, watchdog
+from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.engines import Metrics, optimizer_step
-from dschat.distributed.launch import sum_over_ranks
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout, SamplingParams
 from dschat.losses.sft import sft_loss

@@ -18,7 +18,7 @@ from dschat.arguments import (
     RLHFModelArguments,
     RolloutArguments,
 )
-from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed import collectives, failpoint, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Decoder, HybridEngine, TransformersDecoder
@@ -140,9 +140,9 @@ class DeepSpeedRLHFEngine:
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter]):
                     watchdog.progress()
-                    if launch.is_main():
+                    if collectives.is_main():
                         state[name] = parameter.detach().to("cpu", copy=True)
-            if launch.is_main() and not problems:
+            if collectives.is_main() and not problems:
                 try:
                     failpoint.reached("save_follower")
                     save_file(state, folder / f"{kind}.safetensors")
@@ -193,7 +193,7 @@ class DeepSpeedRLHFEngine:
             dtype=dtype or self.devices.dtype,
             zero_stage=zero_stage,
             micro_batch_size=self.micro_batch_size,
-            world_size=launch.world_size(),
+            world_size=collectives.world_size(),
             offload=offload,
         )
 

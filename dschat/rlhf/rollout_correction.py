@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dschat.distributed.collectives import max_over_ranks
 from dschat.distributed.engines import Metrics, sum_metrics
-from dschat.distributed.launch import max_over_ranks
 from dschat.losses.normalizer import Normalizer, count_of
 from dschat.tensors import LOG_RATIO_LIMIT, at_least_float32, require_mask
 

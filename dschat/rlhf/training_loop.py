@@ -10,7 +10,7 @@ from typing import Any
 from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.collector import Slots
@@ -96,7 +96,7 @@ class PPORun:
         engine = self.trainer.engine
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "followers": sorted(engine.followers),
-            "sequences_per_update": self.dataset.minibatch_size * launch.world_size(),  # the schedule counts updates
+            "sequences_per_update": self.dataset.minibatch_size * collectives.world_size(),  # the schedule counts updates
         }
         return TrainingSession(
             "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, fingerprint=fingerprint,
@@ -173,7 +173,7 @@ class PPORun:
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
         log.metrics(done, metrics)
         watchdog.phase("logging")
-        samples = launch.lists_on_main(iteration.samples)  # [] on the ranks that write nothing
+        samples = collectives.lists_on_main(iteration.samples)  # [] on the ranks that write nothing
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.models.weights import export_model
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
@@ -27,9 +27,9 @@ def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration
     for name, engine in trainer.engine.trained.items():
         export_model(engine.module.model, folder / name, trainer.tokenizer)
     iteration.save(folder)
-    if launch.is_main():
+    if collectives.is_main():
         settings = {
-            "processes": launch.world_size(), "temperature": trainer.rollouts.temperature,
+            "processes": collectives.world_size(), "temperature": trainer.rollouts.temperature,
             "max_answer_seq_len": trainer.rollouts.max_answer_seq_len, "kl_coef": trainer.kl_coef,
             "ppo": asdict(trainer.ppo),
         }  # fmt: skip
@@ -54,7 +54,7 @@ class UpdateDump:
         """Write what was recorded, and on the main rank the update's metrics."""
         tensors = {f"{name}.{part}": x for name, parts in self.tensors.items() for part, x in enumerate(parts)}
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
-                  self.folder / f"update_rank{launch.rank()}.safetensors")  # fmt: skip
-        if launch.is_main():
+                  self.folder / f"update_rank{collectives.rank()}.safetensors")  # fmt: skip
+        if collectives.is_main():
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
             (self.folder / "metrics.json").write_text(json.dumps(finite, indent=1), encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import Any
 
 from dschat.arguments import RunArguments
 from dschat.checkpoints.leftovers import put_back
-from dschat.distributed import failpoint, launch
+from dschat.distributed import collectives, failpoint
 from dschat.models.weights import ExportError
 from dschat.runs.run_log import RunLog
 
@@ -90,7 +90,7 @@ class Best:
         problem = None
         try:
             export(unfinished)
-            if launch.is_main():
+            if collectives.is_main():
                 try:
                     (unfinished / "best.json").write_text(json.dumps(about), encoding="utf-8")
                     shutil.rmtree(replaced, ignore_errors=True)
@@ -100,11 +100,11 @@ class Best:
                     unfinished.rename(folder)
                 except OSError as error:
                     problem = f"the best model could not be kept in {folder}: {error}"
-            problem = launch.from_all_ranks(problem)[0]
+            problem = collectives.from_all_ranks(problem)[0]
             if problem:
                 raise ExportError(problem)
         finally:
-            if launch.is_main():
+            if collectives.is_main():
                 put_back(folder, replaced)
                 for left in (unfinished, replaced):
                     shutil.rmtree(left, ignore_errors=True)

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dschat.checkpoints import checkpoint
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.models.weights import ExportError, export_model
 from dschat.runs.signals import Received
 
@@ -44,7 +44,7 @@ def export_run(
         try:
             export_model(module, Path(output_dir, name), tokenizer)
         except ExportError as error:
-            if launch.is_main():
+            if collectives.is_main():
                 print(f"{error}. {way_out(output_dir, sys.argv)}", file=sys.stderr, flush=True)
             raise ExportFailed from None
 

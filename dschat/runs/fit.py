@@ -16,7 +16,7 @@ from dschat.arguments.command_line import settings_of_user
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
-from dschat.distributed import failpoint, launch, watchdog
+from dschat.distributed import collectives, failpoint, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
 from dschat.models.weights import export_model
 from dschat.runs.best_model import check_evaluation_rows
@@ -54,7 +54,7 @@ def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[Globa
     run = settings.run
     per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
     with settings_of_user():
-        batches = GlobalBatches(rows["length"], global_batch_size=per_rank * launch.world_size(), seed=run.seed)
+        batches = GlobalBatches(rows["length"], global_batch_size=per_rank * collectives.world_size(), seed=run.seed)
     return batches, run.max_steps or run.num_train_epochs * len(batches)
 
 
@@ -97,7 +97,7 @@ def fit(
     if objective.verify is not None:
         with settings_of_user():
             objective.verify(engine)
-    launch.seed_all(run.seed + launch.rank())  # initial weights are alike on all ranks, dropout masks are not
+    launch.seed_all(run.seed + collectives.rank())  # initial weights are alike on all ranks, dropout masks are not
     session = TrainingSession(
         name, settings=settings, engines={"model": engine}, fingerprint=data_fingerprint(batches, splits.train),
         total_steps=total, resume_from=resume_from, device=engine.device, received=received,
@@ -136,7 +136,7 @@ def train_step(
     """One optimizer step over the rows of a global batch, this rank's share in micro-batches; metrics of all ranks."""
     shares = share(indices, micro_batch_size)
     micro_batches = list(objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)))
-    count = float(launch.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
+    count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
     return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
 
 
@@ -171,7 +171,7 @@ def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, fl
 def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
     """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    size = batch_size * launch.world_size()
+    size = batch_size * collectives.world_size()
     steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
     if max_batches and max_batches < len(steps):
         spread = len(steps) / max_batches  # batches of every length, not only the longest
@@ -189,4 +189,4 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
     """This rank's micro-batches of the rows of a step; as many on every rank, the last perhaps empty."""
-    return rank_share(step, rank=launch.rank(), world_size=launch.world_size(), micro_batch_size=micro_batch_size)
+    return rank_share(step, rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=micro_batch_size)

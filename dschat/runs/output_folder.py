@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-from dschat.distributed import launch
+from dschat.distributed import collectives
 
 VISIBLE_WITHIN = 15.0  # seconds: network file systems show a new file late, as they keep listings for a while
 
@@ -26,8 +26,8 @@ def claim(output_dir: str | Path) -> None:
     Raises:
         ValueError: another run is writing there, or this one cannot.
     """
-    problem = _lock(Path(output_dir)) if launch.is_main() else None
-    problem = launch.from_main(problem)
+    problem = _lock(Path(output_dir)) if collectives.is_main() else None
+    problem = collectives.from_main(problem)
     if problem:
         raise ValueError(problem)
 
@@ -68,17 +68,17 @@ def check_shared(output_dir: str | Path) -> None:
     Raises:
         ValueError: some nodes have one of their own.
     """
-    token = launch.from_main(f".shared-{uuid.uuid4().hex}")
+    token = collectives.from_main(f".shared-{uuid.uuid4().hex}")
     path, problem = Path(output_dir, token), None
-    if launch.is_main():
+    if collectives.is_main():
         try:
             path.touch()
         except OSError as error:
             problem = f"--output_dir {output_dir}: cannot be written ({error.strerror}): name another folder"
-    problem = launch.from_main(problem)
+    problem = collectives.from_main(problem)
     if problem is None:
-        hosts = launch.joined_lists([] if _appears(path) else [socket.gethostname()])
-        if launch.is_main():
+        hosts = collectives.joined_lists([] if _appears(path) else [socket.gethostname()])
+        if collectives.is_main():
             path.unlink(missing_ok=True)
         if hosts:
             names = ", ".join(sorted(set(hosts))[:8])

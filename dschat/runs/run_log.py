@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.tensorboard import SummaryWriter
 
 from dschat.arguments.secrets import redacted, redacted_values
-from dschat.distributed import failpoint, launch
+from dschat.distributed import collectives, failpoint
 from dschat.distributed.terminal import printable
 
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerate")
@@ -44,7 +44,7 @@ class RunLog:
                  tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
         self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
         self.started = time.monotonic()
-        self.speaks = launch.is_main()
+        self.speaks = collectives.is_main()
         self.writer, self.about = None, {}
         self._failed: set[str] = set()
         if not self.speaks:
@@ -61,7 +61,7 @@ class RunLog:
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "arguments": redacted_values(arguments),
             "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-            "devices": {"accelerator": get_accelerator().device_name(), "processes": launch.world_size(),
+            "devices": {"accelerator": get_accelerator().device_name(), "processes": collectives.world_size(),
                         "name": get_accelerator().current_device_name()},
         }  # fmt: skip
         self._attempt("run.json", lambda: _replace(self.folder / "run.json", json.dumps(self.about, indent=1).encode()))

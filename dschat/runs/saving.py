@@ -12,7 +12,7 @@ import torch
 
 from dschat.arguments import RunArguments
 from dschat.checkpoints import checkpoint
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.runs.run_log import RunLog
 from dschat.runs.signals import Received, SavedAndLeft
 
@@ -61,9 +61,9 @@ class Saving:
             OSError: a signal came, and the run cannot be saved.
         """
         minutes = (time.monotonic() - self.last) / 60
-        due = self.run.save_minutes and minutes >= self.run.save_minutes and launch.is_main()
+        due = self.run.save_minutes and minutes >= self.run.save_minutes and collectives.is_main()
         asked = torch.tensor([bool(due), bool(self.received.number)], dtype=torch.float64, device=self.device)
-        by_time, by_signal = launch.max_over_ranks(asked).tolist()
+        by_time, by_signal = collectives.max_over_ranks(asked).tolist()
         by_step = bool(self.run.save_interval) and not update and step % self.run.save_interval == 0
         leaves = bool(by_signal) and not last
         if not (by_step or by_time or leaves):

@@ -16,7 +16,7 @@ from dschat.arguments.command_line import settings_of_user
 from dschat.checkpoints import checkpoint
 from dschat.data.arrow import content_digest
 from dschat.data.batches import GlobalBatches
-from dschat.distributed import launch
+from dschat.distributed import collectives
 from dschat.runs.best_model import Best
 from dschat.runs.health import Health
 from dschat.runs.run_log import RunLog
@@ -152,6 +152,6 @@ def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dic
     if rows is not None:
         # Reference log-probs are no data: other devices, or another cut into batches, give them other low bits.
         data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
-        content = content_digest(data) if launch.is_main() else ""
-        fingerprint["content"] = launch.from_all_ranks(content)[0]
+        content = content_digest(data) if collectives.is_main() else ""
+        fingerprint["content"] = collectives.from_all_ranks(content)[0]
     return fingerprint

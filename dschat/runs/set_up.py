@@ -19,7 +19,7 @@ from dschat.arguments import (
 )
 from dschat.arguments.command_line import raise_together, settings_of_user
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, launch, watchdog
 from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import trainable_engine
 from dschat.distributed.terminal import printable
@@ -176,14 +176,14 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     """
     watchdog.phase("data preparation")
     splits, problem = None, None
-    with launch.local_main_first():
+    with collectives.local_main_first():
         try:
-            splits = build_dataset(kind, tokenizer, options, verify=launch.is_main_of_node())
+            splits = build_dataset(kind, tokenizer, options, verify=collectives.is_main_of_node())
         except ValueError as error:
             problem = str(error)
-    problems = launch.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
+    problems = collectives.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
     raise_together(sorted({problem for problem in problems if problem}))
-    if launch.is_main():
+    if collectives.is_main():
         print(printable(splits.report.summary()), flush=True)
     return splits
 
@@ -204,12 +204,12 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
 def make_output_folder(output_dir: str) -> None:
     """Make the folder of a run whose settings are good. A collective; raises ValueError if it cannot be made."""
     problem = None
-    if launch.is_main():
+    if collectives.is_main():
         try:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"--output_dir {output_dir}: cannot be made ({error.strerror}); name another folder"
-    problem = launch.from_all_ranks(problem)[0]
+    problem = collectives.from_all_ranks(problem)[0]
     if problem:
         raise ValueError(problem)
 
@@ -237,7 +237,7 @@ def build_trainable(
         zero_stage=zero_stage,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
-        world_size=launch.world_size(),
+        world_size=collectives.world_size(),
         max_grad_norm=optimizer.max_grad_norm,
         offload=devices.offload,
         overrides=devices.deepspeed_config,

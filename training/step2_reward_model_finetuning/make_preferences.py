@@ -28,7 +28,7 @@ from dschat.arguments.command_line import SettingsError, parse, settings_of_user
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
-from dschat.distributed import launch, watchdog
+from dschat.distributed import collectives, launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import HybridEngine, Rollout, SamplingParams
@@ -131,7 +131,7 @@ def judge_all(
         SettingsError: a rank cannot write, or its judge is dead; what is judged is on the disk.
     """
     to_do = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
-    rounds = [to_do[start : start + launch.world_size()] for start in range(0, len(to_do), launch.world_size())]
+    rounds = [to_do[start : start + collectives.world_size()] for start in range(0, len(to_do), collectives.world_size())]
     pairs = sum(len(batch.pairs) for batch in judged.earlier)
     if judged.earlier:
         log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
@@ -139,16 +139,16 @@ def judge_all(
     with signals.noted() as received, received.listening():
         for number, batches in enumerate(rounds, start=1):
             problem = None
-            if launch.rank() < len(batches):  # some ranks may be left without prompts at the end
+            if collectives.rank() < len(batches):  # some ranks may be left without prompts at the end
                 try:
-                    batch = judge(batches[launch.rank()])
+                    batch = judge(batches[collectives.rank()])
                     made.append(batch)
                     if batch.scored:  # a judge that was away is asked again by --resume auto
                         judged.append(batch)
                 except (NoScores, OSError) as error:
                     problem = str(error)
             state = problem, received.number, len(made[-1].pairs) if made and problem is None else 0
-            problems, signal_numbers, counts = zip(*launch.from_all_ranks(state), strict=True)
+            problems, signal_numbers, counts = zip(*collectives.from_all_ranks(state), strict=True)
             pairs += sum(counts[: len(batches)])
             log(f"{number}/{len(rounds)} batches on each process, {pairs} pairs")
             if any(problems):
@@ -157,7 +157,7 @@ def judge_all(
             if any(signal_numbers) and number < len(rounds):
                 log("a signal asked for it: this run ends here, --resume auto goes on")
                 raise signals.SavedAndLeft
-    return judged.earlier + launch.joined_lists(made)
+    return judged.earlier + collectives.joined_lists(made)
 
 
 def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
@@ -170,7 +170,7 @@ def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompt
             "rewards) tell more answers apart."
         )
     problem = None
-    if launch.is_main():
+    if collectives.is_main():
         try:
             path = judged.finish(rows)
             unscored = sum(batch.unscored for batch in batches)
@@ -178,7 +178,7 @@ def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompt
             log(f"{len(rows)} pairs of {prompts} prompts in {path}{missing}")
         except OSError as error:
             problem = f"{error}: what is judged is kept; make room and go on with --resume auto"
-    problem = launch.from_all_ranks(problem)[0]
+    problem = collectives.from_all_ranks(problem)[0]
     if problem:
         raise SettingsError(problem)
 
@@ -192,7 +192,7 @@ def decisive_settings(
              "max_answer_seq_len", "temperature", "top_k", "top_p", "judge")  # fmt: skip
     settings = {f"--{name}": vars(sampling)[name] for name in names}
     settings |= {"--reward": list(map(without_keys, reward.reward)), "--dtype": devices.dtype, "--seed": run.seed}
-    content = content_digest(prompts) if launch.is_main() else None  # the main rank decides for all
+    content = content_digest(prompts) if collectives.is_main() else None  # the main rank decides for all
     return settings | {
         "the model's weights": weights_sample(Path(sampling.model_name_or_path)), "prompts": len(prompts),
         "the prompts' content": content,
@@ -221,7 +221,7 @@ def weights_sample(folder: Path) -> str:
 
 
 def log(text: str) -> None:
-    if launch.is_main():
+    if collectives.is_main():
         print(f"[make_preferences] {text}", flush=True)
 
 
@@ -241,7 +241,7 @@ def reward_of(
     """The weighted sum of the sources; None where one fails."""
     config = frozen_config(
         dtype=devices.dtype, zero_stage=0, micro_batch_size=sampling.per_device_generation_batch_size,
-        world_size=launch.world_size(),
+        world_size=collectives.world_size(),
     )  # fmt: skip
     models, trusted = {}, sampling.trust_remote_code
     for path in model_paths(reward.reward):
