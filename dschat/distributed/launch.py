@@ -18,7 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed as dist
 
 from dschat.arguments.command_line import SettingsError
-from dschat.distributed import termination, watchdog
+from dschat.distributed import groups, termination, watchdog
 from dschat.distributed.build_locks import clear_stale_build_locks
 from dschat.distributed.collectives import barrier, is_main_of_node, rank, world_size
 from dschat.distributed.launch_environment import LaunchError, launch_variables
@@ -105,6 +105,7 @@ def join(
         device = torch.device(accelerator.device_name(local_rank))
     if not dist.is_initialized():
         _open_group(device, rendezvous_timeout)
+    groups.create_groups()
     watchdog.start(collective_timeout)
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later

@@ -31,7 +31,7 @@ from dschat import arguments
 from dschat.checkpoints.verified_folder import written_folder
 from dschat.data.arrow import content_digest, is_prepared
 from dschat.data.datasets import DataSplits
-from dschat.distributed import collectives, watchdog
+from dschat.distributed import collectives, groups, watchdog
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.models.weight_files import weights_digest
@@ -70,7 +70,7 @@ def with_reference_logprobs(
     if not all(collectives.from_all_ranks(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
-            world_size=collectives.world_size(), offload=devices.offload and model.zero_stage == 3,
+            world_size=groups.data_parallel_size(), offload=devices.offload and model.zero_stage == 3,
         )  # fmt: skip
         tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
         if collectives.is_main_of_node():

@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
-from dschat.distributed import collectives
+from dschat.distributed import collectives, groups
 from dschat.rlhf.evaluation import experience_sums
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
@@ -74,14 +74,14 @@ class Slots:
         what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
         even where a row occurs twice.
         """
-        trainer, ranks = self.trainer, collectives.world_size()
+        trainer, ranks = self.trainer, groups.data_parallel_size()
         size = trainer.rollouts.per_device_generation_batch_size * ranks
         rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
         self.taken += len(slots)
         parts = []
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
             of_all = list(batch_slots)
-            mine = [slot for slot in of_all if slot % ranks == collectives.rank()]
+            mine = [slot for slot in of_all if slot % ranks == groups.data_parallel_rank()]
             asked = mine or of_all[:1]  # a rank without slots joins in
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])

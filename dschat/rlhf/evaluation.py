@@ -8,7 +8,7 @@ from datasets import Dataset
 
 from dschat.data.batches import rank_share
 from dschat.data.collators import collate_prompts
-from dschat.distributed import collectives
+from dschat.distributed import collectives, groups
 from dschat.distributed.engines import Metrics, sum_metrics
 from dschat.rewards.answer_extraction import extract_answer
 from dschat.rlhf.pass_at_k import majority, pass_at_k
@@ -106,12 +106,15 @@ def evaluate(
         num_samples: responses to each prompt; with several there are answer_metrics.
         success_score, answer: which responses are right, and what of them is the answer (see answer_metrics).
     """
-    size, n = batch_size * collectives.world_size(), num_samples
+    size, n = batch_size * groups.data_parallel_size(), num_samples
     starts = range(0, len(rows), size)[: max_batches or None]
     sums, samples = [], []
     for start in starts:
         indices = range(start, min(start + size, len(rows)))
-        share = rank_share(indices, rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=batch_size)[0]
+        share = rank_share(
+            indices, rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(),
+            micro_batch_size=batch_size,
+        )[0]  # fmt: skip
         mine = share or indices[:1]  # a rank without rows joins in
         prompts = collate_prompts([rows[index] for index in mine])
         result = trainer.rollout_and_score(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
@@ -122,9 +125,9 @@ def evaluate(
     samples = collectives.lists_on_main(samples)
     metrics = experience_metrics(sums)
     if n > 1:
-        groups = [samples[first : first + n] for first in range(0, len(samples), n)]
+        by_prompt = [samples[first : first + n] for first in range(0, len(samples), n)]
         # Only the main rank has all samples, and every rank needs the metrics.
-        found = answer_metrics(groups, success=success_score, how=answer) if collectives.is_main() else {}
+        found = answer_metrics(by_prompt, success=success_score, how=answer) if collectives.is_main() else {}
         metrics |= collectives.from_main(found)
     return metrics, samples
 

@@ -8,7 +8,7 @@ from datasets import Dataset
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions
-from dschat.distributed import collectives
+from dschat.distributed import groups
 from dschat.runs.fit import Batch, to_device
 
 
@@ -41,14 +41,15 @@ class UnsupervisedBatches:
     def __init__(self, rows: Dataset, *, micro_batch_size: int, minibatch_size: int, seed: int, pad_token_id: int,
                  device: torch.device):  # fmt: skip
         self.rows, self.micro_batch_size, self.pad_token_id, self.device = rows, micro_batch_size, pad_token_id, device
-        self.batches = GlobalBatches(rows["length"], global_batch_size=minibatch_size * collectives.world_size(), seed=seed)
+        size = minibatch_size * groups.data_parallel_size()
+        self.batches = GlobalBatches(rows["length"], global_batch_size=size, seed=seed)
 
     def of_update(self, update: int) -> list[Batch]:
         """This rank's micro-batches for the given update, counted from 0 over the whole run."""
         share = rank_share(
             self.batches.step(update),
-            rank=collectives.rank(),
-            world_size=collectives.world_size(),
+            rank=groups.data_parallel_rank(),
+            world_size=groups.data_parallel_size(),
             micro_batch_size=self.micro_batch_size,
         )
         batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in share]

@@ -18,7 +18,7 @@ from dschat.arguments import (
     RLHFModelArguments,
     RolloutArguments,
 )
-from dschat.distributed import collectives, failpoint, watchdog
+from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Decoder, HybridEngine, TransformersDecoder
@@ -193,7 +193,7 @@ class DeepSpeedRLHFEngine:
             dtype=dtype or self.devices.dtype,
             zero_stage=zero_stage,
             micro_batch_size=self.micro_batch_size,
-            world_size=collectives.world_size(),
+            world_size=groups.data_parallel_size(),
             offload=offload,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.distributed import collectives, watchdog
+from dschat.distributed import collectives, groups, watchdog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.collector import Slots
@@ -96,7 +96,8 @@ class PPORun:
         engine = self.trainer.engine
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "followers": sorted(engine.followers),
-            "sequences_per_update": self.dataset.minibatch_size * collectives.world_size(),  # the schedule counts updates
+            # The learning-rate schedule counts updates.
+            "sequences_per_update": self.dataset.minibatch_size * groups.data_parallel_size(),
         }
         return TrainingSession(
             "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, fingerprint=fingerprint,

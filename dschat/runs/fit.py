@@ -16,7 +16,7 @@ from dschat.arguments.command_line import settings_of_user
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
-from dschat.distributed import collectives, failpoint, launch, watchdog
+from dschat.distributed import collectives, failpoint, groups, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
 from dschat.models.weights import export_model
 from dschat.runs.best_model import check_evaluation_rows
@@ -54,7 +54,8 @@ def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[Globa
     run = settings.run
     per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
     with settings_of_user():
-        batches = GlobalBatches(rows["length"], global_batch_size=per_rank * collectives.world_size(), seed=run.seed)
+        size = per_rank * groups.data_parallel_size()
+        batches = GlobalBatches(rows["length"], global_batch_size=size, seed=run.seed)
     return batches, run.max_steps or run.num_train_epochs * len(batches)
 
 
@@ -171,7 +172,7 @@ def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, fl
 def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
     """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    size = batch_size * collectives.world_size()
+    size = batch_size * groups.data_parallel_size()
     steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
     if max_batches and max_batches < len(steps):
         spread = len(steps) / max_batches  # batches of every length, not only the longest
@@ -189,4 +190,5 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
     """This rank's micro-batches of the rows of a step; as many on every rank, the last perhaps empty."""
-    return rank_share(step, rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=micro_batch_size)
+    rank, size = groups.data_parallel_rank(), groups.data_parallel_size()
+    return rank_share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size)

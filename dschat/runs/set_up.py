@@ -19,7 +19,7 @@ from dschat.arguments import (
 )
 from dschat.arguments.command_line import raise_together, settings_of_user
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset, data_problems
-from dschat.distributed import collectives, launch, watchdog
+from dschat.distributed import collectives, groups, launch, watchdog
 from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import trainable_engine
 from dschat.distributed.terminal import printable
@@ -237,7 +237,7 @@ def build_trainable(
         zero_stage=zero_stage,
         micro_batch_size=micro_batch_size,
         gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
-        world_size=collectives.world_size(),
+        world_size=groups.data_parallel_size(),
         max_grad_norm=optimizer.max_grad_norm,
         offload=devices.offload,
         overrides=devices.deepspeed_config,
@@ -248,14 +248,14 @@ def build_trainable(
         add_lora(
             network.model, dim=lora_dim, module_name=lora.lora_module_name, only_optimize_lora=lora.only_optimize_lora
         )
-    groups = optimizer_groups(
+    parameter_groups = optimizer_groups(
         network, learning_rate=learning_rate, lora_learning_rate=lora.lora_learning_rate, weight_decay=weight_decay
     )
     watchdog.phase("engine")
     return trainable_engine(
         network,
         config=config,
-        parameter_groups=groups,
+        parameter_groups=parameter_groups,
         adam_betas=(optimizer.adam_beta1, optimizer.adam_beta2),
         lr_scheduler_type=optimizer.lr_scheduler_type,
         num_warmup_steps=optimizer.num_warmup_steps,

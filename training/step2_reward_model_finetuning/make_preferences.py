@@ -28,7 +28,7 @@ from dschat.arguments.command_line import SettingsError, parse, settings_of_user
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
-from dschat.distributed import collectives, launch, watchdog
+from dschat.distributed import collectives, groups, launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import HybridEngine, Rollout, SamplingParams
@@ -131,7 +131,8 @@ def judge_all(
         SettingsError: a rank cannot write, or its judge is dead; what is judged is on the disk.
     """
     to_do = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
-    rounds = [to_do[start : start + collectives.world_size()] for start in range(0, len(to_do), collectives.world_size())]
+    size = groups.data_parallel_size()
+    rounds = [to_do[start : start + size] for start in range(0, len(to_do), size)]
     pairs = sum(len(batch.pairs) for batch in judged.earlier)
     if judged.earlier:
         log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
@@ -139,9 +140,9 @@ def judge_all(
     with signals.noted() as received, received.listening():
         for number, batches in enumerate(rounds, start=1):
             problem = None
-            if collectives.rank() < len(batches):  # some ranks may be left without prompts at the end
+            if groups.data_parallel_rank() < len(batches):  # some ranks may be left without prompts at the end
                 try:
-                    batch = judge(batches[collectives.rank()])
+                    batch = judge(batches[groups.data_parallel_rank()])
                     made.append(batch)
                     if batch.scored:  # a judge that was away is asked again by --resume auto
                         judged.append(batch)
@@ -241,7 +242,7 @@ def reward_of(
     """The weighted sum of the sources; None where one fails."""
     config = frozen_config(
         dtype=devices.dtype, zero_stage=0, micro_batch_size=sampling.per_device_generation_batch_size,
-        world_size=collectives.world_size(),
+        world_size=groups.data_parallel_size(),
     )  # fmt: skip
     models, trusted = {}, sampling.trust_remote_code
     for path in model_paths(reward.reward):

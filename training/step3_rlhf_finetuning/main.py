@@ -4,7 +4,7 @@ from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import parse, settings_of_user
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
-from dschat.distributed import collectives, launch
+from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.retry import Patience
 from dschat.rewards.weighted_sum import Rewards, load_judge, model_paths, parse_reward
@@ -44,7 +44,7 @@ def main() -> None:
     updates_per_iteration = ppo.ppo_epochs * prompts_per_rank * ppo.num_samples_per_prompt // minibatch_size
     with settings_of_user():
         batches = GlobalBatches(
-            prompts.train["length"], global_batch_size=prompts_per_rank * collectives.world_size(), seed=run.seed,
+            prompts.train["length"], global_batch_size=prompts_per_rank * groups.data_parallel_size(), seed=run.seed,
             group_by_length=False,
         )  # fmt: skip
     iterations = run.max_steps or run.num_train_epochs * len(batches)
@@ -62,7 +62,8 @@ def main() -> None:
     trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=run.seed, judge=judge)
     dataset = MiniDataset(
         generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
-        rank=collectives.rank(), world_size=collectives.world_size(), seed=run.seed, group_size=ppo.num_samples_per_prompt,
+        rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(), seed=run.seed,
+        group_size=ppo.num_samples_per_prompt,
         whiten_advantages=ppo.whiten_advantages,
     )  # fmt: skip
     unsupervised = None

@@ -1,0 +1,72 @@
+"""Process groups: data parallel ranks read different rows, sequence parallel ranks share the tokens of the same rows.
+
+With S sequence parallel ranks, rank r of the world is sequence parallel rank r mod S of data parallel rank ⌊r / S⌋: so
+neighbours, which are connected best, share a row. Code asks for the size that it means; without groups S is 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import distributed as dist
+
+from dschat.distributed import collectives
+
+
+@dataclass(frozen=True)
+class _Groups:
+    sequence_parallel_size: int
+    data_parallel: dist.ProcessGroup | None
+    sequence_parallel: dist.ProcessGroup | None
+
+
+_ALONE = _Groups(1, None, None)
+_current = _ALONE
+
+
+def create_groups(*, sequence_parallel_size: int = 1) -> None:
+    """Make the groups of this world; a collective where there is more than one sequence parallel rank.
+
+    Raises:
+        ValueError: the size does not divide the world.
+    """
+    global _current
+    world, size = collectives.world_size(), sequence_parallel_size
+    if size < 1 or world % size:
+        raise ValueError(f"sequence_parallel_size {size} must divide the {world} processes of the run")
+    _current = _ALONE
+    if size > 1:
+        # Every rank takes part in making every group, also those that it is not in.
+        rows = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
+        columns = [dist.new_group(list(range(start, world, size))) for start in range(size)]
+        rank = collectives.rank()
+        _current = _Groups(size, columns[rank % size], rows[rank // size])
+
+
+def data_parallel_rank() -> int:
+    """Which share of the rows this rank reads."""
+    return collectives.rank() // _current.sequence_parallel_size
+
+
+def data_parallel_size() -> int:
+    """How many shares of the rows there are."""
+    return collectives.world_size() // _current.sequence_parallel_size
+
+
+def data_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that hold the same part of other rows; None: all ranks."""
+    return _current.data_parallel
+
+
+def sequence_parallel_rank() -> int:
+    """Which part of the tokens of its rows this rank computes."""
+    return collectives.rank() % _current.sequence_parallel_size
+
+
+def sequence_parallel_size() -> int:
+    return _current.sequence_parallel_size
+
+
+def sequence_parallel_group() -> dist.ProcessGroup | None:
+    """The ranks that share this rank's rows; None: it has them alone."""
+    return _current.sequence_parallel
