@@ -32,7 +32,7 @@ def main() -> None:
     assert {path.name for path in first.iterdir()} >= {"of_rank_0.txt", "of_rank_1.txt"}
     assert checkpoint.load(first, engines={}, same={"rows": 9}) == {"step": 1, "rows": 9}
     assert draw() == expected
-    assert collectives.from_all_ranks(expected)[0] != collectives.from_all_ranks(expected)[1]
+    assert collectives.all_gather_objects(expected)[0] != collectives.all_gather_objects(expected)[1]
     collectives.barrier()
     # Damage is seen by the main rank, and every rank gets its answer.
     if collectives.is_main():

@@ -69,14 +69,14 @@ def make_run(root: Path, case: str) -> PPORun:
 def scenario(root: Path, case: str) -> dict[str, Any]:
     """What three iterations deal out: (score, trained, advantage) of every row of all ranks, minibatch by minibatch."""
     run = make_run(root, case)
-    found: dict[str, Any] = {"minibatches": [], "taken": [], "samples": [], "sums": []}
+    found: dict[str, Any] = {"minibatches": [], "prompts_consumed": [], "samples": [], "sums": []}
     for number in range(3):
-        iteration = run.slots.fill(number)
+        iteration = run.collector.collect(number)
         for part in iteration.minibatches:
             rows = zip(part.scores.tolist(), part.trained.tolist(), part.advantages[:, 0].tolist(), strict=True)
-            found["minibatches"].append(sorted(collectives.joined_lists([list(row) for row in rows])))
-        found["taken"].append(run.slots.taken)
-        found["samples"].append(collectives.joined_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
+            found["minibatches"].append(sorted(collectives.all_gather_lists([list(row) for row in rows])))
+        found["prompts_consumed"].append(run.collector.prompts_consumed)
+        found["samples"].append(collectives.all_gather_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
         names = ("sequences", "trained", "flat_groups")
         totals = torch.stack([sum(sums[name] for sums in iteration.sums) for name in names])
         found["sums"].append(collectives.sum_over_ranks(totals).tolist())

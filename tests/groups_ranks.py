@@ -28,7 +28,7 @@ if __name__ == "__main__":
         groups.create_groups(sequence_parallel_size=3)
     except ValueError as error:
         found["3"] = str(error)
-    everyone = collectives.from_all_ranks(found)
+    everyone = collectives.all_gather_objects(found)
     if collectives.is_main():
         Path(sys.argv[1]).write_text(json.dumps(everyone), encoding="utf-8")
     collectives.barrier()

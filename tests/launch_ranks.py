@@ -20,7 +20,7 @@ def together() -> None:
     rank, size = collectives.rank(), collectives.world_size()
     assert before == (0, 1) and size == 2 and collectives.is_main() == (rank == 0)
     assert device.type in ("cpu", "cuda")
-    drawn = collectives.from_all_ranks(torch.rand(3).tolist())
+    drawn = collectives.all_gather_objects(torch.rand(3).tolist())
     assert drawn[0] == drawn[1]  # one seed for all
     mine = torch.tensor([1.5, 2.0 * rank])
     total = collectives.sum_over_ranks(mine)
@@ -30,18 +30,18 @@ def together() -> None:
     assert largest.tolist() == [[-3.0, 2.0]] and largest.dtype == torch.float64
     # 2^24 + 1 is no float32: sums of counts are exact all the same.
     assert collectives.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
-    assert collectives.from_all_ranks({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
+    assert collectives.all_gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
 
 def main_first() -> None:
     launch.join(seed=5)
-    with collectives.local_main_first():
+    with collectives.main_of_node_first():
         if collectives.is_main():
             time.sleep(0.3)
             (FOLDER / "prepared").touch()
         assert (FOLDER / "prepared").exists()
     try:
-        with collectives.local_main_first():
+        with collectives.main_of_node_first():
             if collectives.is_main():
                 raise KeyError("the first one fails")
     except KeyError:
@@ -89,9 +89,9 @@ def terminated() -> None:
 def gathered() -> None:
     """What is gathered for the main rank only, and what comes from it."""
     launch.join(seed=5)
-    found = collectives.lists_on_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
+    found = collectives.gather_lists_to_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
     assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if collectives.is_main() else [])
-    assert collectives.from_main(f"from {collectives.rank()}") == "from 0"
+    assert collectives.broadcast_from_main(f"from {collectives.rank()}") == "from 0"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def main() -> None:
         rollout = Rollout(some, some > 0, some[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
         chats = [[{"role": "user", "content": "a"}]] * count
         answers = Answers(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
-        totals = collectives.joined_lists(rewards.score(rollout, answers).total.tolist())
+        totals = collectives.all_gather_lists(rewards.score(rollout, answers).total.tolist())
     if collectives.is_main():
         (folder / f"{size}.json").write_text(json.dumps({"state": rewards.state, "totals": totals}))
 

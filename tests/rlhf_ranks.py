@@ -49,7 +49,7 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
     if collectives.is_main():
         (root / f"ema-{stage}-{ranks}").mkdir()
     collectives.barrier()
-    engine.save_followers(root / f"ema-{stage}-{ranks}")
+    engine.save_shadow_models(root / f"ema-{stage}-{ranks}")
     models = {"actor": engine.policy, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
               "average": engine.actor_ema}  # fmt: skip
     for name, module in models.items():
@@ -57,7 +57,7 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
     engine.update_ema(0.0)
     found["average without memory"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
     collectives.barrier()
-    engine.load_followers(root / f"ema-{stage}-{ranks}")
+    engine.load_shadow_models(root / f"ema-{stage}-{ranks}")
     found["average again"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
     return found
 

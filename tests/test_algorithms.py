@@ -139,7 +139,7 @@ def test_models_are_built_where_they_are_needed_and_nowhere_else(folder, algorit
     engine = make_trainer(folder, algorithm=algorithm, num_samples_per_prompt=2, kl_coef=0.0).engine
     assert (engine.critic is None) == (algorithm != "ppo") and engine.ref is None
     assert list(engine.trained) == (["actor", "critic"] if algorithm == "ppo" else ["actor"])
-    assert engine.reward is not None and not engine.followers
+    assert engine.reward is not None and not engine.shadow_models
     function = folder / "ones.py"
     function.write_text("def ones(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
     ruled = make_trainer(folder, algorithm=algorithm, num_samples_per_prompt=2, reward=[f"{function}:ones"],
@@ -178,7 +178,7 @@ def test_a_missing_score_is_not_learnt_from_and_moves_no_baseline(folder, algori
                          reward_clip=3.0, num_samples_per_prompt=size, kl_coef=0.0, overlong_buffer=0,
                          rollout_correction="none", overlong_factor=1.0)  # fmt: skip
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
-    experience, known = result.experience, result.experience.known
+    experience, known = result.experience, result.experience.has_score
     assert torch.equal(experience.trained, known) and 0 < known.sum() < len(known)
     texts = [sample["response"] for sample in result.samples]
     assert known.tolist() == [len(text) % 3 != 0 for text in texts]
@@ -208,7 +208,7 @@ def test_without_the_greedy_score_there_is_nothing_to_compare_with(folder, tmp_p
     greedy, known = trainer.greedy_scores(prompts, Timings())
     assert greedy.shape == known.shape == (16,) and 0 < known.sum() < 16
     experience = trainer.generate_experience(prompts)
-    assert torch.equal(experience.trained, experience.known & known)
+    assert torch.equal(experience.trained, experience.has_score & known)
 
 
 def test_a_step_with_nothing_to_learn_from_is_skipped_and_momentum_moves_nothing(folder):
@@ -249,7 +249,7 @@ def test_a_refreshed_reference_is_the_actor_and_kl_begins_at_0(folder, stage, lo
     assert trainer.generate_experience(prompts).kl.abs().max() > 1e-4
     trainer.engine.refresh_reference()
     assert not trainer.generate_experience(prompts).kl.any(), "bit for bit"
-    assert list(trainer.engine.followers) == ["ref"]
+    assert list(trainer.engine.shadow_models) == ["ref"]
     trainer.train_rlhf(trainer.generate_experience(prompts))
     assert trainer.generate_experience(prompts).kl.abs().max() > 1e-5, "a copy, and not the actor itself"
 

@@ -267,7 +267,7 @@ class Waits(TorchDispatchMode):
 
 @pytest.mark.parametrize("slots", [None, 4])
 def test_the_host_waits_once_a_look_and_streaming_alone_asks_for_more(monkeypatch, slots):
-    monkeypatch.setitem(scheduler.STEPS_PER_LOOK, "cpu", 8)
+    monkeypatch.setitem(scheduler.STEPS_PER_HOST_SYNC, "cpu", 8)
     prompts = [[token] for token in range(16)]
     plain = Decoder(tiny("llama"), slots=slots)
     settings = {"max_new_tokens": 41, "eos_token_ids": None}

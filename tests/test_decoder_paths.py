@@ -7,7 +7,7 @@ from test_generation import ARCHITECTURES, EOS, GREEDY, PROMPTS, tiny, transform
 from test_hybrid_engine import assert_bit_identical, snapshot, with_lora
 
 from dschat.generation import HybridEngine, SamplingParams
-from dschat.generation.step import GraphedStep, ladder
+from dschat.generation.step import GraphedStep, graph_batch_sizes
 from dschat.models.causal_lm import TokenLogprobs
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3}
@@ -96,9 +96,9 @@ def test_a_step_that_reads_a_number_is_not_recorded(monkeypatch):
 
 
 def test_the_ladder_reaches_every_count_in_few_rungs():
-    assert ladder(1) == [1] and ladder(4) == [4] and ladder(10) == [4, 8, 10]
+    assert graph_batch_sizes(1) == [1] and graph_batch_sizes(4) == [4] and graph_batch_sizes(10) == [4, 8, 10]
     for most in (31, 64, 512):
-        rungs = ladder(most)
+        rungs = graph_batch_sizes(most)
         assert rungs[-1] == most and rungs == sorted(set(rungs)) and len(rungs) < 24
         assert all(after - before <= max(4, before / 4) for before, after in zip(rungs, rungs[1:], strict=False))
 

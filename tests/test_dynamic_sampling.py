@@ -59,7 +59,7 @@ def test_flat_groups_are_replaced_in_bounded_rounds_and_no_other_is_lost(one_pro
                 slots[slot] = rest.pop(0)
         assert not rest, "no round beyond the bound, and none for slots that were filled"
         taken += len(groups)
-        assert found["taken"][number] == taken
+        assert found["prompts_consumed"][number] == taken
         rows = [row for part in found["minibatches"][2 * number : 2 * number + 2] for row in part]
         assert len(rows) == SLOTS * SIZE
         learnt = CASES[case]["dynamic_sampling"] == 0
@@ -84,7 +84,7 @@ def test_prompts_are_taken_from_the_stream_without_a_gap_or_a_repetition(one_pro
 @pytest.mark.parametrize("case", CASES)
 def test_groups_stay_whole_and_two_ranks_deal_what_one_process_deals(one_process, two_ranks, case):
     found, expected = two_ranks[case], one_process[case]
-    assert found["taken"] == expected["taken"] and found["sums"] == expected["sums"]
+    assert found["prompts_consumed"] == expected["prompts_consumed"] and found["sums"] == expected["sums"]
     assert len(found["minibatches"]) == len(expected["minibatches"]) == 6
     for ours, theirs in zip(found["minibatches"], expected["minibatches"], strict=True):
         for row, other in zip(ours, theirs, strict=True):

@@ -211,11 +211,11 @@ def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_u
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
     part = result.experience
     part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])
-    part.known = torch.tensor([True, True, False, True, True, False])
+    part.has_score = torch.tensor([True, True, False, True, True, False])
     metrics = experience_metrics([experience_sums(result, group_size=3)])
     assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2
-    assert metrics["reward"] == pytest.approx(float(part.rewards[part.known].sum()) / 4)
+    assert metrics["reward"] == pytest.approx(float(part.rewards[part.has_score].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
     assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"
     below = torch.tensor([-1.0, -1.0, 0.0, -2.0, -1.0, 0.0])
-    assert flat_groups(below, part.known, 3).tolist() == [True, False]
+    assert flat_groups(below, part.has_score, 3).tolist() == [True, False]

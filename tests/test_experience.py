@@ -7,7 +7,7 @@ import torch
 
 from dschat.rlhf.experience import Experience, MiniDataset
 
-PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "known", "ended", "trained")
+PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "has_score", "ended", "trained")
 PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
 
 
@@ -32,7 +32,7 @@ def experience(names: list[int], prompts: list[int], responses: list[int], *, wi
         response_mask=mask,
         scores=torch.tensor(names) / 7,
         ended=torch.tensor([name % 2 == 0 for name in names]),
-        known=torch.ones(count, dtype=torch.bool),
+        has_score=torch.ones(count, dtype=torch.bool),
         trained=torch.ones(count, dtype=torch.bool),
         **per_token,
     )

@@ -91,7 +91,7 @@ def test_group_advantages_equal_exact_fractions_and_what_is_not_known_was_never_
         assert not missing or not known.all()
         rewards[~known] = 1e9  # whatever stands there
         found = ESTIMATORS[name](
-            rewards.masked_fill(~mask, NAN), mask, group_size=size, known=known if missing else None
+            rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=known if missing else None
         )
         expected = torch.zeros(count, 6)
         for first in range(0, count, size):
@@ -142,14 +142,15 @@ def test_groups_that_are_not_whole_are_refused(estimator):
     with pytest.raises(ValueError, match=r"rewards has shape \(6, 3\)"):
         estimator(REWARDS[:, 1:], MASK, group_size=3)
     with pytest.raises(ValueError, match=r"mask has \(5,\)"):
-        estimator(REWARDS, MASK, group_size=3, known=torch.ones(5).bool())
+        estimator(REWARDS, MASK, group_size=3, has_score=torch.ones(5).bool())
 
 
 def test_whole_rewards_and_group_means_by_hand():
     torch.testing.assert_close(whole_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
     torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3), torch.tensor([1.0, 1, 1, 2, 2, 2]))
     known = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
-    torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3, known=known), torch.tensor([3.0, 3, 3, 0, 0, 0]))
+    means = group_mean(REWARDS, MASK, group_size=3, has_score=known)
+    torch.testing.assert_close(means, torch.tensor([3.0, 3, 3, 0, 0, 0]))
 
 
 def test_returns_by_hand_step_over_holes():

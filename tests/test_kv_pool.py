@@ -5,18 +5,18 @@ import random
 import pytest
 from test_generation import ARCHITECTURES, tiny
 
-from dschat.generation.kv_pool import PooledModel, Runs
+from dschat.generation.kv_pool import KVAllocator, PooledModel
 
 
 def test_runs_never_overlap_and_all_room_comes_back():
-    chooser, runs, held = random.Random(3), Runs(1, 200), {}
+    chooser, runs, held = random.Random(3), KVAllocator(1, 200), {}
     for _ in range(3000):
         if held and chooser.random() < 0.5:
             start = chooser.choice(list(held))
-            runs.give(start, held.pop(start))
+            runs.free_run(start, held.pop(start))
         else:
             length = chooser.randint(1, 30)
-            start = runs.take(length)
+            start = runs.allocate(length)
             if start is not None:
                 held[start] = length
         places = [place for start, length in held.items() for place in range(start, start + length)]
@@ -26,8 +26,8 @@ def test_runs_never_overlap_and_all_room_comes_back():
             "neighbours are one run"
         )
     for start, length in held.items():
-        runs.give(start, length)
-    assert runs.free == [(1, 199)] and runs.take(200) is None and runs.take(199) == 1
+        runs.free_run(start, length)
+    assert runs.free == [(1, 199)] and runs.allocate(200) is None and runs.allocate(199) == 1
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

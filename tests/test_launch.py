@@ -53,7 +53,7 @@ def test_a_signal_to_one_rank_before_the_loop_ends_all_with_its_status(programs,
 def test_a_process_that_did_not_join_is_a_group_of_one():
     assert (collectives.rank(), collectives.world_size(), collectives.is_main()) == (0, 1, True)
     collectives.barrier()
-    assert collectives.from_all_ranks("me") == ["me"]
+    assert collectives.all_gather_objects("me") == ["me"]
     value = torch.tensor([1, 2])
     total = collectives.sum_over_ranks(value)
     total += 1

@@ -151,7 +151,7 @@ from dschat.distributed import collectives
 from dschat.distributed import launch
 def main():
     launch.join(seed=1)
-    print("place", collectives.from_all_ranks(collectives.rank()), flush=True)
+    print("place", collectives.all_gather_objects(collectives.rank()), flush=True)
 launch.run(main)
 """
 

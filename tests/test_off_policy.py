@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, gap_metrics, rollout_gap
+from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, mismatch_metrics, rollout_logprob_mismatch
 
 tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")
@@ -36,25 +36,25 @@ def test_a_weighted_mean_over_what_the_decoder_samples_is_the_actors_mean():
 def test_weights_are_constants():
     actor, decoder = ACTOR.clone().requires_grad_(), ROLLOUT.clone().requires_grad_()
     weights, metrics = tis(actor, decoder, MASK, cap=2.0)
-    gap = rollout_gap(actor, decoder, MASK)
+    gap = rollout_logprob_mismatch(actor, decoder, MASK)
     assert not any(x.requires_grad for x in (weights, *metrics.values(), *gap.values()))
 
 
 def test_the_gap_by_hand():
     # Δ = ln 3, −ln 2, 0, ln 1.2: ln(3 · 2 · 1.2) = ln 7.2 in sum of sizes; ratios 3, 0.5, 1, 1.2, in sum 5.7
-    metrics = gap_metrics([rollout_gap(ACTOR, ROLLOUT, MASK)])
+    metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, MASK)])
     expected = {
         "rollout_gap_mean": math.log(7.2) / 4, "rollout_gap_max": math.log(3), "rollout_ratio": 5.7 / 4
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-6)
     # The largest gap may be on either side, and the ratio tells which way.
-    metrics = gap_metrics([rollout_gap(ROLLOUT, ACTOR, MASK)])
+    metrics = mismatch_metrics([rollout_logprob_mismatch(ROLLOUT, ACTOR, MASK)])
     assert metrics["rollout_gap_max"] == pytest.approx(math.log(3))
     assert metrics["rollout_ratio"] == pytest.approx((1 / 3 + 2 + 1 + 5 / 6) / 4)
 
 
 def test_policies_that_agree_have_no_gap_and_ratio_1():
-    metrics = gap_metrics([rollout_gap(ACTOR, ACTOR, MASK)])
+    metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ACTOR, MASK)])
     assert metrics == {"rollout_gap_mean": 0.0, "rollout_gap_max": 0.0, "rollout_ratio": 1.0}
     weights, metrics = tis(ACTOR, ACTOR, MASK, cap=2.0)
     assert torch.equal(weights, MASK.float()) and metrics["correction_weight"] == 1
@@ -65,9 +65,10 @@ def test_batches_of_any_size_add_up_to_the_whole():
     actor, decoder = torch.randn(2, 6, 5, dtype=torch.float64)
     mask = torch.rand(6, 5) < 0.6
     mask[5] = False  # a batch without a token
-    whole = gap_metrics([rollout_gap(actor, decoder, mask)])
+    whole = mismatch_metrics([rollout_logprob_mismatch(actor, decoder, mask)])
     cut = [slice(0, 1), slice(1, 5), slice(5, 6)]
-    assert gap_metrics([rollout_gap(actor[r], decoder[r], mask[r]) for r in cut]) == pytest.approx(whole)
+    by_part = [rollout_logprob_mismatch(actor[r], decoder[r], mask[r]) for r in cut]
+    assert mismatch_metrics(by_part) == pytest.approx(whole)
     weights, metrics = tis(actor, decoder, mask, cap=1.5)
     parts = [tis(actor[r], decoder[r], mask[r], cap=1.5, normalizer=float(mask.sum())) for r in cut]
     assert torch.equal(torch.cat([part for part, _ in parts]), weights)
@@ -79,7 +80,8 @@ def test_batches_of_any_size_add_up_to_the_whole():
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF])
 def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
     dirty = [x.masked_fill(~MASK, rubbish) for x in (ACTOR, ROLLOUT)]
-    assert gap_metrics([rollout_gap(*dirty, MASK)]) == gap_metrics([rollout_gap(ACTOR, ROLLOUT, MASK)])
+    found, expected = (rollout_logprob_mismatch(*pair, MASK) for pair in (dirty, (ACTOR, ROLLOUT)))
+    assert mismatch_metrics([found]) == mismatch_metrics([expected])
     weights, metrics = tis(*dirty, MASK, cap=2.0)
     expected, others = tis(ACTOR, ROLLOUT, MASK, cap=2.0)
     assert torch.equal(weights, expected) and metrics == others
@@ -90,14 +92,14 @@ def test_no_token_at_all_is_zero_and_not_nan():
     for normalizer in (None, 0.0):  # of a step in which nothing is learnt from
         weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0, normalizer=normalizer)
         assert not weights.any() and not any(metrics.values())
-    assert set(gap_metrics([rollout_gap(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
+    assert set(mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
 
 
 def test_a_token_that_the_decoder_held_for_impossible_stays_finite():
     decoder = torch.tensor([[-INF, 0.0]])
     weights, _ = tis(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool(), cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([[2.0, math.exp(-20)]]))
-    gap = rollout_gap(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
+    gap = rollout_logprob_mismatch(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
     assert gap["rollout_gap_max"] == 20 and all(value.isfinite() for value in gap.values())
 
 
@@ -106,7 +108,7 @@ def test_caps_shapes_and_masks_that_cannot_be_meant_are_refused():
         with pytest.raises(ValueError, match="cap .*2 is usual"):
             tis(ACTOR, ROLLOUT, MASK, cap=cap)
     with pytest.raises(ValueError, match=r"rollout_logprobs has shape \(1, 4\)"):
-        rollout_gap(ACTOR, ROLLOUT[:, 1:], MASK)
+        rollout_logprob_mismatch(ACTOR, ROLLOUT[:, 1:], MASK)
     with pytest.raises(ValueError, match=r"mask.bool\(\)"):
         tis(ACTOR, ROLLOUT, MASK.long(), cap=2.0)
 

@@ -91,7 +91,7 @@ def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict |
 
 def fit(run: PPORun, resumed: Path | None) -> PPORun:
     Path(run.settings.run.output_dir).mkdir(exist_ok=True)
-    with signals.noted() as received:
+    with signals.capture_signals() as received:
         run.fit(resumed, received)
     return run
 
@@ -115,8 +115,8 @@ def adapted(models, tmp_path_factory) -> Path:
 def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
     """Whoever adds an entry decides in it what a changed flag does."""
     state = checkpoint.load(finished, engines={}, same={})
-    identity = {"rows", "global_batch_size", "seed", "content", "followers", "sequences_per_update"}
-    positions = {"step", "update", "taken"}
+    identity = {"rows", "global_batch_size", "seed", "content", "shadow_models", "sequences_per_update"}
+    positions = {"step", "update", "prompts_consumed"}
     assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
 
 
@@ -172,5 +172,5 @@ def test_a_lower_bound_of_bad_steps_counts_those_before_the_resumption_too(tmp_p
     log = RunLog(str(tmp_path), name="x", arguments={}, total_steps=9)
     health = Health(settings, log, {"skipped_in_a_row": 5, "moments": {}})
     with pytest.raises(TooManyBadSteps):
-        health.see(7, {}, skipped=[True])
+        health.check_metrics(7, {}, skipped=[True])
     Health(arguments.RunArguments(max_bad_steps=0), log, {"skipped_in_a_row": 5, "moments": {}}).see(7, {}, skipped=[1])

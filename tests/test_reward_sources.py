@@ -18,7 +18,7 @@ from dschat.arguments import RewardArguments, RolloutArguments
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.rewards.answers import Answers
 from dschat.rewards.functions import load_judge
-from dschat.rewards.retry import NoScores, Patience, pause_before_retry
+from dschat.rewards.retry import NoScores, RetryPolicy, pause_before_retry
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.specification import model_paths, parse_reward, reward_problems
 
@@ -106,7 +106,7 @@ def answers_of(responses: list[str], **changes: Any) -> Answers:
 
 
 def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
-    found = parse_reward(entry).scores(answers_of(responses, **changes), Patience(seconds=seconds, retries=retries))
+    found = parse_reward(entry).scores(answers_of(responses, **changes), RetryPolicy(seconds=seconds, retries=retries))
     return ["no opinion" if score is not None and math.isnan(score) else score for score in found]
 
 
@@ -373,7 +373,7 @@ def test_no_limit_is_one_that_functions_and_services_can_be_asked_with(service, 
 @pytest.mark.parametrize(("seconds", "retries"), [(0, 0), (-1.0, 0), (math.nan, 0), (1.0, -1)])
 def test_a_time_that_is_none_is_refused(seconds, retries):
     with pytest.raises(ValueError, match="above 0"):
-        Patience(seconds=seconds, retries=retries)
+        RetryPolicy(seconds=seconds, retries=retries)
 
 
 @pytest.mark.parametrize("name", ["reward_timeout", "judge_timeout", "reward_retries", "judge_retries"])
@@ -404,14 +404,14 @@ def test_a_file_that_ends_the_process_when_imported_is_a_mistake_of_the_user(tmp
 
 
 def test_calls_in_a_row_without_any_score_are_too_many_at_some_point(functions):
-    patience = Patience(seconds=5.0, retries=0, max_failed_calls=2)
+    retry_policy = RetryPolicy(seconds=5.0, retries=0, max_failed_calls=2)
     dead, alive = parse_reward(f"{functions}:leaves"), parse_reward(f"{functions}:fussy")
     for responses in (["a"], ["bad", "b"], ["bad"], ["b"], ["bad"]):
-        alive.scores(answers_of(responses), patience)  # never two in a row without any
-    dead.scores(answers_of(["a"]), patience)
-    alive.scores(answers_of(["a"]), patience)  # another source
+        alive.scores(answers_of(responses), retry_policy)  # never two in a row without any
+    dead.scores(answers_of(["a"]), retry_policy)
+    alive.scores(answers_of(["a"]), retry_policy)  # another source
     with pytest.raises(NoScores, match=r"leaves gave no score to any response in 2 batches .*SystemExit\(no key\)"):
-        dead.scores(answers_of(["a"]), patience)
+        dead.scores(answers_of(["a"]), retry_policy)
 
 
 @pytest.mark.parametrize(

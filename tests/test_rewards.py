@@ -17,8 +17,8 @@ from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
-from dschat.rewards.retry import Patience
-from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, judged, load_judge, parse_reward, same_text
+from dschat.rewards.retry import RetryPolicy
+from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, judge_scores, load_judge, parse_reward, same_text
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
 MESSAGES = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -191,7 +191,7 @@ def judges(tmp_path) -> Path:
 
 def test_a_judge_is_a_function_of_prompts_responses_and_rows(judges):
     chats = [[{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}], [{"role": "user", "content": ""}]]
-    scores = judged(load_judge(f"{judges}:lengths"), chats, ["xyz", ""], [{"bonus": 100}, {"bonus": 200}])
+    scores = judge_scores(load_judge(f"{judges}:lengths"), chats, ["xyz", ""], [{"bonus": 100}, {"bonus": 200}])
     assert scores == [4 + 30 + 100, 0 + 0 + 200]  # "S\nab" has 4 characters
 
 
@@ -216,7 +216,7 @@ def test_a_judge_that_is_not_there_is_named(judges, source, message):
 )
 def test_a_judge_that_does_not_answer_with_a_number_each_is_told_so(judges, name, message):
     with pytest.raises(ValueError, match=message):
-        judged(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
+        judge_scores(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
 
 
 class Moody:
@@ -241,7 +241,7 @@ def refuse(responses):
 
 def asked(judge: Moody, responses: list[str], **settings) -> list[float | None]:
     count = len(responses)
-    return Patience(**{"seconds": 5.0, "retries": 1} | settings).opinions(
+    return RetryPolicy(**{"seconds": 5.0, "retries": 1} | settings).judge_scores(
         judge, [[{"role": "user", "content": "?"}]] * count, responses, [{}] * count
     )
 
@@ -306,7 +306,7 @@ def answers_of(xs=(0.0, 0.0, 0.0)) -> Answers:
 
 def rewards_of(*entries: str, normalize: bool = False, models=None) -> Rewards:
     return Rewards([parse_reward(entry) for entry in entries], normalize=normalize, models=models,
-                   patience=Patience(seconds=5.0, retries=0))  # fmt: skip
+                   retry_policy=RetryPolicy(seconds=5.0, retries=0))  # fmt: skip
 
 
 def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
@@ -322,7 +322,7 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
     exact = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([8.0, 33.0, 3.0])  # of ANSWERS, counted by hand
     torch.testing.assert_close(found.total, 2 * plain - 0.5 * lengths + exact)
-    assert found.known.tolist() == [True] * 3 and found.total.dtype == torch.float32
+    assert found.has_score.tolist() == [True] * 3 and found.total.dtype == torch.float32
     assert list(found.parts) == ["reward", "lengths", "exact"]
     torch.testing.assert_close(found.parts["reward"], plain)
     assert torch.equal(found.parts["lengths"], lengths) and torch.equal(found.parts["exact"], exact)
@@ -331,13 +331,13 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
 def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row_unknown(functions, capsys):
     found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
     # Answers of 8, 33 and 3 characters; the second begins with "Of".
-    assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.known.tolist() == [True, False, True]
+    assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.has_score.tolist() == [True, False, True]
     assert found.parts["fussy"].isnan().tolist() == [False, True, False]
     assert "fussy gave no score to 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
     found = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
-    assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.known.all()
+    assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.has_score.all()
     found = rewards_of(f"{functions}:lengths", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
-    assert found.total.tolist() == [8 + 2, 0, 3 + 2] and found.known.tolist() == [
+    assert found.total.tolist() == [8 + 2, 0, 3 + 2] and found.has_score.tolist() == [
         True,
         False,
         True,
@@ -348,7 +348,7 @@ def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row
 
 def test_a_column_that_no_row_has_is_warned_of(capsys):
     found = rewards_of("exact?column=truth").score(rollout_of(actor_tokenizer()), answers_of())
-    assert not found.known.any() and not found.total.any()
+    assert not found.has_score.any() and not found.total.any()
     said = capsys.readouterr().err
     assert "exact?column=truth has no opinion of any of 3 responses: is its column there? A row has: x" in said
 
@@ -360,7 +360,7 @@ def test_a_reward_model_that_gives_no_number_makes_a_row_unknown():
         model.score.weight.fill_(torch.nan)
     rewards = rewards_of("owner/model", models={"owner/model": reward_model(model, tokenizer, tokenizer)})
     found = rewards.score(rollout_of(tokenizer), answers_of())
-    assert not found.known.any() and found.total.tolist() == [0, 0, 0]
+    assert not found.has_score.any() and found.total.tolist() == [0, 0, 0]
 
 
 def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(functions):

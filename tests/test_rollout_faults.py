@@ -9,7 +9,7 @@ from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
 from test_hybrid_engine import tiny_llama
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams, scheduler
-from dschat.generation.decode_batch import Slots
+from dschat.generation.decode_batch import DecodeBatch
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Request, Responses
 from dschat.generation.step import Step
@@ -43,8 +43,8 @@ PLACES = [
     *[(PooledModel, "prefill", call) for call in (0, 1)],
     *[(PooledModel, "decode", call) for call in (0, 3)],
     *[(Step, "draw", call) for call in (0, 1, 4)],
-    *[(Slots, "add", call) for call in (0, 1)],
-    *[(Slots, "leave", call) for call in (0, 1, 2, 5)],
+    *[(DecodeBatch, "add", call) for call in (0, 1)],
+    *[(DecodeBatch, "leave", call) for call in (0, 1, 2, 5)],
     *[(KVPool, "update", call) for call in (0, 1, 2)],
     (scheduler.Rollouts, "pool_for", 0),
 ]

@@ -24,7 +24,7 @@ from rlhf_models import group_of_one
 from test_rewards import ANSWERS, ENDED, MESSAGES, actor_tokenizer, classifier, reward_model, rollout_of
 from tiny_tokenizers import BOS_HEADERS, make_tokenizer
 
-from dschat.rewards.retry import Patience
+from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.server.dynamic_batches import DynamicBatches, QueueFull
 from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
 
@@ -163,7 +163,7 @@ def test_scores_are_those_of_the_reward_model_in_the_run(server, monkeypatch):
         model = reward_model(classifier(own, positions=64), own, actor)
         expected = model.score(rollout, answers.messages)
         served = Rewards([parse_reward(f"{server.url}/score")], normalize=False,
-                         patience=Patience(seconds=30.0, retries=0)).score(rollout, answers)  # fmt: skip
+                         retry_policy=RetryPolicy(seconds=30.0, retries=0)).score(rollout, answers)  # fmt: skip
     assert served.known.all()
     torch.testing.assert_close(served.total, expected, atol=1e-5, rtol=1e-4)
     assert len({round(score, 3) for score in expected.tolist()}) == 3

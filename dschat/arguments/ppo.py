@@ -51,9 +51,10 @@ class PPOArguments:
     entropy_coef: float = flag(0.0, "reward of a nat of entropy per token, in the loss", at_least=0)
 
     kl_coef: float | None = flag(
-        None, f"price of a nat of divergence from the reference model; {BY_ALGORITHM}; 0: no such model", at_least=0
+        None, f"coefficient of the KL divergence from the reference model, per nat; {BY_ALGORITHM}; 0: no such model",
+        at_least=0,
     )
-    kl_in: Literal["reward", "loss"] | None = flag(None, f"where the price is paid; {BY_ALGORITHM}")
+    kl_in: Literal["reward", "loss"] | None = flag(None, f"where the KL penalty is applied; {BY_ALGORITHM}")
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = flag(
         None, f"estimator of the divergence; k3+: value of k3, gradient of k2; {BY_ALGORITHM}"
     )
@@ -158,9 +159,9 @@ class PPOArguments:
         if 0 < self.dual_clip <= 1:
             problems.append(f"--dual_clip {self.dual_clip}: bounds ratios from above, so give more than 1; 3 is usual")
         if self.kl_target and not self.kl_coef:
-            problems.append("--kl_target adapts --kl_coef, which is 0: give it a price to start from")
+            problems.append("--kl_target adapts --kl_coef, which is 0: give a coefficient to start from")
         if self.ref_refresh_interval and not self.needs_reference:
-            problems.append("--ref_refresh_interval, but --kl_coef 0 builds no reference model: give it a price")
+            problems.append("--ref_refresh_interval, but --kl_coef 0 builds no reference model: give a coefficient")
         if self.rollout_correction.endswith("mis") and self.rollout_correction_floor >= self.rollout_correction_cap:
             problems.append(
                 f"--rollout_correction_floor {self.rollout_correction_floor} is not below --rollout_correction_cap "

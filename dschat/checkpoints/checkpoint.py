@@ -118,7 +118,7 @@ def save(
     files: dict[str, tuple[int, str]] = {}
     attempt(lambda: files.update(digests(temporary, share=(collectives.rank(), collectives.world_size()))))
     _agree(problems, temporary)
-    files = {name: entry for part in collectives.from_all_ranks(files) for name, entry in part.items()}
+    files = {name: entry for part in collectives.all_gather_objects(files) for name, entry in part.items()}
     if collectives.is_main():
         manifest = head | {"files": dict(sorted(files.items()))}
         attempt(lambda: _complete(folder, temporary, manifest, keep))
@@ -154,7 +154,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
 
 def _agree(problems: list[str], temporary: Path) -> None:
     """Go on if all ranks could write; else leave nothing behind and raise everywhere."""
-    found = collectives.joined_lists(problems)
+    found = collectives.all_gather_lists(problems)
     if found:
         if collectives.is_main():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -241,7 +241,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
             problem = str(error)
         except OSError as error:
             problem = f"--output_dir {output_dir}: what an earlier run left there cannot be moved ({error})"
-    found, problem = collectives.from_all_ranks((found, problem))[0]
+    found, problem = collectives.all_gather_objects((found, problem))[0]
     if problem:
         raise ValueError(problem)
     return found

@@ -36,7 +36,7 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
                     _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
             except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
                 problem = f"{folder} cannot be converted for {collectives.world_size()} processes ({name}: {error})"
-    problem = collectives.from_all_ranks(problem)[0]
+    problem = collectives.all_gather_objects(problem)[0]
     try:
         if problem:
             raise ValueError(f"{problem}: start as many as its manifest.json says")

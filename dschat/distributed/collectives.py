@@ -34,7 +34,7 @@ def barrier() -> None:
         dist.barrier()
 
 
-def from_all_ranks(value: Any) -> list[Any]:
+def all_gather_objects(value: Any) -> list[Any]:
     """The value of every rank, in their order."""
     values = [value] * world_size()
     if world_size() > 1:
@@ -42,7 +42,7 @@ def from_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-def from_main(value: Any) -> Any:
+def broadcast_from_main(value: Any) -> Any:
     """The main rank's value, on every rank."""
     values = [value]
     if world_size() > 1:
@@ -50,8 +50,8 @@ def from_main(value: Any) -> Any:
     return values[0]
 
 
-def lists_on_main(values: list[Any]) -> list[Any]:
-    """What joined_lists gives, on the main rank; [] on the others, which never hold all of it."""
+def gather_lists_to_main(values: list[Any]) -> list[Any]:
+    """What all_gather_lists gives, on the main rank; [] on the others, which never hold all of it."""
     if world_size() == 1:
         return list(values)
     parts: list[list[Any]] | None = [[]] * world_size() if is_main() else None
@@ -59,9 +59,9 @@ def lists_on_main(values: list[Any]) -> list[Any]:
     return [value for part in parts or [] for value in part]
 
 
-def joined_lists(values: list[Any]) -> list[Any]:
+def all_gather_lists(values: list[Any]) -> list[Any]:
     """The entries of every rank's list in one list, rank after rank."""
-    return [value for of_rank in from_all_ranks(values) for value in of_rank]
+    return [value for of_rank in all_gather_objects(values) for value in of_rank]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def local_main_first() -> Iterator[None]:
+def main_of_node_first() -> Iterator[None]:
     """The first process of every node runs the block before the others: it prepares files that they then reuse."""
     first = is_main_of_node()
     if not first:

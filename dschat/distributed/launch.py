@@ -36,7 +36,7 @@ def run(main: Callable[[], None]) -> None:
     come to the end: before, that may wait for ever for ranks in another collective.
     """
     try:
-        with termination.ending_the_run():
+        with termination.exit_on_signals():
             os.environ.update(launch_variables(os.environ))
             main()
             watchdog.phase("end")

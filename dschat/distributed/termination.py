@@ -18,8 +18,8 @@ class Ended(SystemExit):
 
 
 @contextmanager
-def ending_the_run() -> Iterator[None]:
-    """Inside, but outside of `noted`, SIGTERM and SIGUSR1 raise Ended in the main thread.
+def exit_on_signals() -> Iterator[None]:
+    """Inside, but outside of `capture_signals`, SIGTERM and SIGUSR1 raise Ended in the main thread.
 
     Left to themselves they end the process without a word, and the other ranks would wait for it.
     """

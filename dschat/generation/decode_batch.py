@@ -16,7 +16,7 @@ NO_ROW_SPAN = (UNUSED_TOKEN, 0, UNUSED_TOKEN, 1)
 
 
 @dataclass
-class Slots:
+class DecodeBatch:
     """The first `used` of S places hold rows, in tensors whose addresses stay.
 
     Attributes:
@@ -38,7 +38,7 @@ class Slots:
     rows: list[int]
 
     @classmethod
-    def empty(cls, count: int, device: torch.device) -> Slots:
+    def empty(cls, count: int, device: torch.device) -> DecodeBatch:
         zeros = [torch.zeros(count, dtype=torch.long, device=device) for _ in range(3)]
         no_row = torch.tensor(NO_ROW_SPAN, device=device)
         live = torch.zeros(count, dtype=torch.bool, device=device)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from dschat.distributed import watchdog
 from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
 from dschat.generation.cpu.fused_modules import faster_forwards
-from dschat.generation.hf_cache_decoder import cache_mismatch, plain_steps
+from dschat.generation.hf_cache_decoder import cache_mismatch, hf_cache_steps
 from dschat.generation.kv_pool import PooledModel
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
@@ -131,7 +131,7 @@ class Decoder:
             weights = self._weight_addresses() if self._fixed_weights else None
             yield from rollouts.steps(request, responses, self, weights=weights, streams=streams)
         else:
-            yield from plain_steps(
+            yield from hf_cache_steps(
                 self.model, request, responses, self, slots=self._options["slots"], cached=self._cached
             )
 

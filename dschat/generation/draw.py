@@ -10,7 +10,8 @@ from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
 def draw_tokens(
-    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True, waits: bool = True
+    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True,
+    allow_host_sync: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """sampling.sample_tokens, by a kernel where there is one; the same arguments, the same tokens up to rounding."""
     if kernels and logits.device.type == "cpu" and (library := cpp_kernels.load()):
@@ -20,4 +21,4 @@ def draw_tokens(
         from dschat.generation.cuda.sampling import sample  # imports triton, which not every machine has
 
         return sample(logits, uniform, temperature=params.temperature)
-    return sample_tokens(logits, uniform, params, waits=waits)
+    return sample_tokens(logits, uniform, params, allow_host_sync=allow_host_sync)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from dschat.generation.decode_batch import Slots
+from dschat.generation.decode_batch import DecodeBatch
 from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_cache import new_cache
 from dschat.generation.request import Request, Responses
@@ -97,7 +97,7 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
     return None if off < most else f"over transformers' cache its logits are off by {off:.2g} of their spread"
 
 
-def plain_steps(
+def hf_cache_steps(
     model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None, cached: bool
 ) -> Iterator[int]:
     """Decode the rows of a request in padded batches; after every token, how many of them the first row has."""
@@ -121,7 +121,7 @@ def _batch_steps(
         batch.select(torch.tensor(shared, device=device))
 
     stops = torch.tensor(request.stops, dtype=torch.long, device=device)
-    state = Slots.empty(len(rows), device)
+    state = DecodeBatch.empty(len(rows), device)
     state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
     while True:
         places = slice(0, state.used)

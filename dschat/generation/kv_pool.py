@@ -25,13 +25,13 @@ DECODING = "dschat_decoding"  # the name under which transformers' models find `
 UNUSED_TOKEN = 0  # a place of the pool that belongs to no row
 
 
-class Runs:
+class KVAllocator:
     """Which places of a pool are free, as runs (start, length) in order; first fit."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.free = [(start, stop - start)]
 
-    def take(self, length: int) -> int | None:
+    def allocate(self, length: int) -> int | None:
         """The start of a run of this length, or None where no free run is long enough."""
         for index, (start, size) in enumerate(self.free):
             if size >= length:
@@ -39,7 +39,7 @@ class Runs:
                 return start
         return None
 
-    def give(self, start: int, length: int) -> None:
+    def free_run(self, start: int, length: int) -> None:
         """Take a run back; it grows together with free neighbours."""
         insort(self.free, (start, length))
         index = self.free.index((start, length))
@@ -75,7 +75,7 @@ class KVPool(Cache):
         """Make room for size tokens; kernels: see attention.decode_attention."""
         super().__init__(layers=[])
         self.size, self.kernels = size, kernels
-        self.runs = Runs(UNUSED_TOKEN + 1, size)
+        self.runs = KVAllocator(UNUSED_TOKEN + 1, size)
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
         self._stored: dict[int, tuple[Tensor, Tensor]] = {}
@@ -87,7 +87,7 @@ class KVPool(Cache):
 
     def clear(self) -> None:
         """All places are free again."""
-        self.runs = Runs(UNUSED_TOKEN + 1, self.size)
+        self.runs = KVAllocator(UNUSED_TOKEN + 1, self.size)
 
     def fill_in(self, places: Tensor, real: Tensor | None) -> None:
         """The next forward passes run prompts [U, P], whose tokens are kept.

@@ -59,14 +59,14 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, waits: bool = True) -> Tensor:
+def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, allow_host_sync: bool = True) -> Tensor:
     """Return logits with −inf outside the top-k, top-p support.
 
     Args:
         logits: [B, V] float32, temperature already applied.
         top_k: 0 keeps all.
         top_p: 1.0 keeps all.
-        waits: sort the whole vocabulary only where that is needed, which the host has to ask the device.
+        allow_host_sync: sort the whole vocabulary only where that is needed, which the host has to ask the device.
 
     Returns:
         [B, V] float32; the argument itself where nothing is cut.
@@ -79,7 +79,7 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, waits: bool = T
         logits = logits.masked_fill(logits < border, float("-inf"))  # NaN is never less, so it stays, and shows
     if top_p < 1:
         # Ties at the top-k border may leave more than top_k tokens, so the candidates are not bounded by it.
-        ordered, mass = _ordered_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if waits else vocabulary)
+        ordered, mass = _ordered_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if allow_host_sync else vocabulary)
         if ordered.shape[-1] < vocabulary and not bool((mass[:, -1] >= top_p).all()):
             ordered, mass = _ordered_mass(logits, vocabulary)
         # The border is the first token at which the mass reaches top_p; rounding may leave the whole sum just below.
@@ -96,7 +96,7 @@ def _ordered_mass(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def sample_tokens(
-    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, waits: bool = True
+    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, allow_host_sync: bool = True
 ) -> tuple[Tensor, Tensor]:
     """Draw one token a row: the first whose cumulative probability, in vocabulary order, exceeds the uniform number.
 
@@ -104,7 +104,7 @@ def sample_tokens(
         logits: [B, V] float, any precision.
         uniform: [B] float strictly between 0 and 1; None where params are greedy.
         params: the distribution.
-        waits: see truncate_logits.
+        allow_host_sync: see truncate_logits.
 
     Returns:
         tokens: [B] long. A token of probability 0 is never drawn.
@@ -118,7 +118,8 @@ def sample_tokens(
         tokens = logits.argmax(dim=-1)
     else:
         scaled = logits if params.temperature == 1 else logits / params.temperature
-        probabilities = truncate_logits(scaled, top_k=params.top_k, top_p=params.top_p, waits=waits).softmax(dim=-1)
+        kept = truncate_logits(scaled, top_k=params.top_k, top_p=params.top_p, allow_host_sync=allow_host_sync)
+        probabilities = kept.softmax(dim=-1)
         # float64: in float32 the running sum of a large vocabulary loses the rare tokens, and u·total < total may fail.
         mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
         threshold = uniform.double().unsqueeze(-1) * mass[:, -1:]  # [B, 1]

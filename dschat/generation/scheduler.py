@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dschat.generation.captured_steps import CapturedSteps
-from dschat.generation.decode_batch import Slots
+from dschat.generation.decode_batch import DecodeBatch
 from dschat.generation.host_tensors import to_device
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.memory import free_memory
@@ -26,7 +26,7 @@ PREFILL_ALIKE = {"cpu": 0.85, "cuda": 0.5}
 # Free slots wait until this share of all is free, so that a refill's prefill serves several rows.
 REFILL_SHARE = 1 / 8
 # Steps between two looks of the host at which rows have ended: a look waits for the device.
-STEPS_PER_LOOK = {"cpu": 1, "cuda": 8}
+STEPS_PER_HOST_SYNC = {"cpu": 1, "cuda": 8}
 
 
 # Longest prompt that is run token by token beside others, without padding.
@@ -154,9 +154,9 @@ class Rollouts:
 
         def make() -> Step:
             return Step(
-                self.model, pool, Slots.empty(slots, self.device), responses, request.sampling,
+                self.model, pool, DecodeBatch.empty(slots, self.device), responses, request.sampling,
                 to_device(request.stops, self.device), longest, kernels="kernels" not in self.without,
-                waits=not captures,
+                allow_host_sync=not captures,
             )  # fmt: skip
 
         if not captures:
@@ -185,7 +185,7 @@ def queue_order(request: Request) -> list[int]:
     return sorted(range(len(request)), key=lambda row: (-limits[row], -len(prompts[row]), tuple(prompts[row])))
 
 
-def first_row_tokens(slots: Slots, responses: Responses) -> int:
+def first_row_tokens(slots: DecodeBatch, responses: Responses) -> int:
     """How many tokens the only row of a request has, in flight or ended; meaningless for several rows."""
     return int(slots.cells[0]) - 1 if slots.used else int(responses.counts[0])
 
@@ -219,7 +219,7 @@ class _Rollout:
 
     def steps(self) -> Iterator[Callable[[], int]]:
         """Decode; after each look of the host, what reads how many tokens the first row has."""
-        steps_per_look = STEPS_PER_LOOK[self.device.type]
+        steps_per_look = STEPS_PER_HOST_SYNC[self.device.type]
         while self.queue or self.slots.used:
             free = self.slots.count - self.slots.used
             if self.queue and (free == self.slots.count or free >= max(1, REFILL_SHARE * self.slots.count)):
@@ -273,13 +273,13 @@ class _Rollout:
         """
         name, prompt, runs = self.owner.name(self.request, row), self.request.prompts[row], self.pool.runs
         while True:
-            response = runs.take(self.limits[row])
+            response = runs.allocate(self.limits[row])
             if response is not None:
                 there = name in self.prompts or name in fresh
-                start = None if there else runs.take(len(prompt))
+                start = None if there else runs.allocate(len(prompt))
                 if there or start is not None:
                     break
-                runs.give(response, self.limits[row])
+                runs.free_run(response, self.limits[row])
             if not self.evict(needed=name):
                 return False
         if start is not None:
@@ -303,7 +303,7 @@ class _Rollout:
     def drop(self, name: tuple[int, ...]) -> None:
         """Give a prompt's part of the pool back."""
         prompt = self.prompts.pop(name)
-        self.pool.runs.give(prompt.start, prompt.length)
+        self.pool.runs.free_run(prompt.start, prompt.length)
 
     def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
         """Run new prompts, similar lengths together: name → where in the pool, and ids."""
@@ -345,7 +345,7 @@ class _Rollout:
             return
         for row in self.slots.leave(self.responses):
             self.finished.add(row)
-            self.pool.runs.give(self.places.pop(row), self.limits[row])
+            self.pool.runs.free_run(self.places.pop(row), self.limits[row])
             name = self.owner.name(self.request, row)
             self.in_flight[name] -= 1
             self.users[name] -= 1

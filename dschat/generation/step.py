@@ -12,7 +12,7 @@ from torch import Tensor
 from dschat.generation.cpu.step_recording import Recording, record
 from dschat.generation.cuda import graph
 from dschat.generation.cuda.graph import CapturedGraph
-from dschat.generation.decode_batch import Slots
+from dschat.generation.decode_batch import DecodeBatch
 from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Responses
@@ -32,18 +32,18 @@ class Step:
         sampling, stops: how tokens are drawn, and [n] long which of them end a row.
         longest: no context gets longer.
         kernels: use our own kernels where there are some.
-        waits: drawing may wait for the device where that saves work.
+        allow_host_sync: drawing may wait for the device where that saves work.
     """
 
     model: PooledModel
     pool: KVPool
-    slots: Slots
+    slots: DecodeBatch
     responses: Responses
     sampling: SamplingParams
     stops: Tensor
     longest: int
     kernels: bool = True
-    waits: bool = True
+    allow_host_sync: bool = True
 
     def __call__(self, count: int) -> None:
         """Run the first count places; those without a row run a token that nobody reads."""
@@ -56,11 +56,13 @@ class Step:
         uniform = None
         if self.responses.uniforms is not None:
             uniform = self.responses.uniforms[self.slots.next_cells(places, self.responses)]
-        tokens, logprobs = draw_tokens(logits, uniform, self.sampling, kernels=self.kernels, waits=self.waits)
+        tokens, logprobs = draw_tokens(
+            logits, uniform, self.sampling, kernels=self.kernels, allow_host_sync=self.allow_host_sync
+        )
         self.slots.write(places, tokens, logprobs, self.responses, self.stops)
 
 
-def ladder(most: int) -> list[int]:
+def graph_batch_sizes(most: int) -> list[int]:
     """Row counts that are captured: steps of 4 up to 32, then of about a quarter of the last, up to most.
 
     Rows that nobody needs cost little beside reading the weights, a capture costs several steps.
@@ -85,7 +87,7 @@ class GraphedStep:
     def __init__(self, step: Step, *, memory: object = None) -> None:
         """Take a step; memory: of CUDA graphs, see graph.capture."""
         self.step = step
-        self._sizes = ladder(step.slots.count)
+        self._sizes = graph_batch_sizes(step.slots.count)
         self._uncaptured_runs: Counter[int] = Counter()  # of each size
         self._graphs: dict[int, CapturedGraph | Recording] = {}
         self._records = True

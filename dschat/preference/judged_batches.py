@@ -67,12 +67,12 @@ class JudgedBatches:
                 problem = str(error)
             except OSError as error:
                 problem = f"--output_dir {output_dir}: cannot be written ({error})"
-        problem, self.finished = collectives.from_all_ranks((problem, self.finished))[0]
+        problem, self.finished = collectives.all_gather_objects((problem, self.finished))[0]
         if problem:
             raise ValueError(problem)
         # Folders of nodes may differ: one process of each reads what it sees.
         found = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
-        self.earlier = without_repeats(collectives.joined_lists(found))
+        self.earlier = without_repeats(collectives.all_gather_lists(found))
 
     def append(self, batch: JudgedBatch) -> None:
         """Write a batch so that it outlasts this process and the machine. Raises OSError if it cannot."""

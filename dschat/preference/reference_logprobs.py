@@ -67,7 +67,7 @@ def with_reference_logprobs(
     watchdog.phase("reference fingerprint")
     place = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
     tables = load_file(place / _TABLES) if is_prepared(place, verify=True) else None
-    if not all(collectives.from_all_ranks(tables is not None)):
+    if not all(collectives.all_gather_objects(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
             world_size=groups.data_parallel_size(), offload=devices.offload and model.zero_stage == 3,
@@ -135,4 +135,4 @@ def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> st
             "computation": [dtype, get_accelerator().device_name(), torch.__version__],
         }
         name = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return collectives.from_all_ranks(name)[0]
+    return collectives.all_gather_objects(name)[0]

@@ -52,7 +52,7 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def judged(
+def judge_scores(
     judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
 ) -> list[float]:
     """What a judge says of responses. A prompt is shown to it as the text of its messages, a line each.
@@ -115,7 +115,9 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
     raise ValueError(f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(GIVEN)}")
 
 
-def opinions(function: RewardFunction, answers: Answers, *, who: str) -> list[float] | Awaitable[list[float]]:
+def call_reward_function(
+    function: RewardFunction, answers: Answers, *, who: str
+) -> list[float] | Awaitable[list[float]]:
     """What a function says of the answers, NaN where it has no opinion (None); awaitable if the function is async.
 
     Raises: ValueError if it does not return a finite number, or None, for each answer.

@@ -13,7 +13,7 @@ from typing import Any
 
 from dschat.distributed import watchdog
 from dschat.distributed.terminal import printable
-from dschat.rewards.functions import Judge, judged
+from dschat.rewards.functions import Judge, judge_scores
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds, of what a service asks for
 LONGEST_BACKOFF = 8.0  # seconds between two tries of ours: a service that is back is noticed soon
@@ -33,7 +33,7 @@ class NoScores(RuntimeError):
     """So many calls in a row gave no score at all that going on makes no sense."""
 
 
-class Patience:
+class RetryPolicy:
     """How long an answer is waited for, and how often it is asked for again.
 
     Args:
@@ -53,12 +53,13 @@ class Patience:
         self.seconds, self.retries, self.max_failed_calls = seconds, retries, max_failed_calls
         self._failed_calls: Counter[str] = Counter()  # of each source, in a row
 
-    def opinions(
+    def judge_scores(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
     ) -> list[float | None]:
         """The judge's score of each response; None for those that it would not score."""
         return self.scores(
-            lambda part: judged(judge, messages[part], responses[part], rows[part]), len(responses), who="the judge"
+            lambda part: judge_scores(judge, messages[part], responses[part], rows[part]), len(responses),
+            who="the judge",
         )
 
     def scores(

@@ -12,8 +12,8 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dschat.arguments.secrets import redacted
 from dschat.rewards.answers import Answers
-from dschat.rewards.functions import RewardFunction, load_judge, named_arguments, opinions, with_options
-from dschat.rewards.retry import Patience
+from dschat.rewards.functions import RewardFunction, call_reward_function, load_judge, named_arguments, with_options
+from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.rules import RULES
 
@@ -43,17 +43,17 @@ class WeightedSource:
     function: RewardFunction | None = None
     url: str | None = None
 
-    def scores(self, answers: Answers, patience: Patience) -> list[float | None]:
+    def scores(self, answers: Answers, retry_policy: RetryPolicy) -> list[float | None]:
         """A function's or service's score of each answer; NaN: it has no opinion; None: it failed."""
         who = f"the reward {redacted(self.entry)}"
 
         def ask(part: slice) -> Any:
             some = answers.part(part)
             if self.url is not None:
-                return service_scores(self.url, some, seconds=patience.seconds)
-            return opinions(self.function, some, who=who)
+                return service_scores(self.url, some, seconds=retry_policy.seconds)
+            return call_reward_function(self.function, some, who=who)
 
-        return patience.scores(ask, len(answers), who=who)
+        return retry_policy.scores(ask, len(answers), who=who)
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
@@ -150,7 +150,7 @@ def _options(query: str) -> dict[str, str]:
 def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
     """Ask a rule about no answers: options that cannot work, or a missing package, are found now."""
     try:
-        opinions(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
+        call_reward_function(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
     except ImportError as error:
         raise ValueError(str(error)) from error
 

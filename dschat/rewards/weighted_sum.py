@@ -15,8 +15,8 @@ from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
 from dschat.rewards.answers import Answers, prompt_text
-from dschat.rewards.functions import Judge, judged, load_judge
-from dschat.rewards.retry import Patience
+from dschat.rewards.functions import Judge, judge_scores, load_judge
+from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_model import RewardModel, same_text
 from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
 
@@ -27,7 +27,7 @@ __all__ = [  # what the steps need of rewards, whichever file it is in
     "Rewards",
     "Scores",
     "WeightedSource",
-    "judged",
+    "judge_scores",
     "load_judge",
     "model_paths",
     "parse_reward",
@@ -42,14 +42,14 @@ class Scores:
     """What the sources say of B responses.
 
     Attributes:
-        total: [B] float32, Σ weight · score over the sources with an opinion; 0 where it is not known.
-        known: [B] bool, False where a source failed, or none has an opinion.
+        total: [B] float32, Σ weight · score over the sources with an opinion; 0 where there is none.
+        has_score: [B] bool, False where a source failed, or none has an opinion.
         parts: of each source, by its name: [B] float32, its own scores before normalisation and weight; NaN where it
             has none.
     """
 
     total: Tensor
-    known: Tensor
+    has_score: Tensor
     parts: dict[str, Tensor]
 
 
@@ -61,7 +61,7 @@ class Rewards:
         normalize: subtract from each source's scores their mean, and divide them by their standard deviation, over all
             ranks and rollouts so far, this one included.
         models: the reward model of every path that model_paths names.
-        patience: with functions and services.
+        retry_policy: with functions and services.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Rewards:
         *,
         normalize: bool,
         models: Mapping[str, RewardModel] | None = None,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
     ) -> None:
         self.sources = dict(zip(_names_apart([source.name for source in sources]), sources, strict=True))
         self.normalize, self.models = normalize, dict(models or {})
-        self.patience = patience or Patience(seconds=300.0, retries=2)
+        self.retry_policy = retry_policy or RetryPolicy(seconds=300.0, retries=2)
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
             raise ValueError(f"no reward model was built for {', '.join(missing)}" if missing else "there is no reward")
@@ -103,9 +103,9 @@ class Rewards:
             self._moments = merged_moments(self._moments.to(device), seen).cpu()
         scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
         weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
-        known = ~failed & ~raw.isnan().all(dim=0)  # [B]
+        has_score = ~failed & ~raw.isnan().all(dim=0)  # [B]
         total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]
-        return Scores(torch.where(known, total, 0.0), known, dict(zip(self.sources, raw, strict=True)))
+        return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
 
     def _scores_of(self, source: WeightedSource, rollout: Rollout, answers: Answers) -> tuple[Tensor, Tensor]:
         """[B] float32 scores, NaN without one, and [B] bool, True where the source failed."""
@@ -113,7 +113,7 @@ class Rewards:
             scores = self.models[source.model].score(rollout, answers.messages).float()
             missing = ~scores.isfinite()
             return scores.masked_fill(missing, torch.nan), missing
-        found = source.scores(answers, self.patience)
+        found = source.scores(answers, self.retry_policy)
         missing = torch.tensor([score is None for score in found], dtype=torch.bool)
         scores = torch.tensor([torch.nan if score is None else score for score in found], dtype=torch.float32)
         if len(found) and not missing.any() and scores.isnan().all():

@@ -58,7 +58,7 @@ class ActorLoss:
 
         Args:
             logprobs, entropy: [B, T] of the actor as it is, with gradient.
-            kl_coef: price of a nat, where it is paid in the loss.
+            kl_coef: coefficient of a nat, where it is paid in the loss.
         """
         ppo, mask = self.ppo, part.trained_mask
         weights = aggregation_weights(

@@ -24,7 +24,7 @@ class EstimatorInputs:
         rewards: [B, T], the KL penalty included.
         response_mask: [B, T] bool.
         values: [B, T] of the critic, or None.
-        known: [B] bool, False for responses without a score.
+        has_score: [B] bool, False for responses without a score.
         greedy_scores: [B] of the greedy response to each row's prompt, for algorithms with a greedy baseline.
         group_size: responses to each prompt, in rows that follow each other.
         gamma, gae_lambda: see advantages.gae.
@@ -33,7 +33,7 @@ class EstimatorInputs:
     rewards: Tensor
     response_mask: Tensor
     values: Tensor | None
-    known: Tensor
+    has_score: Tensor
     greedy_scores: Tensor | None
     group_size: int
     gamma: float
@@ -65,7 +65,7 @@ class Algorithm:
 
 
 def _by_group(estimator: Callable[..., Tensor]) -> Callable[[EstimatorInputs], Estimates]:
-    return lambda x: (estimator(x.rewards, x.response_mask, group_size=x.group_size, known=x.known), None)
+    return lambda x: (estimator(x.rewards, x.response_mask, group_size=x.group_size, has_score=x.has_score), None)
 
 
 def _reinforce(baseline: Callable[[EstimatorInputs], Tensor | None]) -> Callable[[EstimatorInputs], Estimates]:
@@ -95,7 +95,7 @@ ALGORITHMS = {
     ),
     "reinforce++_baseline": Algorithm(
         estimate=_reinforce(
-            lambda x: group_mean(x.rewards, x.response_mask, group_size=x.group_size, known=x.known)
+            lambda x: group_mean(x.rewards, x.response_mask, group_size=x.group_size, has_score=x.has_score)
         ),
         compares_group=True, discounts=True,
         defaults={"kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": True,

@@ -18,7 +18,7 @@ from dschat.rlhf.rollout_result import Timings
 from dschat.rlhf.score_shaping import flat_groups
 
 
-class Slots:
+class RolloutCollector:
     """Gathers experience: slot i of an iteration lies on rank i mod W and takes the group of one prompt.
 
     Args:
@@ -28,16 +28,16 @@ class Slots:
         batches: their order; a global batch has as many rows as an iteration has slots.
 
     Attributes:
-        taken: prompts taken so far, over all ranks: the position in the endless row of epochs.
+        prompts_consumed: prompts taken so far, over all ranks: the position in the endless row of epochs.
     """
 
     def __init__(
         self, trainer: DeepSpeedPPOTrainer, dataset: MiniDataset, prompts: Dataset, batches: GlobalBatches
     ) -> None:
         self.trainer, self.dataset, self.prompts, self.batches = trainer, dataset, prompts, batches
-        self.taken = 0
+        self.prompts_consumed = 0
 
-    def fill(self, number: int) -> Iteration:
+    def collect(self, number: int) -> Iteration:
         """The experience of an iteration, cut into minibatches. Every rank calls it.
 
         With --dynamic_sampling the slots whose groups score all alike take new prompts, round after round; a group that
@@ -54,7 +54,7 @@ class Slots:
                 size = ppo.num_samples_per_prompt
                 groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
             unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
-            slots = sorted(collectives.joined_lists(unfilled))
+            slots = sorted(collectives.all_gather_lists(unfilled))
             if not slots:
                 break
         if groups:
@@ -76,8 +76,8 @@ class Slots:
         """
         trainer, ranks = self.trainer, groups.data_parallel_size()
         size = trainer.rollouts.per_device_generation_batch_size * ranks
-        rows = {slot: self.row(self.taken + position) for position, slot in enumerate(slots)}
-        self.taken += len(slots)
+        rows = {slot: self.row(self.prompts_consumed + position) for position, slot in enumerate(slots)}
+        self.prompts_consumed += len(slots)
         parts = []
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
             of_all = list(batch_slots)
@@ -88,7 +88,7 @@ class Slots:
             result = trainer.rollout(batch, iteration=number, sample_ids=names, learn=bool(mine))
             part = result.experience
             if trainer.ppo.dynamic_sampling:
-                flat = flat_groups(part.scores, part.known, trainer.ppo.num_samples_per_prompt)
+                flat = flat_groups(part.scores, part.has_score, trainer.ppo.num_samples_per_prompt)
                 part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
             iteration.sums.append(experience_sums(
                 result, 1.0 if mine else 0.0, judged=trainer.judge is not None,

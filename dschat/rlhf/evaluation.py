@@ -13,7 +13,7 @@ from dschat.distributed.engines import Metrics, sum_metrics
 from dschat.rewards.answer_extraction import extract_answer
 from dschat.rlhf.pass_at_k import majority, pass_at_k
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rollout_correction import gap_metrics
+from dschat.rlhf.rollout_correction import mismatch_metrics
 from dschat.rlhf.rollout_result import RolloutResult
 from dschat.rlhf.score_shaping import flat_groups
 
@@ -36,9 +36,9 @@ def experience_sums(
     sums = {
         "sequences": torch.tensor(len(experience)),
         "tokens": mask.sum(),
-        "score": experience.scores[experience.known].sum(),
-        "reward": experience.rewards[experience.known].sum(),
-        "scored": experience.known.sum(),
+        "score": experience.scores[experience.has_score].sum(),
+        "reward": experience.rewards[experience.has_score].sum(),
+        "scored": experience.has_score.sum(),
         "entropy": experience.entropy[mask].sum(),
         "ended_by_eos": experience.ended.sum(),
         "trained": experience.trained.sum(),
@@ -50,7 +50,7 @@ def experience_sums(
     for name in samples[0]["rewards"]:
         sums |= _known(f"reward_{name}", [sample["rewards"][name] for sample in samples])
     if group_size > 1:
-        sums["flat_groups"] = flat_groups(experience.scores, experience.known, group_size).sum() * group_size
+        sums["flat_groups"] = flat_groups(experience.scores, experience.has_score, group_size).sum() * group_size
     sums |= result.mismatch
     return {name: weight * value.to(mask.device, torch.float64) for name, value in sums.items()}
 
@@ -66,10 +66,11 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
 
     score and reward are per response that has a score; kl (nats), response_length (tokens), ended_by_eos and trained
     per response; judge and each source of --reward (reward_NAME) per response that they scored (their _missing counts
-    the others); entropy (nats) and the gap between decoder and actor, where it is known (see off_policy.gap_metrics),
-    are per token; flat_groups is the share of groups whose scores are all alike. responses counts.
+    the others); entropy (nats) and the mismatch between rollout engine and policy, where it was measured (see
+    rollout_correction.mismatch_metrics), are per token; flat_groups is the share of groups whose scores are all alike.
+    responses counts.
     """
-    mismatch = gap_metrics(sums) if "rollout_gap_max" in sums[0] else {}
+    mismatch = mismatch_metrics(sums) if "rollout_gap_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)
@@ -122,13 +123,13 @@ def evaluate(
         samples += result.samples if share else []
     if not sums:
         return {}, []
-    samples = collectives.lists_on_main(samples)
+    samples = collectives.gather_lists_to_main(samples)
     metrics = experience_metrics(sums)
     if n > 1:
         by_prompt = [samples[first : first + n] for first in range(0, len(samples), n)]
         # Only the main rank has all samples, and every rank needs the metrics.
         found = answer_metrics(by_prompt, success=success_score, how=answer) if collectives.is_main() else {}
-        metrics |= collectives.from_main(found)
+        metrics |= collectives.broadcast_from_main(found)
     return metrics, samples
 
 

@@ -25,7 +25,7 @@ class Experience:
             estimate of one sample, −rollout_logprobs.
         values: [B, T], V of the state before each response token.
         scores: [B], what --reward gives whole responses.
-        known: [B] bool, False where no score could be had; that score is 0 and counts for nothing.
+        has_score: [B] bool, False where no score could be had; that score is 0 and counts for nothing.
         ended: [B] bool, True where the response ended by EOS.
         trained: [B] bool, False for responses that no update may learn from: those without a score, those cut off
             (--mask_truncated), those of groups that could not be refilled (--dynamic_sampling).
@@ -41,7 +41,7 @@ class Experience:
     old_logprobs: Tensor
     entropy: Tensor
     scores: Tensor
-    known: Tensor
+    has_score: Tensor
     ended: Tensor
     trained: Tensor
     rewards: Tensor

@@ -16,7 +16,7 @@ GROUP_EPSILON = 1e-6
 
 
 @torch.no_grad()
-def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tensor | None = None) -> Tensor:
+def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """Group-relative advantages: every token of response i gets (R_i − mean R) / (std R + 1e-6), over its group.
 
     The deviation is the unbiased one (÷ n − 1), as in OpenRLHF, verl and TRL; the paper leaves it open. ε is verl's
@@ -28,18 +28,18 @@ def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tens
         rewards: [B, T] float, of each token; R is their sum.
         response_mask: [B, T] bool, True on generated tokens.
         group_size: n ≥ 2; rows k·n … k·n + n − 1 answer one prompt.
-        known: [B] bool, False on responses whose reward could not be had: the others are compared as if these had
-            never been sampled, and one that is left alone with nobody. None: all are known.
+        has_score: [B] bool, False on responses whose reward could not be had: the others are compared as if these had
+            never been sampled, and one that is left alone with nobody. None: all have one.
 
     Returns:
-        advantages: [B, T] float32 (float64 for float64), zero where the mask, or known, is False.
+        advantages: [B, T] float32 (float64 for float64), zero where the mask, or has_score, is False.
 
     Raises:
         ValueError: B is no multiple of group_size, or group_size < 2; shapes that differ, a mask that is not bool.
 
     Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300).
     """
-    groups, counts = _groups(rewards, response_mask, group_size, known)  # [B/n, n]
+    groups, counts = _groups(rewards, response_mask, group_size, has_score)  # [B/n, n]
     lead = _lead(groups, counts)
     others = (counts.sum(dim=1, keepdim=True) - 1).clamp(min=1)
     deviation = (lead.square().sum(dim=1, keepdim=True) / others).sqrt()
@@ -47,7 +47,7 @@ def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tens
 
 
 @torch.no_grad()
-def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tensor | None = None) -> Tensor:
+def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """GRPO without its division: R_i − mean R over the group, so that easy and hard prompts weigh alike.
 
     Its other half, sums of tokens over a constant instead of means over each response's length, is the aggregation
@@ -55,11 +55,11 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: T
 
     Source: Liu et al. 2025, section 3.2 (arXiv:2503.20783).
     """
-    return _to_tokens(_lead(*_groups(rewards, response_mask, group_size, known)), rewards, response_mask)
+    return _to_tokens(_lead(*_groups(rewards, response_mask, group_size, has_score)), rewards, response_mask)
 
 
 @torch.no_grad()
-def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tensor | None = None) -> Tensor:
+def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """REINFORCE with a leave-one-out baseline: R_i minus the mean of the group's other rewards.
 
     A KL penalty in `rewards` counts before the baseline, as in the paper (and TRL). Arguments, result and errors as
@@ -67,46 +67,46 @@ def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tens
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740); Kool et al. 2019.
     """
-    groups, counts = _groups(rewards, response_mask, group_size, known)
+    groups, counts = _groups(rewards, response_mask, group_size, has_score)
     number = counts.sum(dim=1, keepdim=True)
     # R_i − (ΣR − R_i) / (n − 1) = n / (n − 1) · (R_i − mean R)
     return _to_tokens(_lead(groups, counts) * number / (number - 1).clamp(min=1), rewards, response_mask)
 
 
 @torch.no_grad()
-def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tensor | None = None) -> Tensor:
+def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """The variance-minimising baseline where gradients of tokens are alike and independent: R_i − Σ l_j R_j / Σ l_j.
 
     l is the length of a response in tokens. Arguments, result and errors as those of grpo.
 
     Source: Hao et al. 2025 (OPO), section 3 (arXiv:2505.23585).
     """
-    groups, counts = _groups(rewards, response_mask, group_size, known)
+    groups, counts = _groups(rewards, response_mask, group_size, has_score)
     lengths = response_mask.sum(dim=-1).view_as(groups) * counts
     return _to_tokens((groups - _mean(groups, lengths)) * counts, rewards, response_mask)
 
 
 @torch.no_grad()
-def group_mean(rewards: Tensor, response_mask: Tensor, *, group_size: int, known: Tensor | None = None) -> Tensor:
+def group_mean(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """[B]: mean over its group of each response's whole reward. Arguments and errors as those of grpo."""
-    means = _mean(*_groups(rewards, response_mask, group_size, known)).squeeze(1)
+    means = _mean(*_groups(rewards, response_mask, group_size, has_score)).squeeze(1)
     return means.to(at_least_float32(rewards).dtype).repeat_interleave(group_size)
 
 
-def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, known: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[B/n, n] float64: whole rewards of each group, and 1 where they are known; both 0 where they are not.
+def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, has_score: Tensor | None) -> tuple[Tensor, Tensor]:
+    """[B/n, n] float64: whole rewards of each group, and 1 where there is a score; both 0 where there is none.
 
     In float32 the mean of equal rewards is off by a rounding, which grpo would divide by a deviation of that size.
     """
     whole = whole_rewards(rewards, response_mask).double()
-    known = torch.ones_like(whole, dtype=torch.bool) if known is None else known
-    require_mask(known, rewards=whole)
+    has_score = torch.ones_like(whole, dtype=torch.bool) if has_score is None else has_score
+    require_mask(has_score, rewards=whole)
     if group_size < 2 or len(whole) % group_size:
         raise ValueError(
             f"{len(whole)} responses in groups of {group_size}: a group compares at least 2 responses to one prompt, "
             "and all groups are whole."
         )
-    return torch.where(known, whole, 0.0).view(-1, group_size), known.to(whole.dtype).view(-1, group_size)
+    return torch.where(has_score, whole, 0.0).view(-1, group_size), has_score.to(whole.dtype).view(-1, group_size)
 
 
 def _mean(groups: Tensor, weights: Tensor) -> Tensor:

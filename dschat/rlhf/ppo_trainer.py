@@ -16,14 +16,14 @@ from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout, SamplingParams
 from dschat.losses.sft import sft_loss
 from dschat.losses.value import explained_variance, value_loss
-from dschat.rewards.retry import Patience
+from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores, prompt_text
 from dschat.rlhf.actor_loss import ActorLoss, StepCounts
 from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
-from dschat.rlhf.rollout_correction import gap_metrics, rollout_gap
+from dschat.rlhf.rollout_correction import mismatch_metrics, rollout_logprob_mismatch
 from dschat.rlhf.rollout_result import RolloutResult, Timings
 from dschat.rlhf.score_shaping import shaped_scores
 
@@ -79,8 +79,8 @@ class DeepSpeedPPOTrainer:
         )  # fmt: skip
         experience, greedy = result.experience, None
         if ALGORITHMS[ppo.algorithm].greedy_baseline:
-            greedy, known = self.greedy_scores(prompts, result.timings)
-            experience.trained &= known  # without a baseline there is nothing to compare them with
+            greedy, has_score = self.greedy_scores(prompts, result.timings)
+            experience.trained &= has_score  # without a baseline there is nothing to compare them with
         experience.advantages, experience.returns = estimate_advantages(experience, ppo=ppo, greedy_scores=greedy)
         return result
 
@@ -126,15 +126,15 @@ class DeepSpeedPPOTrainer:
             entropy=entropy,
             values=values,
             scores=scores.total,
-            known=scores.known,
+            has_score=scores.has_score,
             ended=rollout.ended,
-            trained=scores.known & (rollout.ended | (not ppo.mask_truncated)),
+            trained=scores.has_score & (rollout.ended | (not ppo.mask_truncated)),
             kl=kl,
             rewards=rewards,
             advantages=torch.zeros_like(rewards),
         )
         recomputed = ppo.old_logprobs == "recompute"
-        mismatch = rollout_gap(old_logprobs, rollout.logprobs, mask) if recomputed else {}
+        mismatch = rollout_logprob_mismatch(old_logprobs, rollout.logprobs, mask) if recomputed else {}
         return RolloutResult(experience, readable, timings, mismatch)
 
     def greedy_scores(self, prompts: Prompts, timings: Timings) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class DeepSpeedPPOTrainer:
             scores = self.rewards.score(rollout, self.answers(rollout, prompts), learn=False)
         times = self.ppo.num_samples_per_prompt
         shaped = self.shaped_scores(rollout, scores)
-        return shaped.repeat_interleave(times), scores.known.repeat_interleave(times)
+        return shaped.repeat_interleave(times), scores.has_score.repeat_interleave(times)
 
     def shaped_scores(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[B] scores after clipping and penalties."""
@@ -170,7 +170,7 @@ class DeepSpeedPPOTrainer:
             unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
             freeze_actor: the critic alone.
             measure_mismatch: whether the metrics say how far the log-probs of the rollout engine are from the policy's
-                (see rollout_correction.gap_metrics); its weights must still be those that sampled.
+                (see rollout_correction.mismatch_metrics); its weights must still be those that sampled.
             record: is given what the losses compute, by name, see update_dump.
 
         Returns: metrics of the whole step, the same on all ranks. Where no row of any rank has something to learn from
@@ -207,7 +207,7 @@ class DeepSpeedPPOTrainer:
             "actor_grad_norm": step["grad_norm"],
             "actor_learning_rate": step["learning_rate"],
             "actor_skipped": step.get("skipped_updates", 0.0),
-            **(gap_metrics(mismatches) if mismatches else {}),
+            **(mismatch_metrics(mismatches) if mismatches else {}),
         }
 
     def _step_of_critic(
@@ -238,7 +238,7 @@ class DeepSpeedPPOTrainer:
             entropy = _response(entropy, part.response_mask)
         logprobs = _response(logprobs, part.response_mask)
         if mismatches is not None:
-            mismatches.append(rollout_gap(logprobs, part.rollout_logprobs, part.response_mask))
+            mismatches.append(rollout_logprob_mismatch(logprobs, part.rollout_logprobs, part.response_mask))
         loss, metrics = self.policy_objective(logprobs, entropy, part, counts, kl_coef=self.kl_coef)
         if record is not None:
             record("logprobs", logprobs)
@@ -331,11 +331,11 @@ class DeepSpeedPPOTrainer:
         return _response(logprobs, rollout.response_mask), _response(entropy, rollout.response_mask)
 
     def _samples(self, answers: Answers, prompts: Prompts, scores: Scores) -> list[dict[str, Any]]:
-        opinions = [None] * len(answers)
+        judge_scores = [None] * len(answers)
         if self.judge:
             watchdog.phase("judging")
-            patience = Patience(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
-            opinions = patience.opinions(self.judge, answers.messages, answers.responses, answers.rows)
+            retry_policy = RetryPolicy(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
+            judge_scores = retry_policy.judge_scores(self.judge, answers.messages, answers.responses, answers.rows)
         parts = {name: [None if x != x else x for x in part.tolist()] for name, part in scores.parts.items()}
         return [
             {
@@ -343,7 +343,7 @@ class DeepSpeedPPOTrainer:
                 "response": answers.responses[i],
                 "score": score,
                 "rewards": {name: part[i] for name, part in parts.items()},
-                "judge": opinions[i],
+                "judge": judge_scores[i],
                 "ended": answers.ended[i],
                 "row_index": prompts["row_index"][i],
             }
@@ -373,7 +373,7 @@ def estimate_advantages(
     return ALGORITHMS[ppo.algorithm].estimate(
         EstimatorInputs(
             rewards=experience.rewards, response_mask=experience.response_mask, values=experience.values,
-            known=experience.known, greedy_scores=greedy_scores, group_size=ppo.num_samples_per_prompt,
+            has_score=experience.has_score, greedy_scores=greedy_scores, group_size=ppo.num_samples_per_prompt,
             gamma=ppo.gamma, gae_lambda=ppo.gae_lambda,
         )
     )  # fmt: skip

@@ -105,7 +105,7 @@ class DeepSpeedRLHFEngine:
         return {"actor": self.policy} | ({"critic": self.critic} if self.critic is not None else {})
 
     @property
-    def followers(self) -> dict[str, deepspeed.DeepSpeedEngine]:
+    def shadow_models(self) -> dict[str, deepspeed.DeepSpeedEngine]:
         """Frozen models that follow the actor: a checkpoint holds them too."""
         ema = {"actor_ema": self.actor_ema} if self.actor_ema is not None else {}
         return ema | ({"ref": self.ref} if self.ref_is_refreshed else {})
@@ -113,21 +113,21 @@ class DeepSpeedRLHFEngine:
     def update_ema(self, decay: float) -> None:
         """average ← decay · average + (1 − decay) · actor, parameter by parameter; a collective under ZeRO-3."""
         if self.actor_ema is not None:
-            self._follow(self.actor_ema, decay)
+            self._sync_from_actor(self.actor_ema, decay)
 
     def refresh_reference(self) -> None:
         """The actor as it is becomes the reference model; a collective under ZeRO-3."""
-        self._follow(self.ref, 0.0)
+        self._sync_from_actor(self.ref, 0.0)
 
     @torch.no_grad()
-    def _follow(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
+    def _sync_from_actor(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
         pairs = zip(self.policy.module.parameters(), follower.module.parameters(), strict=True)
         for parameter, average in pairs:
             # What ZeRO-3 gathers is kept only if it was written inside the context, on the modifier rank.
             with gathered([parameter]), gathered([average], modifier_rank=0):
                 average.data.lerp_(parameter.data.to(average.dtype), 1 - decay)
 
-    def save_followers(self, folder: Path) -> None:
+    def save_shadow_models(self, folder: Path) -> None:
         """Write every follower, whole, into a checkpoint's folder; every rank calls it.
 
         Raises:
@@ -135,7 +135,7 @@ class DeepSpeedRLHFEngine:
                 before would leave the others waiting.
         """
         problems = []
-        for kind, engine in self.followers.items():
+        for kind, engine in self.shadow_models.items():
             state = {}
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter]):
@@ -152,8 +152,8 @@ class DeepSpeedRLHFEngine:
             raise OSError(problems[0])
 
     @torch.no_grad()
-    def load_followers(self, folder: Path) -> None:
-        for kind, engine in self.followers.items():
+    def load_shadow_models(self, folder: Path) -> None:
+        for kind, engine in self.shadow_models.items():
             state = load_file(folder / f"{kind}.safetensors")
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter], modifier_rank=0):
@@ -215,7 +215,7 @@ class DeepSpeedRLHFEngine:
         config = self._frozen_config(self.models.actor_zero_stage, offload=False, dtype="fp32")
         network = self._with_adapters(self._causal_lm(config, dropout=0.0, dtype=torch.float32))
         average = frozen_engine(network, config=config)
-        self._follow(average, 0.0)
+        self._sync_from_actor(average, 0.0)
         return average
 
     def _with_adapters(self, network: TokenLogprobs) -> TokenLogprobs:

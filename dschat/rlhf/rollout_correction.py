@@ -78,8 +78,8 @@ def correction_weights(
     return weights, {"correction_weight": weights.sum() / count, "correction_cut": cut.sum() / count}
 
 
-def rollout_gap(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Metrics:
-    """What `gap_metrics` takes of one batch on one rank.
+def rollout_logprob_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Metrics:
+    """What `mismatch_metrics` takes of one batch on one rank.
 
     Args:
         logprobs: [B, T] float, of the actor, with the weights that sampled.
@@ -101,7 +101,7 @@ def rollout_gap(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tenso
     }
 
 
-def gap_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
+def mismatch_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
     """The gap over the batches of all ranks. A collective; every rank brings at least one batch.
 
     Returns: rollout_gap_mean (mean |Δ|) and rollout_gap_max (max |Δ|), nats; rollout_ratio (mean π_actor / π_rollout).

@@ -46,7 +46,7 @@ class RolloutResult:
         samples: prompt, response and scores of each response, for people to read.
         timings: seconds by phase.
         mismatch: sums of the difference between the log-probs of rollout engine and policy, see
-            rollout_correction.rollout_gap; {} with --old_logprobs rollout, whose first update measures it.
+            rollout_correction.rollout_logprob_mismatch; {} with --old_logprobs rollout, whose first update measures it.
     """
 
     experience: Experience

@@ -37,13 +37,13 @@ def shaped_scores(
     return scores
 
 
-def flat_groups(scores: Tensor, known: Tensor, group_size: int) -> Tensor:
-    """[B / group_size] bool, True where all responses to a prompt score alike, as far as is known.
+def flat_groups(scores: Tensor, has_score: Tensor, group_size: int) -> Tensor:
+    """[B / group_size] bool, True where all responses to a prompt score alike among those with a score.
 
     Args:
         scores: [B] float.
-        known: [B] bool, True where there is a score.
+        has_score: [B] bool, True where there is a score.
     """
-    most = scores.masked_fill(~known, -torch.inf).view(-1, group_size).amax(dim=1)
-    least = scores.masked_fill(~known, torch.inf).view(-1, group_size).amin(dim=1)
-    return most - least < SPREAD  # −inf where nothing is known
+    most = scores.masked_fill(~has_score, -torch.inf).view(-1, group_size).amax(dim=1)
+    least = scores.masked_fill(~has_score, torch.inf).view(-1, group_size).amin(dim=1)
+    return most - least < SPREAD  # −inf where there is no score

@@ -13,7 +13,7 @@ from dschat.data.datasets import DataSplits
 from dschat.distributed import collectives, groups, watchdog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
-from dschat.rlhf.collector import Slots
+from dschat.rlhf.collector import RolloutCollector
 from dschat.rlhf.evaluation import evaluate, experience_metrics
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
@@ -22,7 +22,7 @@ from dschat.rlhf.ptx import UnsupervisedBatches
 from dschat.rlhf.update_dump import UpdateDump, dump_inputs
 from dschat.runs.run_log import RunLog
 from dschat.runs.session import TrainingSession, data_fingerprint
-from dschat.runs.signals import Received
+from dschat.runs.signals import SignalFlag
 
 
 @dataclass(kw_only=True)
@@ -34,7 +34,7 @@ class PPORun:
         unsupervised: texts of the pretraining loss, or None.
         iterations, updates_per_iteration: how many there are.
         settings: every argument group.
-        slots: what gathers the experience of an iteration.
+        collector: what gathers the experience of an iteration.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -45,21 +45,21 @@ class PPORun:
     iterations: int
     updates_per_iteration: int
     settings: RLHFSettings
-    slots: Slots = field(init=False)
+    collector: RolloutCollector = field(init=False)
 
     def __post_init__(self) -> None:
-        self.slots = Slots(self.trainer, self.dataset, self.prompts.train, self.batches)
+        self.collector = RolloutCollector(self.trainer, self.dataset, self.prompts.train, self.batches)
 
     @property
     def state(self) -> dict[str, Any]:
         """What has grown with the run, besides weights: a resumed one continues with it."""
         trainer = self.trainer
         return {
-            "taken": self.slots.taken, "kl_coef": trainer.kl_coef, "rewards": trainer.rewards.state,
-            "temperature": trainer.rollouts.temperature,
+            "prompts_consumed": self.collector.prompts_consumed, "kl_coef": trainer.kl_coef,
+            "rewards": trainer.rewards.state, "temperature": trainer.rollouts.temperature,
         }  # fmt: skip
 
-    def fit(self, resume_from: Path | None, received: Received) -> None:
+    def fit(self, resume_from: Path | None, received: SignalFlag) -> None:
         """Run the iterations that are left.
 
         Args:
@@ -70,32 +70,33 @@ class PPORun:
         session = self.session(resume_from, received)
         begun = None
         if resume_from:
-            engine.load_followers(resume_from)
+            engine.load_shadow_models(resume_from)
             if session.resumed_state["update"]:
                 begun = Iteration.load(resume_from, engine.policy.device)
         with session:
             if session.evaluates_first:
-                self.look(session.first_step, session)
+                self.evaluate(session.first_step, session)
             for number in range(session.first_step, self.iterations):
-                iteration = begun or self.slots.fill(number)
+                iteration = begun or self.collector.collect(number)
                 begun = None
                 self.update(number, iteration, session)
                 done = number + 1
-                metrics = self.tell(done, iteration, session.log)
+                metrics = self.log_iteration(done, iteration, session.log)
                 learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
-                session.health.see(done, metrics, skipped=[bool(update["skipped_updates"]) for update in learned])
-                self.adapt(done, metrics)
+                skipped = [bool(update["skipped_updates"]) for update in learned]
+                session.health.check_metrics(done, metrics, skipped=skipped)
+                self.update_kl_coef_and_ref(done, metrics)
                 if session.evaluation_is_due(done):
-                    self.look(done, session)
-                session.save_if_due(done, self.state, extra_writer=engine.save_followers)
+                    self.evaluate(done, session)
+                session.save_if_due(done, self.state, extra_writer=engine.save_shadow_models)
                 if session.is_last(done):
                     break
 
-    def session(self, resume_from: Path | None, received: Received) -> TrainingSession:
+    def session(self, resume_from: Path | None, received: SignalFlag) -> TrainingSession:
         """The session of this run, which takes back what a checkpoint says of the trainer."""
         engine = self.trainer.engine
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
-            "followers": sorted(engine.followers),
+            "shadow_models": sorted(engine.shadow_models),
             # The learning-rate schedule counts updates.
             "sequences_per_update": self.dataset.minibatch_size * groups.data_parallel_size(),
         }
@@ -121,7 +122,7 @@ class PPORun:
                 f"rollouts are compared with log-probs under {then}: go on with that, or from a checkpoint between "
                 "two iterations (one without -update- in its name)"
             )
-        self.slots.taken = state["taken"]
+        self.collector.prompts_consumed = state["prompts_consumed"]
         trainer.rewards.load_state(state["rewards"])
         if trainer.ppo.kl_target:
             trainer.kl_coef = state["kl_coef"]
@@ -154,10 +155,10 @@ class PPORun:
             if done < len(iteration.minibatches):
                 session.save_if_due(
                     number, self.state, update=done,
-                    extra_writer=lambda folder: (trainer.engine.save_followers(folder), iteration.save(folder)),
+                    extra_writer=lambda folder: (trainer.engine.save_shadow_models(folder), iteration.save(folder)),
                 )  # fmt: skip
 
-    def tell(self, done: int, iteration: Iteration, log: RunLog) -> dict[str, float]:
+    def log_iteration(self, done: int, iteration: Iteration, log: RunLog) -> dict[str, float]:
         """Write the metrics and samples of a finished iteration; the metrics."""
         rollouts = self.trainer.rollouts
         metrics = experience_metrics(iteration.sums) | mean_of(iteration.updates)
@@ -174,15 +175,15 @@ class PPORun:
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
         log.metrics(done, metrics)
         watchdog.phase("logging")
-        samples = collectives.lists_on_main(iteration.samples)  # [] on the ranks that write nothing
+        samples = collectives.gather_lists_to_main(iteration.samples)  # [] on the ranks that write nothing
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:
                 log.say(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
         return metrics
 
-    def adapt(self, done: int, metrics: dict[str, float]) -> None:
-        """What changes between two iterations: the price of KL, the reference model."""
+    def update_kl_coef_and_ref(self, done: int, metrics: dict[str, float]) -> None:
+        """What changes between two iterations: the coefficient of KL, the reference model."""
         trainer, ppo = self.trainer, self.trainer.ppo
         if ppo.kl_target and "kl" in metrics:  # rollouts before a resume may have had no reference model
             trainer.kl_coef = adapted_kl_coef(
@@ -192,7 +193,7 @@ class PPORun:
         if ppo.ref_refresh_interval and done % ppo.ref_refresh_interval == 0:
             trainer.engine.refresh_reference()
 
-    def look(self, iteration: int, session: TrainingSession) -> None:
+    def evaluate(self, iteration: int, session: TrainingSession) -> None:
         """Evaluate on the held-out prompts."""
         trainer, evaluation = self.trainer, self.settings.evaluation
         metrics, samples = evaluate(

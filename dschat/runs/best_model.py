@@ -50,7 +50,7 @@ class Best:
         """JSON of what a resumed run goes on with."""
         return {"step": self.step, "value": self.value, "metric": self.run.best_metric, "mode": self.run.best_mode}
 
-    def see(self, step: int, metrics: Mapping[str, float], export: Callable[[Path], None]) -> None:
+    def update_best(self, step: int, metrics: Mapping[str, float], export: Callable[[Path], None]) -> None:
         """Keep the model if the metric of this evaluation is better than all before; a collective.
 
         Args:
@@ -100,7 +100,7 @@ class Best:
                     unfinished.rename(folder)
                 except OSError as error:
                     problem = f"the best model could not be kept in {folder}: {error}"
-            problem = collectives.from_all_ranks(problem)[0]
+            problem = collectives.all_gather_objects(problem)[0]
             if problem:
                 raise ExportError(problem)
         finally:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from dschat.checkpoints import checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.models.weights import ExportError, export_model
-from dschat.runs.signals import Received
+from dschat.runs.signals import SignalFlag
 
 
 class ExportFailed(SystemExit):
@@ -25,7 +25,7 @@ class ExportFailed(SystemExit):
 
 def export_run(
     models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
-    received: Received,
+    received: SignalFlag,
 ) -> None:  # fmt: skip
     """Write every model of a run that has ended; a collective. Signals wait until the last file is in its place.
 

@@ -22,7 +22,7 @@ from dschat.models.weights import export_model
 from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.session import TrainingSession, data_fingerprint
 from dschat.runs.set_up import build_trainable
-from dschat.runs.signals import Received
+from dschat.runs.signals import SignalFlag
 
 Batch = dict[str, torch.Tensor]
 
@@ -67,7 +67,7 @@ def fit(
     load: Callable[[dict[str, Any]], nn.Module],
     settings: arguments.OneModelSettings,
     tokenizer: PreTrainedTokenizerBase,
-    received: Received,
+    received: SignalFlag,
 ) -> deepspeed.DeepSpeedEngine:
     """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
 
@@ -124,7 +124,7 @@ def fit(
             rows, done = batches.step(step), step + 1
             metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
             session.log.metrics(done, metrics)
-            session.health.see(done, metrics, skipped=["skipped_updates" in metrics])
+            session.health.check_metrics(done, metrics, skipped=["skipped_updates" in metrics])
             if session.evaluation_is_due(done):
                 evaluate(done)
             session.save_if_due(done)

@@ -43,7 +43,7 @@ class Health:
         """JSON of what a resumed run goes on with."""
         return {"skipped_in_a_row": self.skipped_in_a_row, "moments": {k: list(v) for k, v in self.moments.items()}}
 
-    def see(self, step: int, metrics: Mapping[str, float], *, skipped: Sequence[bool]) -> None:
+    def check_metrics(self, step: int, metrics: Mapping[str, float], *, skipped: Sequence[bool]) -> None:
         """Count skipped updates, warn of numbers far from the ones before.
 
         Args:

@@ -27,7 +27,7 @@ def claim(output_dir: str | Path) -> None:
         ValueError: another run is writing there, or this one cannot.
     """
     problem = _lock(Path(output_dir)) if collectives.is_main() else None
-    problem = collectives.from_main(problem)
+    problem = collectives.broadcast_from_main(problem)
     if problem:
         raise ValueError(problem)
 
@@ -68,16 +68,16 @@ def check_shared(output_dir: str | Path) -> None:
     Raises:
         ValueError: some nodes have one of their own.
     """
-    token = collectives.from_main(f".shared-{uuid.uuid4().hex}")
+    token = collectives.broadcast_from_main(f".shared-{uuid.uuid4().hex}")
     path, problem = Path(output_dir, token), None
     if collectives.is_main():
         try:
             path.touch()
         except OSError as error:
             problem = f"--output_dir {output_dir}: cannot be written ({error.strerror}): name another folder"
-    problem = collectives.from_main(problem)
+    problem = collectives.broadcast_from_main(problem)
     if problem is None:
-        hosts = collectives.joined_lists([] if _appears(path) else [socket.gethostname()])
+        hosts = collectives.all_gather_lists([] if _appears(path) else [socket.gethostname()])
         if collectives.is_main():
             path.unlink(missing_ok=True)
         if hosts:

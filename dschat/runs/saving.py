@@ -14,7 +14,7 @@ from dschat.arguments import RunArguments
 from dschat.checkpoints import checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.runs.run_log import RunLog
-from dschat.runs.signals import Received, SavedAndLeft
+from dschat.runs.signals import SavedAndLeft, SignalFlag
 
 
 class Saving:
@@ -27,7 +27,7 @@ class Saving:
     """
 
     def __init__(
-        self, run: RunArguments, engines: checkpoint.Engines, log: RunLog, received: Received, *, device: torch.device
+        self, run: RunArguments, engines: checkpoint.Engines, log: RunLog, received: SignalFlag, *, device: torch.device
     ) -> None:
         """Tell what a checkpoint will take, before the first.
 
@@ -43,7 +43,7 @@ class Saving:
             size = checkpoint.expected_bytes(engines)
             log.say(f"a checkpoint takes about {size / 1e9:.2f} GB, {run.keep_checkpoints} are kept")
 
-    def boundary(
+    def save_if_due(
         self, step: int, state: Mapping[str, Any], *, update: int = 0, last: bool = False,
         also: Callable[[Path], None] | None = None,
     ) -> None:  # fmt: skip

@@ -21,7 +21,7 @@ from dschat.runs.best_model import Best
 from dschat.runs.health import Health
 from dschat.runs.run_log import RunLog
 from dschat.runs.saving import Saving
-from dschat.runs.signals import Received
+from dschat.runs.signals import SignalFlag
 
 
 class TrainingSession:
@@ -52,7 +52,7 @@ class TrainingSession:
 
     def __init__(
         self, name: str, *, settings: Any, engines: checkpoint.Engines, fingerprint: Mapping[str, Any],
-        total_steps: int, resume_from: Path | None, device: torch.device, received: Received, stop_at_kl: float = 0.0,
+        total_steps: int, resume_from: Path | None, device: torch.device, received: SignalFlag, stop_at_kl: float = 0.0,
         restore: Callable[[dict[str, Any], list[str]], None] | None = None,
     ) -> None:  # fmt: skip
         self.run, self.engines, self.fingerprint = settings.run, engines, dict(fingerprint)
@@ -120,13 +120,13 @@ class TrainingSession:
             self.log.metrics(step, metrics, phase="eval")
             self.log.samples(step, samples, phase="eval")
         with settings_of_user():
-            self.best.see(step, metrics, export)
+            self.best.update_best(step, metrics, export)
 
     def save_if_due(
         self, step: int, loop_state: Mapping[str, Any] | None = None, *, update: int = 0,
         extra_writer: Callable[[Path], Any] | None = None,
     ) -> None:  # fmt: skip
-        """Save where that is due, and end the run if a signal has asked for it. A collective; see Saving.boundary.
+        """Save where that is due, and end the run if a signal has asked for it. A collective; see Saving.save_if_due.
 
         Args:
             step: finished steps.
@@ -139,7 +139,7 @@ class TrainingSession:
             **(loop_state or {}), **self.fingerprint,
         }  # fmt: skip
         last = not update and self.is_last(step)
-        self.saving.boundary(step, state, update=update, last=last, also=extra_writer)
+        self.saving.save_if_due(step, state, update=update, last=last, also=extra_writer)
 
 
 def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
@@ -153,5 +153,5 @@ def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dic
         # Reference log-probs are no data: other devices, or another cut into batches, give them other low bits.
         data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
         content = content_digest(data) if collectives.is_main() else ""
-        fingerprint["content"] = collectives.from_all_ranks(content)[0]
+        fingerprint["content"] = collectives.all_gather_objects(content)[0]
     return fingerprint

@@ -176,12 +176,12 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     """
     watchdog.phase("data preparation")
     splits, problem = None, None
-    with collectives.local_main_first():
+    with collectives.main_of_node_first():
         try:
             splits = build_dataset(kind, tokenizer, options, verify=collectives.is_main_of_node())
         except ValueError as error:
             problem = str(error)
-    problems = collectives.from_all_ranks(problem)  # a rank alone must not leave: the others would wait for it
+    problems = collectives.all_gather_objects(problem)  # a rank alone must not leave: the others would wait for it
     raise_together(sorted({problem for problem in problems if problem}))
     if collectives.is_main():
         print(printable(splits.report.summary()), flush=True)
@@ -209,7 +209,7 @@ def make_output_folder(output_dir: str) -> None:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             problem = f"--output_dir {output_dir}: cannot be made ({error.strerror}); name another folder"
-    problem = collectives.from_all_ranks(problem)[0]
+    problem = collectives.all_gather_objects(problem)[0]
     if problem:
         raise ValueError(problem)
 

@@ -19,7 +19,7 @@ class SavedAndLeft(SystemExit):
         super().__init__(SAVED)
 
 
-class Received:
+class SignalFlag:
     """The signal that this rank has received, if any.
 
     Attributes:
@@ -63,9 +63,9 @@ class Received:
 
 
 @contextmanager
-def noted() -> Iterator[Received]:
-    """A Received that may begin to listen inside, and does no more afterwards."""
-    received = Received()
+def capture_signals() -> Iterator[SignalFlag]:
+    """A SignalFlag that may begin to listen inside, and does no more afterwards."""
+    received = SignalFlag()
     try:
         yield received
     finally:

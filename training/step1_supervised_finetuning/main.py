@@ -70,7 +70,7 @@ def main() -> None:
         )
         return TokenLogprobs(network)
 
-    with signals.noted() as received:
+    with signals.capture_signals() as received:
         # Fit and evaluate
         engine = fit(
             "step1_supervised_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,

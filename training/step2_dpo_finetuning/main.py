@@ -101,7 +101,7 @@ def main() -> None:
             folder=options.output_path, settings=settings,
         )  # fmt: skip
 
-    with signals.noted() as received:
+    with signals.capture_signals() as received:
         # Fit and evaluate
         engine = fit(
             "step2_dpo_finetuning", splits, objective,

@@ -61,7 +61,7 @@ def main() -> None:
         )
         return TokenScores(network)
 
-    with signals.noted() as received:
+    with signals.capture_signals() as received:
         # Fit and evaluate
         engine = fit(
             "step2_reward_model_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,

@@ -35,7 +35,7 @@ from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
-from dschat.rewards.retry import NoScores, Patience
+from dschat.rewards.retry import NoScores, RetryPolicy
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.weighted_sum import (
     Answers,
@@ -137,7 +137,7 @@ def judge_all(
     if judged.earlier:
         log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
     made: list[JudgedBatch] = []
-    with signals.noted() as received, received.listening():
+    with signals.capture_signals() as received, received.listening():
         for number, batches in enumerate(rounds, start=1):
             problem = None
             if groups.data_parallel_rank() < len(batches):  # some ranks may be left without prompts at the end
@@ -149,7 +149,7 @@ def judge_all(
                 except (NoScores, OSError) as error:
                     problem = str(error)
             state = problem, received.number, len(made[-1].pairs) if made and problem is None else 0
-            problems, signal_numbers, counts = zip(*collectives.from_all_ranks(state), strict=True)
+            problems, signal_numbers, counts = zip(*collectives.all_gather_objects(state), strict=True)
             pairs += sum(counts[: len(batches)])
             log(f"{number}/{len(rounds)} batches on each process, {pairs} pairs")
             if any(problems):
@@ -158,7 +158,7 @@ def judge_all(
             if any(signal_numbers) and number < len(rounds):
                 log("a signal asked for it: this run ends here, --resume auto goes on")
                 raise signals.SavedAndLeft
-    return judged.earlier + collectives.joined_lists(made)
+    return judged.earlier + collectives.all_gather_lists(made)
 
 
 def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
@@ -179,7 +179,7 @@ def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompt
             log(f"{len(rows)} pairs of {prompts} prompts in {path}{missing}")
         except OSError as error:
             problem = f"{error}: what is judged is kept; make room and go on with --resume auto"
-    problem = collectives.from_all_ranks(problem)[0]
+    problem = collectives.all_gather_objects(problem)[0]
     if problem:
         raise SettingsError(problem)
 
@@ -229,10 +229,10 @@ def log(text: str) -> None:
 def judge_of(sampling: arguments.PairArguments) -> Score:
     """What a judge says; None for an answer that it fails on."""
     judge = load_judge(sampling.judge)
-    patience = Patience(
+    retry_policy = RetryPolicy(
         seconds=sampling.judge_timeout, retries=sampling.judge_retries, max_failed_calls=MAX_FAILED_CALLS
     )
-    return lambda _, answers: patience.opinions(judge, answers.messages, answers.responses, answers.rows)
+    return lambda _, answers: retry_policy.judge_scores(judge, answers.messages, answers.responses, answers.rows)
 
 
 def reward_of(
@@ -256,14 +256,14 @@ def reward_of(
         )  # fmt: skip
     rewards = Rewards(
         [parse_reward(entry) for entry in reward.reward], normalize=False, models=models,
-        patience=Patience(
+        retry_policy=RetryPolicy(
             seconds=reward.reward_timeout, retries=reward.reward_retries, max_failed_calls=MAX_FAILED_CALLS
         ),
     )  # fmt: skip
 
     def score(rollout: Rollout, answers: Answers) -> list[float | None]:
         scores = rewards.score(rollout, answers)
-        return [value if known else None for value, known in zip(scores.total.tolist(), scores.known, strict=True)]
+        return [value if known else None for value, known in zip(scores.total.tolist(), scores.has_score, strict=True)]
 
     return score
 

@@ -6,7 +6,7 @@ from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
-from dschat.rewards.retry import Patience
+from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Rewards, load_judge, model_paths, parse_reward
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
@@ -57,7 +57,7 @@ def main() -> None:
     launch.seed_all(run.seed + collectives.rank())  # initial weights are alike on all ranks, dropout masks are not
     scores = Rewards(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
-        patience=Patience(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
+        retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
     )  # fmt: skip
     trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=run.seed, judge=judge)
     dataset = MiniDataset(
@@ -75,7 +75,7 @@ def main() -> None:
                 minibatch_size=minibatch_size, seed=run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
             )  # fmt: skip
 
-    with signals.noted() as received:
+    with signals.capture_signals() as received:
         # Fit, evaluating on the way
         PPORun(
             trainer=trainer, dataset=dataset, prompts=prompts, batches=batches, unsupervised=unsupervised,
