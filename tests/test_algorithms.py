@@ -256,7 +256,7 @@ def test_a_refreshed_reference_is_the_actor_and_kl_begins_at_0(folder, stage, lo
 
 def test_entropy_and_kl_in_the_loss_push_the_way_they_should(folder):
     """Nothing but one of them in the loss: entropy rises, KL to the reference falls."""
-    spread, held = trainer_of(folder, "opo", entropy_coef=1.0), trainer_of(folder, "grpo", kl_coef=1.0)
+    spread, held = trainer_of(folder, "opo", entropy_coef=1.0), trainer_of(folder, "grpo", kl_coef=1.0, kl_clip=0.0)
     for trainer, name in ((spread, "entropy"), (held, "kl")):
         experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
         alone = copy.copy(experience)

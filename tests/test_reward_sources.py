@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dschat.arguments import RewardArguments, RolloutArguments
+from dschat.arguments import RLHFSettings, flag_values
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.rewards.answers import Answers
 from dschat.rewards.functions import load_judge
@@ -148,7 +148,7 @@ BAD = {
     "length?max=1&max=2": "names an option twice",
     "exact?case=maybe": "case=maybe: wants true or false",
     "overlong?buffer=8&factor=nan": "factor=nan: must be finite",
-    "overlong": "buffer=0: wants the tokens",
+    "overlong": "buffer=0: must be the number of penalised tokens",
     "exact@0": "@0: a weight is a number other than 0",
     "exact@inf": "@inf: a weight",
     "lenght": "no rule of that name: did you mean length",
@@ -187,7 +187,7 @@ def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
 def test_rules_about_length_must_fit_the_longest_response():
     assert reward_problems(["overlong?buffer=8"], max_tokens=8) == []
     (line,) = reward_problems(["overlong?buffer=9"], max_tokens=8)
-    assert "buffer=9: wants the tokens at the end that are punished, 1 to 8" in line
+    assert "buffer=9: must be the number of penalised tokens at the end, 1 to 8" in line
 
 
 def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
@@ -378,13 +378,13 @@ def test_a_time_that_is_none_is_refused(seconds, retries):
 
 @pytest.mark.parametrize("name", ["reward_timeout", "judge_timeout", "reward_retries", "judge_retries"])
 def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
-    groups = (RewardArguments, RolloutArguments)
+    settings = RLHFSettings
     for value in ("0", "-3", "nan", "-inf") if name.endswith("timeout") else ("-1", "inf", "nan"):
         with pytest.raises(SettingsError, match=f"--{name} "):
-            parse(groups, [f"--{name}={value}"], description="")
+            parse(settings, [f"--{name}={value}"], description="")
     if name.endswith("timeout"):
-        values = [vars(group).get(name) for group in parse(groups, [f"--{name}", "inf"], description="")]
-        assert math.inf in values
+        needed = ["--actor_model_name_or_path", "a", "--data_path", "d"]
+        assert flag_values(parse(settings, [*needed, f"--{name}", "inf"], description=""))[name] == math.inf
 
 
 @pytest.mark.parametrize(

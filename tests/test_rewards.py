@@ -343,7 +343,7 @@ def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row
         True,
     ]  # half a sum is none
     alone = rewards_of(f"{functions}:short").score(rollout_of(actor_tokenizer()), answers_of())
-    assert alone.known.tolist() == [True, False, True]  # nobody has an opinion of the second
+    assert alone.has_score.tolist() == [True, False, True]  # nobody has an opinion of the second
 
 
 def test_a_column_that_no_row_has_is_warned_of(capsys):

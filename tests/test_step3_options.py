@@ -41,6 +41,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "reward": MORE_REWARDS, "reward_retries": 1, "reward_timeout": 60.0, "normalize_rewards": True, "zero": 3,
         "eval_num_samples": 3, "eval_answer": "tag", "best_metric": "kl", "best_mode": "min", "dump_step": 2,
         "loss_aggregation": "seq_mean_token_mean", "processes": 2, "kl_in": "loss", "kl_estimator": "k3",
+        "kl_clip": 5.0,
     },
     "dr_grpo": {
         "kl_coef": 0.1, "kl_estimator": "k3+", "rollout_correction": "tis", "rollout_correction_cap": 1.5,
@@ -102,8 +103,9 @@ def test_the_runs_below_try_every_flag_and_every_choice():
             choices = [
                 kind for kind in (hints[field.name], *get_args(hints[field.name])) if get_origin(kind) is Literal
             ]
-            if choices:
-                assert set(get_args(choices[0])) == set(tried) - {None}, field.name
+            names = field.metadata["choices"] or (get_args(choices[0]) if choices else ())
+            if names:
+                assert set(names) == set(tried) - {None}, field.name
             elif field.name not in EVERYWHERE:
                 default = field.default if field.default is not MISSING else field.default_factory()
                 assert any(value not in (None, default) for value in tried), field.name

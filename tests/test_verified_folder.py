@@ -1,7 +1,8 @@
 """Folders that are whole or not there, whatever kills their writer."""
 
 import os
-import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,17 +19,15 @@ def write(place: Path, text: str = "content") -> None:
         (folder / "b.bin").write_bytes(bytes(range(100)))
 
 
-def in_a_process(work) -> int:
-    """Does the work in a child process; the child's id. It is still running."""
-    ready, done = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            work(lambda: os.write(done, b"x"))
-        finally:
-            os._exit(0)
-    os.read(ready, 1)
-    return child
+WRITER = """
+import sys, time
+from pathlib import Path
+from dschat.checkpoints.verified_folder import written_folder
+with written_folder(Path(sys.argv[1])) as folder:
+    (folder / "half").write_text("a")
+    print("ready", flush=True)
+    time.sleep(600)
+"""
 
 
 def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path):
@@ -86,19 +85,14 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
 
 
 def test_a_killed_writer_leaves_no_folder_and_the_next_one_removes_what_it_left(tmp_path, monkeypatch):
-    def killed(ready):
-        with written_folder(tmp_path / "x") as folder:
-            (folder / "half").write_text("a")
-            ready()
-            time.sleep(600)
-
-    child = in_a_process(killed)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "x"], stdout=subprocess.PIPE, text=True)
+    assert writer.stdout.readline() == "ready\n"
     (left,) = tmp_path.iterdir()
     monkeypatch.setattr(verified_folder, "_YOUNG", -1.0)
     remove_unfinished(tmp_path)
     assert left.exists(), "its writer lives"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    writer.kill()
+    writer.communicate()
     assert not (tmp_path / "x").exists()
     write(tmp_path / "y")
     assert [path.name for path in tmp_path.iterdir()] == ["y"]

@@ -56,8 +56,9 @@ class OptimizerSettings:
 
 @contextmanager
 def settings_kept(engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[None]:
-    """Inside, checkpoints may be loaded; afterwards every engine has the settings that it was built with."""
-    settings = {name: OptimizerSettings.of(engine) for name, engine in engines.items()}
+    """Inside, checkpoints may be loaded; afterwards every trained engine has the settings that it was built with."""
+    trained = {name: engine for name, engine in engines.items() if engine.optimizer is not None}
+    settings = {name: OptimizerSettings.of(engine) for name, engine in trained.items()}
     yield
-    for name, engine in engines.items():
+    for name, engine in trained.items():
         settings[name].apply(engine)

@@ -179,7 +179,7 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
 
     thread = threading.Thread(target=work, daemon=True)  # a run can end while it hangs
     thread.start()
-    deadline = time.monotonic() + timeout_of(seconds)
+    deadline = time.monotonic() + min(seconds, LONGEST_WAIT)
     while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
         thread.join(min(left, 1.0))
         watchdog.progress()  # the wait has an end of its own
