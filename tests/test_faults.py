@@ -86,7 +86,7 @@ def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, r
     run("sft", **settings, fail=f"save_{stage}#{STAGES[stage]}", code=-signal.SIGKILL)
     assert checkpoint.newest(tmp_path / "run").name in ("step-00000002", "step-00000004")
     said = run("sft", **settings, resume="auto")
-    assert "going on from" in said and "damaged" not in said
+    assert "resuming from" in said and "damaged" not in said
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
@@ -99,7 +99,7 @@ def test_killed_while_a_checkpoint_takes_the_place_of_another_the_other_comes_ba
     run("sft", **settings, resume=older, fail="save_replacing#1", code=-signal.SIGKILL)
     assert not newer.exists(), "step 4 has lost its name, and the new one has not got it yet"
     said = run("sft", **settings, resume="auto")
-    assert f"going on from {newer}" in said
+    assert f"resuming from {newer}" in said
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
 
@@ -405,7 +405,7 @@ def test_a_new_run_sets_the_checkpoints_of_the_one_before_aside(run, tmp_path):
     said = run("sft", max_steps=2, save_interval=2, fail="update#1", code=-signal.SIGKILL)
     assert "checkpoints-before-1" in said
     said = run("sft", max_steps=2, resume="auto")
-    assert "going on from" not in said, "the older run's checkpoints are not this run's"
+    assert "resuming from" not in said, "the older run's checkpoints are not this run's"
 
 
 BAD_WEIGHTS = {
@@ -471,7 +471,7 @@ def test_checkpoints_that_carry_code_are_refused_and_not_run(run, tmp_path):
         (folder / "manifest.json").write_text(json.dumps(manifest))
     said = run("sft", max_steps=4, zero=2, resume="auto")
     assert "would run posix.system" in said and "optim_states.pt is not in the manifest" in said
-    assert "going on from" in said and "step-00000001" in said
+    assert "resuming from" in said and "step-00000001" in said
     assert not (tmp_path / "was_run").exists()
 
 
@@ -515,7 +515,7 @@ def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_
     run("ppo", max_steps=3, processes=2, save_interval=1, fail="update:TERM@1#6", code=SAVED)
     assert "-update-" in checkpoint.newest(tmp_path / "run").name
     said = run("ppo", max_steps=3, processes=1, resume="auto")
-    assert "in the middle of an iteration" in said and "going on from" in said
+    assert "in the middle of an iteration" in said and "resuming from" in said
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained == [1, 2, 3]
 
