@@ -43,10 +43,15 @@ LEARNING = {
     "explained_variance": ("Explained variance of the critic", "1 is perfect"),
     "policy_loss": ("Policy loss", "mean per token"),
     "value_loss": ("Value loss", "mean per token"),
-    "value": ("Value", "mean per token"),
+    "value_mean": ("Value", "mean per token"),
+    "return_mean": ("Return", "mean per token"),
+    "value_clip_fraction": ("Clipped values", "share of tokens"),
+    "value_error": ("Error of the values", "mean square per token"),
+    "return_square": ("Squared return", "mean per token"),
     "rollout_gap_mean": ("Rollout against training", "mean |Δ log-prob|"),
     "rollout_gap_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
     "rollout_ratio": ("Ratio of training to rollout", "mean over tokens"),
+    "updates_without_signal": ("Updates with nothing to learn from", "per iteration"),
 }
 RUNNING = {
     "tokens_per_second": ("Throughput", "tokens per second"),
