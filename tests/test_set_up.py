@@ -97,6 +97,7 @@ BAD = {  # step, flags, what the message must contain
         "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: give 2"]),
     "groups that are cut": (
         "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
+    "an unknown rollout engine": ("ppo", {"rollout_engine": "vllm"}, ["--rollout_engine vllm: choose one of hybrid"]),
     "refills without groups": ("ppo", {"dynamic_sampling": 2}, ["--dynamic_sampling", "2 or more"]),
     "KL aimed at for nothing": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
     "no reference to refresh": (

@@ -8,7 +8,7 @@ from programs import MAINS
 from rlhf_models import QUESTIONS, save_models
 from tiny_models import tiny_causal_lm
 
-from dschat.generation import Decoder, HybridEngine, SamplingParams, TransformersDecoder
+from dschat.generation import ROLLOUT_ENGINES, Decoder, SamplingParams, TransformersDecoder
 
 PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [11, 12]]
 FAMILIES = ["llama", "qwen2", "gpt2", "opt", "gpt-neox", "gemma"]
@@ -71,8 +71,8 @@ def test_sampling_leaves_torchs_generator_alone_and_a_models_habits_out():
 def test_it_serves_a_hybrid_engine():
     model = tiny_causal_lm("gpt2")
     rollouts = []
-    for decoder in (Decoder, TransformersDecoder):
-        actor = HybridEngine(model, decoder=decoder)
+    for make in ROLLOUT_ENGINES.values():
+        actor = make(model)
         with actor.generation():
             rollouts.append(actor.generate(PROMPTS, max_new_tokens=6, eos_token_ids=[3], pad_token_id=0, seed=1))
     assert_equal(*rollouts)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from dschat.arguments.command_line import flag
 from dschat.arguments.models import TRUST_HELP
@@ -59,8 +59,8 @@ class RolloutArguments(SamplingArguments):
     _argument_group_name: ClassVar[str] = "rollouts"
     generation_batches: int = flag(1, "rollout batches per iteration", at_least=1, on_resume="refuse")
     enable_hybrid_engine: bool = flag(True, "decode with dschat.generation; else with transformers' generate")
-    rollout_engine: Literal["hybrid", "transformers"] | None = flag(
-        None, "the same choice by name; default: hybrid, unless --enable_hybrid_engine False"
+    rollout_engine: str | None = flag(
+        None, "hybrid or transformers, the same choice by name; default: hybrid, unless --enable_hybrid_engine False"
     )
     generation_slots: int = flag(0, "rows decoded at once per device; 0: as many as memory allows", at_least=0)
     generation_memory_fraction: float = flag(
@@ -72,4 +72,9 @@ class RolloutArguments(SamplingArguments):
 
     @property
     def uses_hybrid_engine(self) -> bool:
-        return self.enable_hybrid_engine if self.rollout_engine is None else self.rollout_engine == "hybrid"
+        return self.engine == "hybrid"
+
+    @property
+    def engine(self) -> str:
+        """Name of the rollout engine in dschat.generation.ROLLOUT_ENGINES."""
+        return self.rollout_engine or ("hybrid" if self.enable_hybrid_engine else "transformers")

@@ -12,7 +12,7 @@ from torch import nn
 from dschat.generation.decoder import Decoder
 from dschat.generation.generation_module import GenerationModule
 from dschat.generation.rollout import Rollout
-from dschat.generation.transformers_decoder import TransformersDecoder
+from dschat.generation.rollout_engine import Capabilities
 from dschat.models.weights import pretrained_model
 
 
@@ -32,12 +32,13 @@ class HybridEngine:
         prefilled_tokens, decoded_rows: what all generation so far has run, see Decoder.
     """
 
+    capabilities = Capabilities(streams=True, reproducible=True)
+
     def __init__(
         self,
         engine: nn.Module,
         *,
         dtype: torch.dtype | None = None,
-        decoder: type[Decoder] | type[TransformersDecoder] = Decoder,
         slots: int | None = None,
         memory_fraction: float = 0.8,
         pin_buffers: bool = False,
@@ -49,7 +50,6 @@ class HybridEngine:
         Args:
             engine: see the class.
             dtype: of the weights while generating (bfloat16 rollouts of float32 weights cost a copy); None: no change.
-            decoder: what runs the tokens; TransformersDecoder neither streams nor counts what it has run.
             slots, memory_fraction, without: see Decoder.
             pin_buffers: keep the pool of keys and values, and the buffers of weights that had to be copied, from one
                 context to the next. Otherwise only what is small is kept, see decoder.KEPT_BYTES.
@@ -61,7 +61,7 @@ class HybridEngine:
         self._generation_module = GenerationModule(
             pretrained_model(engine), dtype=dtype, pin=pin_buffers, memory_fraction=memory_fraction, layerwise=layerwise
         )
-        self._decoder = decoder(
+        self._decoder = Decoder(
             self._generation_module.module, slots=slots, memory_fraction=memory_fraction, without=without
         )
         self._generating = False

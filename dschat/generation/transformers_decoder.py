@@ -71,7 +71,7 @@ class TransformersDecoder:
         slots: most rows decoded at once; None: all of them.
     """
 
-    def __init__(self, model: PreTrainedModel, *, slots: int | None = None, **_of_decoder: object) -> None:
+    def __init__(self, model: PreTrainedModel, *, slots: int | None = None) -> None:
         self.model, self.slots = model, slots
         self.model.generation_config = GenerationConfig()
 
@@ -100,12 +100,3 @@ class TransformersDecoder:
             ids, attention_mask=mask.long(), generation_config=config, logits_processor=LogitsProcessorList([chooser]),
             stopping_criteria=StoppingCriteriaList([Limits(limits, prompt_length=ids.shape[1])]), synced_gpus=False,
         )  # fmt: skip
-
-    def prepare(self) -> None:
-        """The weights are used as they are."""
-
-    def unprepare(self, *, keep: bool = False) -> None:
-        """Nothing was made of them."""
-
-    def release(self) -> None:
-        """Nothing is kept between rollouts."""

@@ -21,7 +21,7 @@ from dschat.arguments import (
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
-from dschat.generation import Decoder, HybridEngine, TransformersDecoder
+from dschat.generation import ROLLOUT_ENGINES
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -86,9 +86,8 @@ class DeepSpeedRLHFEngine:
         self.ref = self._reference(refreshed=ppo.ref_refresh_interval > 0) if ppo.needs_reference else None
         self.ref_is_refreshed = self.ref is not None and ppo.ref_refresh_interval > 0
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
-        self.actor = HybridEngine(
+        self.actor = ROLLOUT_ENGINES[rollouts.engine](
             self.policy,
-            decoder=Decoder if rollouts.uses_hybrid_engine else TransformersDecoder,
             slots=rollouts.generation_slots or None,
             memory_fraction=rollouts.generation_memory_fraction,
             pin_buffers=rollouts.pin_generation_buffers,

@@ -13,6 +13,7 @@ from dschat.arguments import (
     RolloutArguments,
 )
 from dschat.data.datasets import data_problems
+from dschat.generation import ROLLOUT_ENGINES
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.specification import model_paths, reward_problems
@@ -49,6 +50,8 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
             options, data_path=[ppo.unsupervised_dataset_name], data_split=None, eval_data_path=(), columns={}
         )
         problems += data_problems("sft", texts)
+    if rollouts.engine not in ROLLOUT_ENGINES:
+        problems.append(f"--rollout_engine {rollouts.engine}: choose one of {', '.join(ROLLOUT_ENGINES)}")
     if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
         problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")
     if ppo.overlong_buffer > rollouts.max_answer_seq_len:
