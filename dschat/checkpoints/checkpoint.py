@@ -197,7 +197,7 @@ def _numbers_for_enums(state: Any) -> None:
 
 
 def expected_bytes(engines: Engines) -> int:
-    """Approximate size of a checkpoint over all ranks: weights; if trained, Adam's moments and float32 master weights."""
+    """Approximate size of a checkpoint over all ranks: weights; if trained, Adam's moments, float32 weights."""
     total = 0
     for engine in engines.values():
         for parameter in engine.module.parameters():
@@ -218,7 +218,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def find(output_dir: str | Path, resume: str) -> Path | None:
-    """Resolve `--resume`: "never" → None; "auto" → the newest valid checkpoint, or None if there are none; else the path.
+    """Resolve `--resume`: "never" → None; "auto" → the newest valid checkpoint, or None; else the path.
 
     A collective: the main rank decides for all. It removes files that killed processes left half written. If the run
     starts from scratch, checkpoints and logs of an earlier run are moved aside: they are kept, and a later "auto" does

@@ -1,7 +1,7 @@
 """Folders that are written atomically: to a temporary folder, checksummed in a manifest, synced, then renamed.
 
 Files that a later run reuses (data, tables, checkpoints) are always verified first: `folder_problems` compares them
-with the manifest. Unfinished folders of killed processes are removed by the next process that writes to the same parent;
+with the manifest. Unfinished folders of killed processes are removed by the next process that writes beside them;
 a file lock, released when its process ends, protects those that are still being written.
 """
 
@@ -24,7 +24,7 @@ from dschat.distributed import watchdog
 MANIFEST = "manifest.json"
 _LOCK = ".lock"
 _UNFINISHED = ".unfinished"
-_YOUNG = 60.0  # seconds within which a new folder may not be locked yet
+_YOUNG = 60.0  # seconds from creation in which a folder may not be locked yet
 _FORGOTTEN = 86400.0  # seconds after which an unlocked folder counts as abandoned
 
 

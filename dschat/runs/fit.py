@@ -37,8 +37,8 @@ class Objective:
         loss_of: (engine, micro-batch, count of the global batch) → loss and metrics, both divided by that count.
         evaluation: sums over the evaluation set (of loss_of with a count of 1, and "count") → metrics.
         verify: called once with the engine, on all ranks; raises ValueError if the objective cannot train this model.
-        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with tensors added that are
-            computed over all of them, or without gradient; a collective.
+        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with tensors added that
+            are computed over all of them, or without gradient; a collective.
     """
 
     collate: Callable[[list], Batch]
