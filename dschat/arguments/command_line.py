@@ -151,8 +151,8 @@ def parse(
 
     A YAML file given by --config is read first; flags on the command line override it. Unknown flags, values out of
     bounds, the `problems()` of each group and those of `check(settings)` (which concern several groups, or files) are
-    reported together. Flags without effect and the lines of `warn(settings)` (valid but surprising settings) are printed
-    as warnings.
+    reported together. Flags without effect and the lines of `warn(settings)` (valid but surprising settings) are
+    printed as warnings.
 
     Raises: SettingsError with every mistake, one per line.
     """

@@ -10,7 +10,7 @@ COLUMN_HELP = "column that holds"
 
 @dataclass
 class DataArguments:
-    """Sources of rows, and how they are filtered, split and encoded."""
+    """Data sources, and how their rows are split, filtered and mapped to fields."""
 
     _argument_group_name: ClassVar[str] = "data"
     data_path: list[str] = flag(

@@ -30,4 +30,4 @@ class RewardArguments:
     )
 
     def problems(self) -> list[str]:
-        return []  # entries are validated by reward_problems, whose imports are heavy
+        return []  # entries are validated by reward_problems, which imports dschat.rewards

@@ -11,7 +11,7 @@ from dschat.arguments.command_line import flag
 
 @dataclass
 class RunArguments:
-    """Output, evaluation, checkpoints, resume and time limits of a run."""
+    """Output, evaluation, checkpoints, resume and timeouts of a run."""
 
     _argument_group_name: ClassVar[str] = "run"
     output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")

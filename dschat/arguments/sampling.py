@@ -10,7 +10,7 @@ from dschat.arguments.models import TRUST_HELP
 
 @dataclass
 class SamplingArguments:
-    """Sampling parameters, and logging of samples."""
+    """Sampling parameters, and a judge that scores responses."""
 
     _argument_group_name: ClassVar[str] = "sampling"
     max_prompt_seq_len: int = flag(256, "longest prompt", at_least=1, on_resume="refuse")

@@ -15,8 +15,8 @@ from pathlib import Path
 def private_folder(parents: Sequence[str | Path]) -> Path:
     """The folder `dschat-UID` in the first of these parents where it is private to this user; created if missing.
 
-    If it is a link, another user's or writable by others in all of them, returns a temporary folder with a warning: it is
-    removed when the process ends, so ops are rebuilt at every start.
+    If none can be (a link, another user's, writable by others), warns and returns a temporary folder, which is removed
+    when the process ends, so ops are rebuilt at every start.
 
     Raises: OSError if no folder can be created at all.
     """

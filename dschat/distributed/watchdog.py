@@ -119,7 +119,7 @@ class Watchdog:
         return min(self.seconds / 4, 10.0)
 
     def _talk(self) -> None:
-        """Send this rank's reports; rank 0 reads those of all ranks, the others read rank 0's and its verdict."""
+        """Thread: send reports, and read those of all ranks (rank 0) or of rank 0, until there is a verdict."""
         next_report = 0.0
         while not self._stop.wait(min(self._interval, 1.0)) and self._verdict is None:
             try:
@@ -169,7 +169,7 @@ class Watchdog:
         return None
 
     def _all_stand_still(self) -> Verdict | None:
-        """A verdict if no rank makes progress; it lists first the rank that stopped first, as others may wait for it."""
+        """A verdict if no rank makes progress; the rank that stopped first is listed first: others may wait for it."""
         now, ranks = time.monotonic(), sorted(self._reports, key=lambda rank: self._reports[rank].progressed)
         if now - self._reports[ranks[-1]].progressed <= self.seconds:
             return None
