@@ -1,4 +1,4 @@
-"""Every flag of the suite, declared once: a group per concern, composed by each step's main.py.
+"""All command-line flags, each declared once: argument groups, composed by each step's main.py.
 
 Lengths are in tokens, batch sizes in sequences, intervals in optimizer steps (in iterations for step 3).
 """

@@ -1,4 +1,4 @@
-"""The command line: dataclass groups, a YAML file beneath them, and every mistake in one message."""
+"""Parse the command line and an optional YAML file into dataclasses; report all mistakes in one message."""
 
 import argparse
 import copy
@@ -22,14 +22,14 @@ Settings = TypeVar("Settings")
 
 
 class SettingsError(ValueError):
-    """The user's settings cannot work; the message lists every mistake and the way out of each, without secrets."""
+    """Invalid settings; the message lists every mistake with its remedy, secrets redacted."""
 
     def __init__(self, message: str) -> None:
         super().__init__(redacted(message))
 
 
 class SuiteParser(HfArgumentParser):
-    """HfArgumentParser that collects what is wrong instead of leaving at the first mistake."""
+    """HfArgumentParser that collects all mistakes instead of exiting at the first one."""
 
     def __init__(self, groups: Sequence[type], **kwargs: Any):
         self.mistakes: list[str] = []
@@ -51,12 +51,12 @@ class SuiteParser(HfArgumentParser):
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         values = super()._get_values(action, arg_strings)
-        # A name that is no choice is reported; what runs after that needs one that is.
+        # An invalid choice has been reported; the code that follows needs a valid one.
         return action.default if action.choices and values not in action.choices else values
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
-        plain = copy.copy(field)  # argparse must not see the rule that flag() left in the metadata
+        plain = copy.copy(field)  # argparse must not get the bounds that flag() put into the metadata
         plain.metadata = {"help": field.metadata["help"]}
         if field.metadata["choices"]:
             plain.metadata["choices"] = list(field.metadata["choices"])
@@ -78,15 +78,15 @@ class SuiteParser(HfArgumentParser):
 def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
          below: float | None = None, at_most: float | None = None, needs: Sequence[str] = (),
          choices: Iterable[str] = (), on_resume: Literal["apply", "refuse", "ignore"] = "apply") -> Any:  # fmt: skip
-    """A dataclass field that is a flag: its default, what `--help` says of it, and the numbers it allows.
+    """A dataclass field that is a flag, with its default, help text and bounds.
 
     Args:
-        needs: flags ("name", or "name=value") without one of which it has no effect: then a value other than the
-            default draws a warning.
-        choices: names that are allowed; none: any value of the field's type.
-        on_resume: what a value other than that of the checkpoint means for --resume. "refuse": it would be another run
-            (its models, data, random numbers or shapes), see --resume_anyway; "ignore": nothing; "apply": it takes
-            effect from here on, and the log names it.
+        needs: flags ("name", or "name=value") of which at least one must be set for this flag to have an effect; if
+            none is, a value other than the default causes a warning.
+        choices: allowed values; empty: any value of the field's type.
+        on_resume: effect of a value that differs from the checkpoint's on --resume. "refuse": an error, since models,
+            data, random numbers or shapes would differ, see --resume_anyway; "ignore": none; "apply": the new value is
+            used and logged.
     """
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
     bounds = {word: bound for word, bound in bounds.items() if bound is not None}
@@ -98,19 +98,19 @@ def flag(default: Any, text: str, *, at_least: float | None = None, above: float
 
 
 def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
-    """A group of the same fields in which only some are flags: the others keep their defaults and are not accepted."""
+    """A subclass of a group in which only the fields `keep` are flags; the others have their defaults."""
     dropped = []
     for field in dataclasses.fields(group):
         if field.name not in keep:
             field = copy.copy(field)
-            field.init = False  # the parser passes such fields over
+            field.init = False  # the parser skips such fields
             dropped.append((field.name, field.type, field))
     owner = {"_argument_group_name": group._argument_group_name, "__module__": group.__module__}
     return dataclasses.make_dataclass(name, dropped, bases=(group,), namespace=owner)
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """A line for each field of the group whose number breaks the bounds that its flag() gave."""
+    """A line for each field of the group whose value violates the bounds of its flag()."""
     holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
     mistakes = []
     for field in _flags_of(group):
@@ -122,7 +122,7 @@ def out_of_bounds(group: Any) -> list[str]:
 
 
 def without_effect(groups: Sequence[Any]) -> list[str]:
-    """A line for each flag that was changed although the flags that it needs are all off (or have other values)."""
+    """A line for each flag that is not at its default while none of the flags that it needs is set."""
     values = {name: value for group in groups for name, value in vars(group).items()}
     lines = []
     for field in (field for group in groups for field in _flags_of(group)):
@@ -149,20 +149,19 @@ def parse(
 ) -> Settings:
     """Read the flags of one step into its settings, a dataclass whose fields are groups of flags.
 
-    A YAML file given by --config is read first, flags on the command line are laid over it. What the
-    groups' `problems()` return is reported together with unknown flags and values out of bounds, and
-    with what `check(settings)` finds: mistakes that concern several groups, or the files that flags name.
-    Flags without effect are warned of, together with what `warn(settings)` finds: settings that work, but not as
-    one may think.
+    A YAML file given by --config is read first; flags on the command line override it. Unknown flags, values out of
+    bounds, the `problems()` of each group and those of `check(settings)` (which concern several groups, or files) are
+    reported together. Flags without effect and the lines of `warn(settings)` (valid but surprising settings) are
+    printed as warnings.
 
-    Raises: SettingsError with every mistake, one a line.
+    Raises: SettingsError with every mistake, one per line.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     groups = group_types(settings)
     parser = SuiteParser(tuple(groups.values()), description=description)
     parser.add_argument("--config", default=None, help="YAML file of flags (without the dashes); flags given here win")
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    path.add_argument("--config", nargs="?")  # the real parser says it when the value is missing
+    path.add_argument("--config", nargs="?")  # a missing value is reported by the main parser
     config = path.parse_known_args(argv)[0].config
     argv = (_yaml_flags(Path(config), parser) if config else []) + argv
 
@@ -186,19 +185,19 @@ def parse(
 
 
 def group_types(settings: type) -> dict[str, type]:
-    """Name → dataclass of each group of flags of a step's settings."""
+    """Name → dataclass of each argument group of a step's settings."""
     hints = get_type_hints(settings)
     return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
 
 
 def on_resume(settings: Any) -> dict[str, str]:
-    """Flag → what a change of it means for --resume, as its flag() declares."""
+    """Flag → the on_resume value of its flag()."""
     groups = vars(settings).values()
     return {field.name: field.metadata["on_resume"] for group in groups for field in _flags_of(group)}
 
 
 def raise_together(mistakes: Sequence[str]) -> None:
-    """Raise one SettingsError (a ValueError) that lists every mistake; do nothing when there is none."""
+    """Raise one SettingsError (a ValueError) that lists all mistakes, if there are any."""
     if mistakes:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
         raise SettingsError(
@@ -208,7 +207,7 @@ def raise_together(mistakes: Sequence[str]) -> None:
 
 @contextmanager
 def settings_of_user() -> Iterator[None]:
-    """Inside, a ValueError is the user's mistake, the same on every rank: it becomes a SettingsError."""
+    """Convert a ValueError inside, raised alike on every rank, to a SettingsError."""
     try:
         yield
     except SettingsError:

@@ -1,4 +1,4 @@
-"""The data of a step."""
+"""Flags for training and evaluation data."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ COLUMN_HELP = "column that holds"
 
 @dataclass
 class DataArguments:
-    """Where rows come from and what becomes of them."""
+    """Data sources, and how their rows are split, filtered and mapped to fields."""
 
     _argument_group_name: ClassVar[str] = "data"
     data_path: list[str] = flag(

@@ -1,4 +1,4 @@
-"""How step 3 looks at held-out prompts."""
+"""Flags for the evaluation of step 3 on held-out prompts."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -8,7 +8,7 @@ from dschat.arguments.command_line import flag
 
 @dataclass
 class EvaluationArguments:
-    """Several responses to a prompt say more than one: mean@n, pass@k, maj@n."""
+    """Evaluation with several responses per prompt: mean@n, pass@k, maj@n."""
 
     _argument_group_name: ClassVar[str] = "evaluation"
     eval_num_samples: int = flag(1, "responses to each held-out prompt; above 1: mean@n, pass@k, maj@n", at_least=1)

@@ -1,4 +1,4 @@
-"""The models of a step, and what steps 1 and 2 make of theirs."""
+"""Flags for the models of each step, and for the objectives of steps 1 and 2."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +13,7 @@ TRUST_HELP = "run the Python code that a model or tokenizer brings along; withou
 
 @dataclass
 class ModelArguments:
-    """The one model of steps 1 and 2."""
+    """The trained model of steps 1 and 2."""
 
     _argument_group_name: ClassVar[str] = "model"
     model_name_or_path: str = flag(
@@ -35,7 +35,7 @@ class ModelArguments:
 
 @dataclass
 class SupervisedArguments:
-    """Step 1 alone."""
+    """Flags of step 1 only."""
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
     train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did", on_resume="refuse")
@@ -49,7 +49,7 @@ class SupervisedArguments:
 
 @dataclass
 class RewardModelArguments:
-    """Step 2 alone."""
+    """Flags of the reward model step only."""
 
     _argument_group_name: ClassVar[str] = "reward model"
     centering_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around zero", at_least=0)
@@ -60,7 +60,7 @@ class RewardModelArguments:
 
 @dataclass
 class RLHFModelArguments:
-    """The four models of step 3."""
+    """Actor, critic, reference and reward model of step 3."""
 
     _argument_group_name: ClassVar[str] = "models"
     actor_model_name_or_path: str = flag(
@@ -100,5 +100,5 @@ class RLHFModelArguments:
 
     @property
     def critic_path(self) -> str:
-        """Where the critic starts."""
+        """Model that the critic is initialised from."""
         return self.critic_model_name_or_path or self.reward_model_name_or_path or self.actor_model_name_or_path

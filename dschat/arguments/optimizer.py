@@ -1,4 +1,4 @@
-"""What is trained of a model, and how: optimizer, schedule, adapters."""
+"""Flags for optimizer, learning-rate schedule and LoRA adapters."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -10,7 +10,7 @@ LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 
 @dataclass
 class OptimizerArguments:
-    """AdamW and its schedule; learning rates belong to the models."""
+    """AdamW and its schedule; learning rates are set by the groups of the models."""
 
     _argument_group_name: ClassVar[str] = "optimizer"
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = flag(
@@ -31,7 +31,7 @@ class OptimizerArguments:
 
 @dataclass
 class LoraArguments:
-    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); their ranks are the models' own flags."""
+    """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685); their ranks are set by the groups of the models."""
 
     _argument_group_name: ClassVar[str] = "adapters"
     lora_module_name: str = flag(

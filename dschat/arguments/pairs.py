@@ -1,4 +1,4 @@
-"""What make_preferences.py takes of the groups of a training step: it trains nothing."""
+"""Flags of make_preferences.py: the subset of the training flags that applies without training."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
@@ -20,7 +20,7 @@ _Folder = subset(RunArguments, "_Folder", keep=["output_dir", "seed", "collectiv
 
 @dataclass
 class PairRunArguments(_Folder):
-    """What is written, and whether an earlier run is gone on with: nothing is trained, so nothing else of a run."""
+    """Output and resume; nothing is trained, so no other flags of a run apply."""
 
     _argument_group_name: ClassVar[str] = "run"
     resume: Literal["auto", "never"] = flag(

@@ -1,4 +1,4 @@
-"""What step 3 makes of rollouts: the algorithm, and everything that may be chosen apart from it."""
+"""Flags for the RL algorithm of step 3: advantages, policy loss, KL, clipping."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -7,7 +7,7 @@ from dschat.arguments.command_line import flag
 from dschat.losses.policy import POLICY_LOSSES
 from dschat.rlhf.algorithms import ALGORITHMS, DEFAULTS
 
-# Losses that clip the ratio.
+# `needs` values: policy losses that clip the probability ratio.
 CLIPPED = tuple(f"policy_loss={name}" for name, loss in POLICY_LOSSES.items() if loss.clip_range)
 DISCOUNTED = tuple(f"algorithm={name}" for name, algorithm in ALGORITHMS.items() if algorithm.discounts)
 BY_ALGORITHM = "default: as --algorithm has it"
@@ -17,7 +17,7 @@ BY_ALGORITHM = "default: as --algorithm has it"
 class PPOArguments:
     """Policy gradients: PPO (Schulman et al. 2017, arXiv:1707.06347) and its critic-free relatives.
 
-    Fields that are None take what the algorithm, or the loss, stands for.
+    Fields that are None take the default of the algorithm or of the policy loss.
     """
 
     _argument_group_name: ClassVar[str] = "algorithm"
@@ -125,7 +125,7 @@ class PPOArguments:
                 setattr(self, name, value)
         low, high = POLICY_LOSSES[self.policy_loss].clip_range or (0.2, 0.2)
         if self.clip_range is not None:
-            low, high = min(self.clip_range, 1.0), self.clip_range  # no ratio falls below 0
+            low, high = min(self.clip_range, 1.0), self.clip_range  # the probability ratio is never negative
         self.clip_range_low = low if self.clip_range_low is None else self.clip_range_low
         self.clip_range_high = high if self.clip_range_high is None else self.clip_range_high
 

@@ -1,4 +1,4 @@
-"""Preference optimisation (step2_dpo_finetuning): the policy, the loss, the reference."""
+"""Flags for preference optimisation (step2_dpo_finetuning): policy, loss, reference."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -13,7 +13,7 @@ WITH_SFT = (*WITH_SUMS, "preference_loss=simpo")
 
 @dataclass
 class PolicyArguments(ModelArguments):
-    """The model that preferences train: a model of steps 1 and 2 with smaller steps and no dropout."""
+    """The trained policy: the model flags of steps 1 and 2 with a lower learning rate and no dropout."""
 
     learning_rate: float = flag(1e-6, "peak learning rate", above=0)
     dropout: float = flag(
@@ -23,7 +23,7 @@ class PolicyArguments(ModelArguments):
 
 @dataclass
 class PreferenceArguments:
-    """What is learnt from preferences; pairs, or single responses with a label (kto)."""
+    """The preference loss; it is of pairs, or of single labelled responses (kto)."""
 
     _argument_group_name: ClassVar[str] = "preferences"
     preference_loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = flag(
@@ -59,7 +59,7 @@ class PreferenceArguments:
 
     @property
     def kind(self) -> str:
-        """The kind of record that the loss is of."""
+        """The kind of data record that the loss needs."""
         return "unpaired" if self.preference_loss == "kto" else "preference"
 
     @property
@@ -68,7 +68,7 @@ class PreferenceArguments:
 
     @property
     def takes_means(self) -> bool:
-        """Whether the loss is of mean log-probs per token instead of their sums."""
+        """Whether the loss uses mean log-probs per token instead of their sums."""
         if self.reference_free or self.length_normalized is None:
             return self.reference_free or self.preference_loss == "ipo"
         return self.length_normalized

@@ -1,4 +1,4 @@
-"""What responses are scored by."""
+"""Flags for the reward sources that score responses."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -8,7 +8,7 @@ from dschat.arguments.command_line import flag
 
 @dataclass
 class RewardArguments:
-    """Sources of scores; dschat.rewards.specification reads them."""
+    """Reward sources; dschat.rewards.specification parses them."""
 
     _argument_group_name: ClassVar[str] = "rewards"
     reward: list[str] = flag(
@@ -30,4 +30,4 @@ class RewardArguments:
     )
 
     def problems(self) -> list[str]:
-        return []  # those of the entries need what rewards import: reward_problems finds them
+        return []  # entries are validated by reward_problems, which imports dschat.rewards

@@ -1,4 +1,4 @@
-"""What every step asks: the run, its devices."""
+"""Flags of every step: output, intervals, resume, devices, precision."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from dschat.arguments.command_line import flag
 
 @dataclass
 class RunArguments:
-    """What a run writes, how often it looks at itself, and where it goes on."""
+    """Output, evaluation, checkpoints, resume and timeouts of a run."""
 
     _argument_group_name: ClassVar[str] = "run"
     output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")
@@ -60,7 +60,7 @@ class RunArguments:
 
 
 def _unwritable(folder: str) -> list[str]:
-    """Why a folder cannot be made or written; nothing is made for it, since other settings may be wrong."""
+    """Why a folder cannot be created or written to. Creates nothing, since other settings may be invalid."""
     existing = Path(folder)
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -75,7 +75,7 @@ def _unwritable(folder: str) -> list[str]:
 
 @dataclass
 class DeviceArguments:
-    """Numbers and devices: precision, offload, the DeepSpeed configuration."""
+    """Precision, offload and DeepSpeed configuration."""
 
     _argument_group_name: ClassVar[str] = "devices"
     dtype: Literal["bf16", "fp16", "fp32"] = flag(

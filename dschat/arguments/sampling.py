@@ -1,4 +1,4 @@
-"""How responses are made, for rollouts and for pairs."""
+"""Flags for sampling responses, in rollouts and in make_preferences.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from dschat.arguments.models import TRUST_HELP
 
 @dataclass
 class SamplingArguments:
-    """How responses are made, and who watches them."""
+    """Sampling parameters, and a judge that scores responses."""
 
     _argument_group_name: ClassVar[str] = "sampling"
     max_prompt_seq_len: int = flag(256, "longest prompt", at_least=1, on_resume="refuse")
@@ -40,7 +40,7 @@ class SamplingArguments:
 
 @dataclass
 class PairArguments(SamplingArguments):
-    """Pairs sampled from a model and labelled by a judge or by rewards."""
+    """Preference pairs: responses sampled from a model and labelled by a judge or by rewards."""
 
     model_name_or_path: str = flag("", "the causal language model that answers", on_resume="refuse")
     num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2, on_resume="refuse")

@@ -1,6 +1,6 @@
-"""What the programs of scripts/ are given: numbers, files and folders; a mistake is one message and exit status 2.
+"""Validate arguments of the programs in scripts/: numbers, files, folders. Errors print one message, exit status 2.
 
-The types are for argparse, whose message names the flag. Nothing here needs torch.
+The types are for argparse, whose message has the flag. No import of torch.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-MISTAKE = 2  # exit status, as argparse has it
+MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}
 SEEDS = {"at_least": 0, "at_most": 2**63 - 1}
 
 
 @contextmanager
 def exit_on_mistake(program: str) -> Iterator[None]:
-    """Inside, a ValueError or an OSError ends the program with its message and status 2.
+    """Exit with status 2 and the message of a ValueError or OSError raised inside.
 
-    Consoles that cannot show a character get an escape in its place.
+    Characters that the console cannot encode are printed as escapes.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
-    except BrokenPipeError:  # `… | head`: whoever read has seen enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (ValueError, OSError) as mistake:
@@ -42,7 +42,7 @@ def exit_on_mistake(program: str) -> Iterator[None]:
 def number_type(
     kind: type, *, at_least: float | None = None, at_most: float | None = None, above: float | None = None
 ) -> Callable[[str], Any]:
-    """A type for argparse: a finite number within bounds. kind: int or float."""
+    """An argparse type: a finite number within bounds. kind: int or float."""
 
     def read(text: str) -> Any:
         try:
@@ -66,7 +66,7 @@ def number_type(
 
 
 def existing_file(text: str) -> Path:
-    """A type for argparse: a file to read."""
+    """An argparse type: an existing file."""
     path = Path(text)
     if not text or not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text and path.is_dir()
@@ -75,7 +75,7 @@ def existing_file(text: str) -> Path:
 
 
 def existing_folder(text: str) -> Path:
-    """A type for argparse: a folder to read."""
+    """An argparse type: an existing folder."""
     path = Path(text)
     if not text or not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no folder" if text and path.exists()
@@ -84,7 +84,7 @@ def existing_folder(text: str) -> Path:
 
 
 def new_file(text: str) -> Path:
-    """A type for argparse: a file to write, in folders that are there or can be made."""
+    """An argparse type: a file to write, whose folder exists or can be created."""
     path = Path(text)
     if not text or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text else "names no file")
@@ -93,7 +93,7 @@ def new_file(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """A type for argparse: a folder to write into, which is there or can be made."""
+    """An argparse type: a folder to write to, which exists or can be created."""
     if not text:
         raise argparse.ArgumentTypeError("names no folder")
     _check_writable(Path(text), text)
@@ -101,7 +101,7 @@ def new_folder(text: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file. Raises ValueError that names it."""
+    """Load a JSON file. Raises ValueError with its path."""
     try:
         return json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -109,7 +109,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """The objects of a jsonl file. Raises ValueError that names file and line, also for one without these fields."""
+    """Load the objects of a jsonl file. Raises ValueError with file and line, also if one of `fields` is missing."""
     rows = []
     for place, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
@@ -126,7 +126,7 @@ def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str,
 
 
 def _check_writable(folder: Path, text: str) -> None:
-    """Raise if neither the folder nor the nearest one above it that is there can be written."""
+    """Raise if the folder, or its nearest existing parent, is not writable."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):

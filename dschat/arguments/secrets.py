@@ -1,4 +1,4 @@
-"""Passwords and keys in addresses, kept out of files, consoles and messages."""
+"""Redact passwords and keys in URLs before they reach files, consoles and messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from urllib.parse import unquote
 
 HIDDEN = "***"
-# Of services, and of functions in files, whose options stand behind a question mark too.
+# URLs, and reward functions (file.py:name), both with options after a question mark.
 _ADDRESS = re.compile(r"(?:\b[a-z][a-z0-9+.\-]*://|\.py:\w+\?)[^\s'\"<>|]+", re.IGNORECASE)
-_WEIGHT = r"@[-+.0-9eE]+$"  # behind the address of a --reward
-_USER = re.compile(rf"(?<=://)(?:[^/?#]*|[^/?#]*:[^?#]*)(?!{_WEIGHT})@")  # a password may hold a /
+_WEIGHT = r"@[-+.0-9eE]+$"  # weight at the end of a --reward
+_USER = re.compile(rf"(?<=://)(?:[^/?#]*|[^/?#]*:[^?#]*)(?!{_WEIGHT})@")  # a password may contain a /
 _PARAMETER = re.compile(rf"(?P<name>[^?&#;=]*)=(?P<value>[^&#;\s]*?)(?=[&#;\s]|{_WEIGHT}|$)")
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
 _SECRET_WORDS = {
@@ -18,21 +18,21 @@ _SECRET_WORDS = {
     "pwd", "auth", "authorization", "sig", "signature", "credential", "credentials", "jwt", "bearer", "session",
     "sessionid",
 }  # fmt: skip
-# What no person writes: a run of letters and digits that names would break up. Short words and versions are none.
+# Opaque values: long runs of letters and digits, unlike names, short words and versions.
 _OPAQUE = re.compile(r"[A-Za-z0-9]{24}|(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{16}")
 
 
 def redacted(text: str) -> str:
-    """A text whose addresses have *** for passwords, for query values of secret names, and for opaque ones.
+    """Replace passwords, query values with secret names, and opaque query values in URLs by ***.
 
-    "https://me:pw@host/score?api_key=k&model=7b@0.5" → "https://***@host/score?api_key=***&model=7b@0.5". Two
-    addresses that differ in secrets alone become the same, so that a new key does not make another run.
+    "https://me:pw@host/score?api_key=k&model=7b@0.5" → "https://***@host/score?api_key=***&model=7b@0.5". URLs
+    that differ only in secrets become equal, so that a new key does not prevent --resume.
     """
     return _ADDRESS.sub(lambda found: _redacted_address(found[0]), text)
 
 
 def redacted_values(value: Any) -> Any:
-    """The same for every text in lists and mappings, such as the arguments of a run."""
+    """`redacted` for every string in nested lists and mappings, such as the arguments of a run."""
     if isinstance(value, str):
         return redacted(value)
     if isinstance(value, dict):
@@ -48,6 +48,6 @@ def _redacted_address(address: str) -> str:
 
 
 def _redacted_parameter(found: re.Match[str]) -> str:
-    words = {word.lower() for word in _WORDS.findall(unquote(found["name"]))}  # max_tokens and tokenizer are no secrets
+    words = {word.lower() for word in _WORDS.findall(unquote(found["name"]))}  # max_tokens and tokenizer are not secret
     secret = found["value"] and (words & _SECRET_WORDS or _OPAQUE.search(found["value"]))
     return f"{found['name']}={HIDDEN if secret else found['value']}"

@@ -1,4 +1,4 @@
-"""The argument groups of each program by name: what `parse` returns and what the step's code takes."""
+"""Settings of each program: its argument groups by name, as `parse` returns them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dschat.arguments.sampling import PairArguments, RolloutArguments
 
 @dataclass(frozen=True, kw_only=True)
 class OneModelSettings:
-    """Groups that every step with one trained model has (1 and 2)."""
+    """Argument groups of the steps that train one model (1 and 2)."""
 
     model: ModelArguments = field(default_factory=ModelArguments)
     data: DataArguments = field(default_factory=DataArguments)
@@ -79,5 +79,5 @@ class RLHFSettings:
 
 
 def flag_values(settings: Any) -> dict[str, Any]:
-    """Flag → value, over all groups of one of the settings above."""
+    """Flag → value, over all groups of a program's settings."""
     return {name: value for group in asdict(settings).values() for name, value in group.items()}

@@ -1,1 +1,1 @@
-"""Resumable checkpoints: written atomically, verified before they are loaded."""
+"""Resumable checkpoints: written atomically, and verified before they are loaded."""

@@ -1,11 +1,11 @@
-"""Resumable checkpoints of a run: written beside, checksummed, renamed, and only then pointed at.
+"""Save and load resumable checkpoints: written to a temporary folder, checksummed, renamed, then named in `latest`.
 
 output_dir/checkpoints/step-00000120/
     manifest.json          step, world size, arguments, versions, and size + SHA-256 of every other file
-    state.json             what the step's loop needs to go on: its counters and positions
-    random_rank0.…         the generators of each rank
+    state.json             state of the training loop: its counters and positions in the data
+    random_rank0.…         random states of each rank
     actor/, critic/, …     DeepSpeed's own checkpoint of each engine
-output_dir/checkpoints/latest    the name of the newest complete one
+output_dir/checkpoints/latest    the name of the newest complete checkpoint
 """
 
 import json
@@ -35,7 +35,7 @@ from dschat.distributed import collectives, failpoint, launch, watchdog
 from dschat.distributed.terminal import printable
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
-# What writing a file may raise when the disk is full or gone; torch's own writer raises RuntimeError.
+# Raised by writes to a full or detached disk; torch's own writer raises RuntimeError.
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
@@ -51,24 +51,24 @@ def save(
     about: Mapping[str, Any] | None = None,
     later: Callable[[Callable[[], None]], None] | None = None,
 ) -> Path:
-    """Write a checkpoint of the whole run; every rank calls it.
+    """Write a checkpoint of the whole run; a collective.
 
-    Killed at any moment, it leaves the checkpoints before it as they were.
+    If killed at any moment, earlier checkpoints remain intact.
 
     Args:
         step: number of finished steps; names the folder.
         update: number of finished updates of the step after it.
         engines: the trained engines by name.
         state: JSON-serialisable, the same on every rank.
-        keep: older checkpoints beyond this many are removed, after the new one is complete. Those of later steps
-            too: they belong to a run that was left.
-        also: called on every rank with the temporary folder, to add files of its own (an EMA, say).
-        about: entries of the manifest for people and for `changed_arguments`.
-        later: is given the end of the work on the main rank: checksums, names, removal of older ones. All files are on
-            the disk by then and nobody writes to them, so training may go on meanwhile. None: it is done here.
+        keep: number of checkpoints to keep; older ones are removed once the new one is complete, and so are those of
+            later steps, which belong to an abandoned run.
+        also: called on every rank with the temporary folder, to add further files (an EMA, say).
+        about: metadata for the manifest, read by people and by `changed_arguments`.
+        later: called on the main rank with the rest of the work (checksums, renaming, removal of older checkpoints), to
+            run it in the background: all files are on disk by then and no longer written. None: run it here.
 
-    Returns: the folder, complete and verified by its manifest, or about to be.
-    Raises: OSError on every rank when any rank cannot write; nothing of the attempt is left.
+    Returns: the folder; complete, or completed later by the background work.
+    Raises: OSError on every rank if any rank cannot write; the temporary folder is removed.
     """
     name = f"step-{step:08d}" + (f"-update-{update:04d}" if update else "")
     folder = Path(output_dir, "checkpoints", name)
@@ -83,7 +83,7 @@ def save(
                 problems.append(f"rank {collectives.rank()}: {error}")
 
     def make_room() -> None:
-        for left in folder.parent.glob(".step-*"):  # of saves that were killed
+        for left in folder.parent.glob(".step-*"):  # left by killed saves
             shutil.rmtree(left, ignore_errors=True)
         temporary.mkdir(parents=True)
         check_space(temporary, expected_bytes(engines))
@@ -98,7 +98,7 @@ def save(
                 engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
             failpoint.reached(f"save_{name}")
     if also is not None:
-        _agree(problems, temporary)  # it may hold collectives: a rank that skipped them would keep the others waiting
+        _agree(problems, temporary)  # it may contain collectives: no rank may skip it alone
         attempt(lambda: also(temporary))
     attempt(lambda: save_random_states(temporary))
     failpoint.reached("save_written")
@@ -106,7 +106,7 @@ def save(
     if collectives.is_main():
         attempt(lambda: write_atomically(temporary / "state.json", json.dumps(state, indent=1)))
     _agree(problems, temporary)
-    if collectives.is_main_of_node():  # a file is in the memory of the node that wrote it
+    if collectives.is_main_of_node():  # dirty pages are on the node that wrote the file
         attempt(lambda: sync_all(temporary))
     _agree(problems, temporary)
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
@@ -127,14 +127,14 @@ def save(
 
 
 def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int) -> None:
-    """Give a folder whose files are all on the disk its manifest and its name, then remove older ones."""
+    """Write the manifest of a folder whose files are on disk, rename it, then remove older checkpoints."""
     failpoint.reached("save_digested")
     write_atomically(temporary / "manifest.json", json.dumps(manifest, indent=1))
     failpoint.reached("save_manifest")
     replaced = folder.with_name(f".{folder.name}.old")
     if folder.exists():
         folder.rename(replaced)
-        failpoint.reached("save_replacing")  # what is killed here, the next start brings back
+        failpoint.reached("save_replacing")  # if killed here, the next start restores the old folder
     temporary.rename(folder)
     sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -144,7 +144,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
     folders = _step_folders(folder.parent.parent)
     newest = folders.index(folder)
     for other in folders[: max(newest + 1 - keep, 0)] + folders[newest + 1 :]:
-        # Not under its name any more, or a kill would leave half of it to be found.
+        # Rename first: a kill during rmtree must not leave half a checkpoint under a valid name.
         gone = other.with_name(f".{other.name}.gone")
         shutil.rmtree(gone, ignore_errors=True)
         other.rename(gone)
@@ -153,7 +153,7 @@ def _complete(folder: Path, temporary: Path, manifest: dict[str, Any], keep: int
 
 
 def _agree(problems: list[str], temporary: Path) -> None:
-    """Go on if all ranks could write; else leave nothing behind and raise everywhere."""
+    """If any rank has a problem, remove the temporary folder and raise OSError on every rank."""
     found = collectives.all_gather_lists(problems)
     if found:
         if collectives.is_main():
@@ -164,7 +164,7 @@ def _agree(problems: list[str], temporary: Path) -> None:
 
 @contextmanager
 def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> Iterator[None]:
-    """Inside, what DeepSpeed cannot write becomes a problem: raised at once, it would leave other ranks waiting."""
+    """Collect write errors of DeepSpeed in `problems`: raised on one rank, they would make the others hang."""
     writer = engine.checkpoint_engine
     write = writer.save
 
@@ -188,7 +188,7 @@ def _catching_writes(engine: deepspeed.DeepSpeedEngine, problems: list[str]) -> 
 
 
 def _numbers_for_enums(state: Any) -> None:
-    """Replace enumerations in a state that was made to be written: some Pythons pickle them by naming `getattr`."""
+    """Replace enums in a state dict by their values: some Python versions pickle them by way of `getattr`."""
     for name, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, Enum):
             state[name] = value.value
@@ -197,7 +197,7 @@ def _numbers_for_enums(state: Any) -> None:
 
 
 def expected_bytes(engines: Engines) -> int:
-    """About what a checkpoint of all ranks takes: weights, and for trained ones Adam's moments and a float32 copy."""
+    """Approximate size of a checkpoint over all ranks: weights; if trained, Adam's moments, float32 weights."""
     total = 0
     for engine in engines.values():
         for parameter in engine.module.parameters():
@@ -208,7 +208,7 @@ def expected_bytes(engines: Engines) -> int:
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise OSError if a folder's disk has not that many bytes left."""
+    """Raise OSError if the folder's disk has fewer than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(
@@ -218,13 +218,13 @@ def check_space(folder: Path, needed: int) -> None:
 
 
 def find(output_dir: str | Path, resume: str) -> Path | None:
-    """The checkpoint that `--resume` means: "never" → None; "auto" → the newest that verifies, or None; else the path.
+    """Resolve `--resume`: "never" → None; "auto" → the newest valid checkpoint, or None; else the path.
 
-    A collective: the main rank reads and decides for all. What a killed process left half written is removed. A run
-    that begins anew sets the checkpoints and records of an earlier one aside, so that nothing of them is lost and a
-    later "auto" does not take them for its own.
+    A collective: the main rank decides for all. It removes files that killed processes left half written. If the run
+    starts from scratch, checkpoints and logs of an earlier run are moved aside: they are kept, and a later "auto" does
+    not load them.
 
-    Raises: ValueError when the named checkpoint, or every one that "auto" found, does not verify; or when files of
+    Raises: ValueError if the named checkpoint, or every one that "auto" considered, fails verification; or if files of
         the folder cannot be moved.
     """
     watchdog.phase("checkpoint verification")
@@ -248,7 +248,7 @@ def find(output_dir: str | Path, resume: str) -> Path | None:
 
 
 def _begin_anew(output_dir: str | Path) -> None:
-    """Keep what an earlier run has left, and say where its checkpoints are."""
+    """Move the files of an earlier run aside, and print where its checkpoints are."""
     aside, saved = set_aside(output_dir), newest_before(output_dir)
     parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
     parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
@@ -276,15 +276,15 @@ def _find(output_dir: str | Path, resume: str) -> Path | None:
 
 
 def newest(output_dir: str | Path) -> Path | None:
-    """The newest complete checkpoint of a run, not verified."""
+    """The newest complete checkpoint of a run, without verification; None if there is none."""
     folders = _step_folders(output_dir)
     return folders[-1] if folders else None
 
 
 def verify(folder: str | Path) -> list[str]:
-    """What is wrong with a checkpoint: files missing, changed or not listed, links, code in pickles. [] if nothing.
+    """Validate a checkpoint: missing, changed or unlisted files, links, code in pickles. Returns a line per problem.
 
-    Rollouts in the middle of an iteration belong to their ranks, so that the number of processes must be the same.
+    A checkpoint written within an iteration holds each rank's rollouts, so the world size must be the same.
     """
     folder = Path(folder)
     try:
@@ -307,14 +307,14 @@ def verify(folder: str | Path) -> list[str]:
 
 
 def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, Any]:
-    """Bring engines and generators back to where `save` found them; every rank calls it. Returns the saved state.
+    """Restore engines and random states from a checkpoint; a collective. Returns the saved state.
 
-    Learning rates, weight decay, betas and the bound of the gradient norm stay those that the engines were built with.
+    Learning rates, weight decay, betas and gradient clipping stay those that the engines were built with.
 
     Args:
-        same: entries of the state that must be as they were when it was saved; None: whatever they were.
+        same: entries that the saved state must have with equal values; entries that are None are not compared.
 
-    Raises: ValueError when they are not, or when the checkpoint lacks an engine.
+    Raises: ValueError if they differ, if the ZeRO stages do not match, or if the checkpoint lacks an engine.
     """
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     if not isinstance(state, dict):
@@ -347,7 +347,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
                 raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
-    if resized:  # the same data in the same order, but other ranks have other random numbers
+    if resized:  # data and its order are the same, but random states are per rank
         launch.seed_all(state["seed"] + 1000 * manifest["step"] + collectives.rank())
     else:
         load_random_states(folder)
@@ -355,16 +355,16 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
 
 
 def changed_arguments(folder: Path, settings: Any, *, anyway: bool) -> list[str]:
-    """The flags that have changed since a checkpoint was written, a line each.
+    """Flags that have changed since a checkpoint was written, a line each.
 
     Raises:
-        ValueError: one of them makes another run of it (its flag() says on_resume="refuse"), and anyway is False.
+        ValueError: one of them must not change (its flag() has on_resume="refuse"), and anyway is False.
     """
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return []
-    # Of both only what is no secret: manifests of earlier versions hold keys, and a new key makes no other run.
+    # Compared with secrets redacted: old manifests contain keys, and a new key is no change.
     then, now = redacted_values(manifest.get("arguments", {})), redacted_values(flag_values(settings))
     policy = on_resume(settings)
     changed = {

@@ -1,7 +1,7 @@
-"""What an earlier run left in an output folder when another one begins anew there: kept aside, and brought back.
+"""Move the files of an earlier run aside when a new run starts in its output folder, and restore them on resume.
 
 output_dir/checkpoints-before-1/     its checkpoints, metrics.jsonl, samples.jsonl, run.json and best model
-output_dir/history-before-2/         of a run that had no checkpoint: metrics.jsonl, samples.jsonl and run.json
+output_dir/history-before-2/         of a run without checkpoints: metrics.jsonl, samples.jsonl and run.json
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ WITH_CHECKPOINTS, WITHOUT = "checkpoints-before-", "history-before-"
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first."""
+    """The checkpoints in a folder, oldest first."""
     return sorted(path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name))
 
 
 def set_aside(output_dir: str | Path) -> Path | None:
-    """Give checkpoints and records of an earlier run a folder of their own; None if there are none.
+    """Move checkpoints and logs of an earlier run to a new subfolder, which is returned; None if there are none.
 
     Raises: OSError if they cannot be moved.
     """
@@ -39,14 +39,14 @@ def set_aside(output_dir: str | Path) -> Path | None:
         checkpoints.rename(aside)
     else:
         aside.mkdir()
-    for name in (*RECORDS, "best") if saved else RECORDS:  # without checkpoints nothing goes on from the best model
+    for name in (*RECORDS, "best") if saved else RECORDS:  # best is only kept with checkpoints to resume from
         if (output / name).exists():
             (output / name).rename(aside / name)
     return aside
 
 
 def bring_back(output_dir: str | Path, checkpoint: Path) -> None:
-    """If a checkpoint was set aside, a copy of the records beside it is the run's again, and what is here set aside.
+    """If a checkpoint to resume from was set aside, copy its logs back, after setting the current ones aside.
 
     Raises: OSError if they cannot be moved or copied.
     """
@@ -62,14 +62,14 @@ def bring_back(output_dir: str | Path, checkpoint: Path) -> None:
 
 
 def newest_before(output_dir: str | Path) -> Path | None:
-    """The newest checkpoint that was set aside last."""
+    """The newest checkpoint of the run that was set aside last."""
     asides = [path for path in Path(output_dir).glob(f"{WITH_CHECKPOINTS}*") if step_folders(path)]
     numbered = [(int(path.name.removeprefix(WITH_CHECKPOINTS)), path) for path in asides if path.name[-1].isdigit()]
     return step_folders(max(numbered)[1])[-1] if numbered else None
 
 
 def _has_trained(metrics: Path) -> bool:
-    """Whether a metrics.jsonl tells of a step that was taken; evaluations before the first are soon made again."""
+    """Whether metrics.jsonl has a finished step; evaluations before the first step are not worth keeping."""
     try:
         lines = metrics.read_bytes().split(b"\n")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a killed process leaves half written in an output folder; the next start removes it."""
+"""Remove files that a killed process left half written in an output folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ EXPORTS = ("", "critic", "actor_ema")
 
 
 def remove_leftovers(output_dir: str | Path) -> None:
-    """Remove half-written checkpoints, exports and records; what was about to be replaced comes back.
+    """Remove half-written checkpoints, exports and logs; restore folders whose replacement was interrupted.
 
-    Only the one run that holds the folder may call it. Raises: OSError if something cannot be brought back.
+    Only the run that holds the folder's lock may call it. Raises: OSError if a folder cannot be restored.
     """
     output = Path(output_dir)
     checkpoints = output / "checkpoints"
-    for replaced in checkpoints.glob(".step-*.old"):  # killed before another checkpoint took its name
+    for replaced in checkpoints.glob(".step-*.old"):  # killed between the two renames of a replacement
         put_back(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old")), replaced)
     put_back(output / "best", output / "best.replaced")
     folders = [*checkpoints.glob(".step-*"), output / "best.unfinished", output / "best.replaced"]
@@ -34,6 +34,6 @@ def remove_leftovers(output_dir: str | Path) -> None:
 
 
 def put_back(folder: Path, replaced: Path) -> None:
-    """Give a folder its name back if nothing has taken it."""
+    """Rename `replaced` back to `folder`, unless that exists."""
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)

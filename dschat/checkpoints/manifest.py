@@ -1,4 +1,4 @@
-"""manifest.json of a checkpoint: read as what a stranger may have written, and compared with the folder's files."""
+"""Read a checkpoint's manifest.json as untrusted input, and compare it with the files of the folder."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 NAME = "manifest.json"
-_LARGEST = 256 << 20  # bytes; 100,000 files take a tenth of it
+_LARGEST = 256 << 20  # bytes; a manifest of 100,000 files has a tenth of that
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest, with entries of the right types, and names of files that lie in the folder.
+    """Load and validate the manifest: types of the entries, and file names inside the folder.
 
-    Raises: ValueError that says in one line what is wrong with it.
+    Raises: ValueError with a message of one line.
     """
     path = folder / NAME
     try:
@@ -56,7 +56,7 @@ def _wrong_entries(manifest: dict[str, Any]) -> list[str]:
 
 
 def _lies_inside(name: str) -> bool:
-    """Whether a name stays in its folder, and is written in the one way that `save` writes it."""
+    """Whether a name is a normalised relative path inside the folder, as `save` writes it."""
     path = PurePosixPath(name)
     plain = name.isprintable() and "\\" not in name and name == path.as_posix()
     return plain and not path.is_absolute() and ".." not in path.parts and name not in ("", ".", NAME)
@@ -70,7 +70,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def unlisted(folder: Path, files: dict[str, Any]) -> list[str]:
-    """A line for everything in a checkpoint's folder that its manifest does not cover: other files, links, pipes."""
+    """A line for everything in a checkpoint folder that is not in its manifest: files, links, pipes."""
     problems = []
     for parent, folders, names in os.walk(folder, onerror=lambda error: problems.append(str(error))):
         for name in sorted([*folders, *names]):

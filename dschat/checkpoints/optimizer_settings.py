@@ -1,8 +1,8 @@
-"""What the flags of a run say of its optimizers, kept while a checkpoint is loaded.
+"""Keep the optimizer settings of the current flags while a checkpoint is loaded.
 
-A checkpoint brings moments, counters and the place in the schedule. DeepSpeed and torch restore the settings that it
-was written under as well: learning rates, weight decay, betas, the bound of the gradient norm. Those are the user's to
-change between two starts, so they are put back, and the learning rate follows the schedule of this run.
+Loading restores moments, step counters and the position in the schedule, as it should. DeepSpeed and torch also restore
+the settings of the saved run: learning rates, weight decay, betas, gradient clipping. Users may change those between
+runs, so they are reset to the current flags, and the learning rate follows the schedule of this run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import deepspeed
 
-STATE = ("params", "step")  # of a parameter group: what belongs to the run and not to its flags
+STATE = ("params", "step")  # entries of a parameter group that are not settings
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class OptimizerSettings:
     """Settings of one engine's optimizer.
 
     Attributes:
-        groups: of each parameter group, everything but its parameters.
-        base_learning_rates: of each group, what the schedule multiplies.
-        max_grad_norm: of DeepSpeed's optimizer wrapper; None where there is none, and the configuration counts.
+        groups: entries of each parameter group, without parameters and step.
+        base_learning_rates: learning rate of each group, which the schedule multiplies.
+        max_grad_norm: of DeepSpeed's optimizer wrapper; None if there is none and the configuration applies.
     """
 
     groups: list[dict[str, Any]]
@@ -40,7 +40,7 @@ class OptimizerSettings:
         return cls(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
 
     def apply(self, engine: deepspeed.DeepSpeedEngine) -> None:
-        """Give them to an engine; its learning rates are those of its schedule at the place that it has reached."""
+        """Apply the settings to an engine; learning rates are those of the schedule at its current step."""
         scheduler = engine.lr_scheduler
         scheduler.base_lrs = list(self.base_learning_rates)
         rates = [
@@ -56,7 +56,7 @@ class OptimizerSettings:
 
 @contextmanager
 def settings_kept(engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[None]:
-    """Inside, checkpoints may be loaded; afterwards every trained engine has the settings that it was built with."""
+    """Restore the settings of every trained engine after the block, in which a checkpoint is loaded."""
     trained = {name: engine for name, engine in engines.items() if engine.optimizer is not None}
     settings = {name: OptimizerSettings.of(engine) for name, engine in trained.items()}
     yield

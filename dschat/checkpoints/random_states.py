@@ -1,4 +1,4 @@
-"""The random generators of a rank, written and brought back."""
+"""Save and restore the random states of a rank."""
 
 import json
 import random
@@ -13,7 +13,7 @@ from dschat.distributed import collectives
 
 
 def save_random_states(folder: Path) -> None:
-    """Write the states of Python's, NumPy's, torch's and the device's generator of this rank."""
+    """Write this rank's random states of Python, NumPy, torch and the device."""
     version, integers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     tensors = {
@@ -30,7 +30,7 @@ def save_random_states(folder: Path) -> None:
 
 
 def load_random_states(folder: Path) -> None:
-    """Bring them back to where `save_random_states` found them."""
+    """Restore the states that `save_random_states` wrote."""
     rank = collectives.rank()
     tensors = load_file(folder / f"random_rank{rank}.safetensors")
     numbers = json.loads((folder / f"random_rank{rank}.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints for another number of processes than wrote them, by way of its universal checkpoints."""
+"""Load a DeepSpeed checkpoint with another world size, by converting it to a universal checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from dschat.distributed import collectives, watchdog
 
 @contextmanager
 def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[Path]:
-    """A folder from which engines of any number of processes can load, for as long as the context lasts. A collective.
+    """A temporary folder from which engines of any world size can load, removed at the end. A collective.
 
-    It takes as much room as the checkpoint. ZeRO-0 keeps everything on every rank, so that nothing has to be converted.
+    It takes as much disk space as the checkpoint. ZeRO-0 state is replicated, so it is only copied.
 
     Raises:
-        ValueError: DeepSpeed cannot convert it.
+        ValueError: DeepSpeed cannot convert the checkpoint.
     """
     temporary = folder.with_name(f".{folder.name}.universal")
     problem = None
@@ -43,7 +43,7 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
         for engine in engines.values():
             engine._config.load_universal_checkpoint = bool(engine.zero_optimization())
         yield temporary
-        for engine in engines.values():  # DeepSpeed gives all parameters one and the same counter of steps
+        for engine in engines.values():  # DeepSpeed makes all parameters share one step tensor
             for state in engine.basic_optimizer.state.values():
                 if isinstance(state.get("step"), torch.Tensor):
                     state["step"] = state["step"].clone()

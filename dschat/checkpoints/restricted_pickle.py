@@ -1,4 +1,4 @@
-"""Files of torch.save, read by an unpickler that makes tensors and plain containers, and runs nothing."""
+"""Restrict torch.load to tensors and plain containers, so that loading a checkpoint runs no code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-# What DeepSpeed's checkpoints name beside what torch itself allows: plain records, whose constructors set fields.
+# Classes in DeepSpeed's checkpoints that torch does not allow by itself; their constructors only set fields.
 PLAIN_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 FORCED, FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError, EOFError,
@@ -24,12 +24,12 @@ UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeE
 
 @contextmanager
 def restricted_unpickling(refusal: str = "") -> Iterator[None]:
-    """Inside, every torch.load of this process is restricted, also where DeepSpeed asks for `weights_only=False`.
+    """Restrict every torch.load of this process to weights, even if DeepSpeed passes `weights_only=False`.
 
     Args:
-        refusal: what the message of the error begins with.
+        refusal: prefix of the error message.
 
-    Raises: ValueError for a file that names anything else than tensors and plain containers.
+    Raises: ValueError for a file with anything but tensors and plain containers.
     """
     before = {name: os.environ.pop(name, None) for name in (FORCED, FORBIDDEN)}
     os.environ[FORCED] = "1"
@@ -44,10 +44,10 @@ def restricted_unpickling(refusal: str = "") -> Iterator[None]:
 
 
 def pickle_problems(path: Path) -> list[str]:
-    """Why a file of torch.save must not be loaded: it is damaged, or names things that are no tensors.
+    """Why a torch.save file must not be loaded: it is damaged, or holds more than tensors and plain containers.
 
-    It is read by the unpickler that loads it, so that no way of hiding a name passes here and runs there. Storages are
-    not read.
+    Checked by the same unpickler that loads it later, so that no name can pass here and run there. Storages are not
+    read.
     """
     try:
         with restricted_unpickling():
@@ -58,7 +58,7 @@ def pickle_problems(path: Path) -> list[str]:
 
 
 def _reason(error: BaseException) -> str:
-    """What happened, without torch's advice to load the file anyway."""
+    """The error message, without torch's advice to load the file anyway."""
     text = str(error)
     named = re.search(r"GLOBAL (\S+)", text)
     if named:
@@ -70,7 +70,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether torch.load would unpickle a file, whatever its name: archives and pickles by their first bytes."""
+    """Whether torch.load would unpickle a file: by suffix .pt, or by the magic bytes of zip archives and pickles."""
     if path.suffix == ".pt":
         return True
     with path.open("rb") as file:

@@ -1,8 +1,8 @@
-"""Folders of files that are whole or not there: written beside, checksummed in a manifest, synced, then renamed.
+"""Folders that are written atomically: to a temporary folder, checksummed in a manifest, synced, then renamed.
 
-What a run prepares and a later one finds again (data, tables, checkpoints) is never used unchecked: `folder_problems`
-compares every file with the manifest. Folders that a killed process left unfinished are removed by the next one that
-writes beside them; a lock, which ends with its process, keeps those that are still being written.
+Files that a later run reuses (data, tables, checkpoints) are always verified first: `folder_problems` compares them
+with the manifest. Unfinished folders of killed processes are removed by the next process that writes beside them;
+a file lock, released when its process ends, protects those that are still being written.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from dschat.distributed import watchdog
 MANIFEST = "manifest.json"
 _LOCK = ".lock"
 _UNFINISHED = ".unfinished"
-_YOUNG = 60.0  # seconds in which a folder may have been made, but not locked yet
-_FORGOTTEN = 86400.0  # seconds after which a folder is nobody's where a file system has no locks
+_YOUNG = 60.0  # seconds from creation in which a folder may not be locked yet
+_FORGOTTEN = 86400.0  # seconds after which an unlocked folder counts as abandoned
 
 
 @contextmanager
 def written_folder(place: Path) -> Iterator[Path]:
-    """A temporary folder to write into; on leaving it becomes `place`, complete, in place of a damaged one.
+    """A temporary folder to write to; at the end it is renamed to `place`, replacing a damaged folder there.
 
-    Killed at any moment, it leaves nothing at `place` that `folder_problems` would accept. Where another process was
-    faster, its folder stays.
+    If killed at any moment, `place` never holds an incomplete folder that `folder_problems` accepts. If another process
+    was faster, its folder is kept.
 
-    Raises: OSError where it cannot be written; nothing of the attempt is left then, nor after any other exception.
+    Raises: OSError if it cannot be written; the temporary folder is removed after any exception.
     """
     place.parent.mkdir(parents=True, exist_ok=True)
     remove_unfinished(place.parent)
@@ -53,7 +53,7 @@ def written_folder(place: Path) -> Iterator[Path]:
 
 
 def folder_problems(place: Path) -> list[str]:
-    """What is wrong with a folder that `written_folder` made: missing files, other sizes, other checksums; or []."""
+    """Verify a folder made by `written_folder`: a line per missing file, wrong size or wrong checksum."""
     try:
         files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
         return file_problems(place, files)
@@ -62,9 +62,9 @@ def folder_problems(place: Path) -> list[str]:
 
 
 def file_problems(folder: Path, files: Mapping[str, Sequence]) -> list[str]:
-    """What of these files (name → size, SHA-256) is missing or another.
+    """Verify files (name → size, SHA-256): a line for each that is missing or differs.
 
-    Raises: OSError where one cannot be read.
+    Raises: OSError if a file cannot be read.
     """
     problems = []
     for name, (size, expected) in files.items():
@@ -79,15 +79,15 @@ def file_problems(folder: Path, files: Mapping[str, Sequence]) -> list[str]:
 
 
 def remove_unfinished(parent: Path) -> None:
-    """Remove what killed processes left unfinished in a folder."""
+    """Remove unfinished folders of killed processes."""
     for path in parent.glob(f"*{_UNFINISHED}"):
-        with suppress(OSError):  # another process removes it too, or completes it
+        with suppress(OSError):  # another process is removing or completing it
             if _is_abandoned(path):
                 _remove(path)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is there whole, and on the disk, or not at all."""
+    """Write a text file atomically and durably: temporary file, fsync, rename."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     sync(temporary)
@@ -96,7 +96,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_all(folder: Path) -> None:
-    """Put every file and folder on the disk."""
+    """fsync a folder with all its files and subfolders."""
     for path in [folder, *folder.rglob("*")]:
         sync(path)
 
@@ -110,7 +110,7 @@ def sync(path: Path) -> None:
 
 
 def digests(folder: Path, *, share: tuple[int, int] = (0, 1)) -> dict[str, tuple[int, str]]:
-    """Size and checksum of every n-th file from the k-th on, where share is (k, n)."""
+    """Size and SHA-256 of the files of a folder; share (k, n): of every n-th file, starting at the k-th."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())[share[0] :: share[1]]
     return {path.relative_to(folder).as_posix(): (path.stat().st_size, digest(path)) for path in paths}
 
@@ -126,7 +126,7 @@ def digest(path: Path) -> str:
 
 
 def _rename(temporary: Path, place: Path) -> None:
-    """Give a complete folder its name; a damaged one of that name is removed."""
+    """Rename a complete folder to its final name; a damaged folder there is removed."""
     for attempt in range(5):
         try:
             temporary.rename(place)
@@ -157,7 +157,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / _LOCK).open("w", encoding="utf-8") as lock:
-        with suppress(OSError):  # some network file systems have no locks: then its age protects the folder
+        with suppress(OSError):  # without file locks, the folder is protected by its age
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
@@ -165,7 +165,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _is_abandoned(path: Path) -> bool:
     try:
         lock: IO[str] = (path / _LOCK).open("r+", encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):  # not locked yet, about to be renamed, or of an earlier release
+    except (FileNotFoundError, NotADirectoryError):  # not locked yet, about to be renamed, or of an old version
         return _age(path) > _FORGOTTEN
     with lock:
         try:
@@ -178,6 +178,6 @@ def _is_abandoned(path: Path) -> bool:
 
 
 def _age(path: Path) -> float:
-    """Seconds since anything in it was written."""
+    """Seconds since anything in it was modified."""
     newest = max(inner.stat().st_mtime for inner in [path, *(path.rglob("*") if path.is_dir() else ())])
     return time.time() - newest

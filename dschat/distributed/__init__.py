@@ -1,1 +1,1 @@
-"""The processes of a run: joining them, collectives, the watchdog, DeepSpeed's configuration and engines."""
+"""Distributed training: launch, process groups, collectives, watchdog, DeepSpeed configuration and engines."""

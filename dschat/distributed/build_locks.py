@@ -1,7 +1,7 @@
-"""Locks of operations that are compiled at first use: those of builds that were killed, which torch waits for for ever.
+"""Remove stale build locks of JIT-compiled DeepSpeed ops, which a killed build leaves and torch waits on for ever.
 
-A lock is an empty file that its process keeps open. So one that no process of this machine has open is stale, unless
-another machine, or another user, builds into the same folder: every machine leaves its name there at each start.
+A lock is an empty file that the building process keeps open. One that no process of this machine has open is stale,
+unless another machine or user builds in the same folder: every machine registers its name there at each start.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from dschat.arguments.command_line import SettingsError
 LONGEST_BUILD_SECONDS = 600
 PAUSE_SECONDS = 1.0
 MACHINES = ".machines"
-MACHINE_FORGOTTEN_SECONDS = 24 * 3600  # how long after its last start a machine may still begin a build
+MACHINE_FORGOTTEN_SECONDS = 24 * 3600  # after its last start, a machine may still begin a build for so long
 
 
 def clear_stale_build_locks(builds: Path) -> None:
-    """Remove locks of builds that were killed; wait for one that may be another machine's, as long as a build takes.
+    """Remove locks of killed builds; a lock that may be another machine's or user's is first waited for.
 
     Args:
-        builds: folder of torch's extensions.
+        builds: folder of torch extensions.
 
     Raises:
-        SettingsError: a stale lock that this user may not remove.
+        SettingsError: this user is not allowed to remove a stale lock.
     """
     shared = _other_machines(builds)
     for lock in sorted(builds.glob("deepspeed_*/lock")):
@@ -45,12 +45,12 @@ def clear_stale_build_locks(builds: Path) -> None:
 
 
 def _is_stale(lock: Path, *, shared: bool, waited: float) -> bool:
-    """Whether a lock that nobody here is seen to hold belongs to a build that has ended."""
+    """Whether a lock that no visible process of this machine holds belongs to a build that has ended."""
     try:
         status = lock.stat()
     except FileNotFoundError:
         return True  # its build has just ended
-    unseen = os.getuid() not in (0, status.st_uid)  # what other users have open only root can see
+    unseen = os.getuid() not in (0, status.st_uid)  # only root can list the open files of other users
     return not (shared or unseen) or max(waited, time.time() - status.st_mtime) > LONGEST_BUILD_SECONDS
 
 
@@ -65,7 +65,7 @@ def _remove(lock: Path) -> None:
 
 
 def _other_machines(builds: Path) -> bool:
-    """Whether other machines have built here of late; notes that this one does."""
+    """Whether other machines have used this folder recently; registers this machine."""
     folder, now = builds / MACHINES, time.time()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,13 +79,13 @@ def _other_machines(builds: Path) -> bool:
 
 
 def _is_open(file: Path) -> bool:
-    """Whether a process of this machine has the file open, as far as this user can see."""
+    """Whether a process of this machine, visible to this user, has the file open."""
     path = str(file.resolve())
     return any(_opens(process, path) for process in Path("/proc").glob("[0-9]*"))
 
 
 def _opens(process: Path, path: str) -> bool:
-    """Whether a process, by its folder in /proc, has the file open; False for those of other users."""
+    """Whether a process (its folder in /proc) has the file open; False for other users' processes."""
     try:
         return any(os.path.realpath(link) == path for link in (process / "fd").iterdir())
     except OSError:

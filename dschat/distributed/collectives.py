@@ -1,4 +1,4 @@
-"""Ranks, and the collectives between them; in a run of one process they return their argument."""
+"""Rank, world size and collectives; with one process the collectives return their argument."""
 
 import os
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """True on the one rank that writes files and speaks."""
+    """True on rank 0, which writes files and logs."""
     return rank() == 0
 
 
 def is_main_of_node() -> bool:
-    """True on one rank of each node."""
+    """True on local rank 0 of each node."""
     return is_first_of_node(os.environ)
 
 
@@ -35,7 +35,7 @@ def barrier() -> None:
 
 
 def all_gather_objects(value: Any) -> list[Any]:
-    """The value of every rank, in their order."""
+    """The value of every rank, in rank order."""
     values = [value] * world_size()
     if world_size() > 1:
         dist.all_gather_object(values, value)
@@ -51,7 +51,7 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 def gather_lists_to_main(values: list[Any]) -> list[Any]:
-    """What all_gather_lists gives, on the main rank; [] on the others, which never hold all of it."""
+    """As all_gather_lists, but only on the main rank, to save memory; [] on the others."""
     if world_size() == 1:
         return list(values)
     parts: list[list[Any]] | None = [[]] * world_size() if is_main() else None
@@ -60,12 +60,12 @@ def gather_lists_to_main(values: list[Any]) -> list[Any]:
 
 
 def all_gather_lists(values: list[Any]) -> list[Any]:
-    """The entries of every rank's list in one list, rank after rank."""
+    """The lists of all ranks concatenated in rank order."""
     return [value for of_rank in all_gather_objects(values) for value in of_rank]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, in float64; the argument is left as it was."""
+    """Elementwise sum over all ranks, in float64; the argument is not modified."""
     total = value.detach().to(torch.float64, copy=True)
     if world_size() > 1:
         dist.all_reduce(total)
@@ -73,7 +73,7 @@ def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 
 def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
-    """The largest of a tensor's entries over all ranks, entry by entry, in float64; the argument is left as it was."""
+    """Elementwise maximum over all ranks, in float64; the argument is not modified."""
     largest = value.detach().to(torch.float64, copy=True)
     if world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -82,7 +82,7 @@ def max_over_ranks(value: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def main_of_node_first() -> Iterator[None]:
-    """The first process of every node runs the block before the others: it prepares files that they then reuse."""
+    """Local rank 0 of every node runs the block before the other ranks, which reuse the files that it prepares."""
     first = is_main_of_node()
     if not first:
         barrier()

@@ -1,4 +1,4 @@
-"""Argument groups → the DeepSpeed configuration: ZeRO, precision, offload, batch arithmetic."""
+"""Build the DeepSpeed configuration: ZeRO, precision, offload, batch sizes."""
 
 import json
 from pathlib import Path
@@ -20,14 +20,14 @@ def training_config(
     offload: bool = False,
     overrides: str | None = None,
 ) -> dict[str, Any]:
-    """The configuration of a model that is trained.
+    """The configuration of a trained model.
 
     Args:
         dtype: "bf16", "fp16" or "fp32".
         micro_batch_size: sequences per device and forward pass.
-        max_grad_norm: global L2 norm to clip at; 0 does not clip.
-        offload: optimizer states, and ZeRO-3 parameters, in host memory.
-        overrides: path of a JSON file merged over the result, key by key.
+        max_grad_norm: global L2 norm at which gradients are clipped; 0: no clipping.
+        offload: keep optimizer states, and ZeRO-3 parameters, in host memory.
+        overrides: path of a JSON file that is merged recursively over the result.
     """
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -35,12 +35,12 @@ def training_config(
         "train_batch_size": micro_batch_size * gradient_accumulation_steps * world_size,
         "gradient_clipping": max_grad_norm,
         "steps_per_print": 2**31,  # dschat.runs.run_log reports progress
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW serves offloaded states too: nothing to compile
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW handles offloaded states without a compiled op
         "zero_allow_untested_optimizer": True,
         **_precision(dtype),
         "zero_optimization": _zero(zero_stage, offload),
     }
-    if dtype == "bf16" and zero_stage > 0:  # DeepSpeed's bf16 optimizer without ZeRO knows bf16 accumulation only
+    if dtype == "bf16" and zero_stage > 0:  # without ZeRO, DeepSpeed's bf16 optimizer only accumulates in bf16
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, overrides)
 
@@ -48,7 +48,7 @@ def training_config(
 def frozen_config(
     *, dtype: str, zero_stage: int, micro_batch_size: int, world_size: int, offload: bool = False
 ) -> dict[str, Any]:
-    """The configuration of a model that only answers: partitioned under stage 3 (or when offloaded), else whole."""
+    """The configuration of a frozen model: partitioned under ZeRO-3 or with offload, else replicated."""
     return {
         "train_micro_batch_size_per_gpu": micro_batch_size,
         "train_batch_size": micro_batch_size * world_size,

@@ -1,4 +1,4 @@
-"""Model + configuration → DeepSpeedEngine, and the one optimizer step that every trainer takes."""
+"""Build DeepSpeed engines, and take the optimizer step that all trainers share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def trainable_engine(
 
 
 def frozen_engine(model: nn.Module, *, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:
-    """A DeepSpeedEngine without optimizer, in evaluation mode, none of its parameters trainable."""
+    """A DeepSpeedEngine without optimizer, in evaluation mode, with all parameters frozen."""
     watchdog.phase("engine")
     model.requires_grad_(False)
     engine, _, _, _ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
@@ -51,14 +51,14 @@ def optimizer_step(
 ) -> dict[str, float]:
     """One optimizer step from micro-batch losses that are already normalised over the whole step.
 
-    Every entry computes (loss, metrics), both sums over its share divided by the count of the whole step: all ranks,
-    all micro-batches. DeepSpeed averages gradients over ranks and accumulation steps: both are undone here, so the
-    step does not depend on how the batch was cut.
+    Each entry computes (loss, metrics): sums over its micro-batch, divided by the count of the whole step (all ranks,
+    all micro-batches). DeepSpeed averages gradients over ranks and accumulation steps; both are undone here, so the
+    step does not depend on how the batch is split.
 
-    Where the gradient is not finite, of any rank, all ranks skip the update: weights, moments and schedule stay.
+    If the gradient of any rank is not finite, all ranks skip the update: weights, moments and schedule do not change.
 
-    Returns: the metrics summed over micro-batches and ranks, with "loss", "grad_norm" and "learning_rate"; where the
-        update was skipped "skipped_updates": 1.
+    Returns: the metrics summed over micro-batches and ranks, with "loss", "grad_norm" and "learning_rate"; if the
+        update was skipped, also "skipped_updates": 1.
     """
     engine.train()
     _agree_on_count(len(micro_losses), engine.device)
@@ -73,7 +73,7 @@ def optimizer_step(
             totals[name] = totals.get(name, 0.0) + value.detach().to(torch.float64)
     learning_rate = engine.get_lr()[0]
     norm = _plain_grad_norm(engine)
-    if norm is not None and not torch.isfinite(norm):  # gradients are averaged, so on one rank as on all
+    if norm is not None and not torch.isfinite(norm):  # gradients are all-reduced, so ranks agree
         engine.zero_grad()
         skipped = True
     else:
@@ -86,10 +86,10 @@ def optimizer_step(
 
 
 def _agree_on_count(count: int, device: torch.device) -> None:
-    """Raise on every rank if one has more micro-batches than another, which would wait for ever.
+    """Raise on every rank if their numbers of micro-batches differ, which would deadlock.
 
     Raises:
-        RuntimeError: naming the least and the most.
+        RuntimeError: with the smallest and the largest number.
     """
     if collectives.world_size() > 1:
         most, least = collectives.max_over_ranks(torch.tensor([count, -count], device=device)).tolist()
@@ -101,7 +101,7 @@ def _agree_on_count(count: int, device: torch.device) -> None:
 
 
 def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
-    """The gradient norm before clipping where DeepSpeed does not tell it: ZeRO-0 in fp32, a bare torch optimizer."""
+    """The gradient norm before clipping if DeepSpeed has none (ZeRO-0 in fp32: a bare torch optimizer), else None."""
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return None
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
@@ -109,7 +109,7 @@ def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
 
 
 def sum_metrics(totals: Metrics) -> dict[str, float]:
-    """Sum a dict of scalars over all ranks in one collective; the names must be the same on every rank."""
+    """Sum a dict of scalars over all ranks in one all-reduce; the keys must be the same on every rank."""
     if not totals:
         return {}
     summed = collectives.sum_over_ranks(torch.stack([value.to(torch.float64).reshape(()) for value in totals.values()]))

@@ -1,4 +1,4 @@
-"""Places where a test may kill or disturb a run. Without DSCHAT_FAILPOINT in the environment they do nothing."""
+"""Failpoints, at which tests inject kills and errors; no-ops unless DSCHAT_FAILPOINT is set in the environment."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _met: Counter[str] = Counter()
 
 
 def reached(name: str) -> bool:
-    """Die here by SIGKILL if the environment says so: DSCHAT_FAILPOINT=NAME[@RANK][#N], at the N-th time (default 1).
+    """Trigger a failpoint: DSCHAT_FAILPOINT=NAME[@RANK][#N] kills this process by SIGKILL at the N-th call (default 1).
 
-    NAME:SIGNAL sends this signal instead (TERM, INT, STOP …), NAME:raise raises OSError(ENOSPC), and for NAME:nan the
-    answer is True, and the caller spoils a number. Several are divided by commas.
+    NAME:SIGNAL sends another signal (TERM, INT, STOP …), NAME:raise raises OSError(ENOSPC), and for NAME:nan this
+    returns True, and the caller injects a NaN. Several are separated by commas.
     """
     return any([_reached(name, wanted) for wanted in os.environ.get(VARIABLE, "").split(",") if wanted])
 

@@ -1,7 +1,7 @@
 """Process groups: data parallel ranks read different rows, sequence parallel ranks share the tokens of the same rows.
 
-With S sequence parallel ranks, rank r of the world is sequence parallel rank r mod S of data parallel rank ⌊r / S⌋: so
-neighbours, which are connected best, share a row. Code asks for the size that it means; without groups S is 1.
+With S sequence parallel ranks, global rank r is sequence parallel rank r mod S of data parallel rank ⌊r / S⌋, so that
+adjacent ranks, which have the fastest links, share rows. Without groups S is 1.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _current = _ALONE
 
 
 def create_groups(*, sequence_parallel_size: int = 1) -> None:
-    """Make the groups of this world; a collective where there is more than one sequence parallel rank.
+    """Create the process groups; a collective if sequence_parallel_size > 1.
 
     Raises:
-        ValueError: the size does not divide the world.
+        ValueError: the size does not divide the world size.
     """
     global _current
     world, size = collectives.world_size(), sequence_parallel_size
@@ -36,7 +36,7 @@ def create_groups(*, sequence_parallel_size: int = 1) -> None:
         raise ValueError(f"sequence_parallel_size {size} must divide the {world} processes of the run")
     _current = _ALONE
     if size > 1:
-        # Every rank takes part in making every group, also those that it is not in.
+        # new_group is a collective over all ranks, members or not.
         rows = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
         columns = [dist.new_group(list(range(start, world, size))) for start in range(size)]
         rank = collectives.rank()
@@ -44,22 +44,22 @@ def create_groups(*, sequence_parallel_size: int = 1) -> None:
 
 
 def data_parallel_rank() -> int:
-    """Which share of the rows this rank reads."""
+    """Index of the share of the rows that this rank reads."""
     return collectives.rank() // _current.sequence_parallel_size
 
 
 def data_parallel_size() -> int:
-    """How many shares of the rows there are."""
+    """Number of shares that the rows are split into."""
     return collectives.world_size() // _current.sequence_parallel_size
 
 
 def data_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that hold the same part of other rows; None: all ranks."""
+    """The ranks that compute the same part of different rows; None: all ranks."""
     return _current.data_parallel
 
 
 def sequence_parallel_rank() -> int:
-    """Which part of the tokens of its rows this rank computes."""
+    """Index of the part of its rows' tokens that this rank computes."""
     return collectives.rank() % _current.sequence_parallel_size
 
 
@@ -68,5 +68,5 @@ def sequence_parallel_size() -> int:
 
 
 def sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that share this rank's rows; None: it has them alone."""
+    """The ranks that share this rank's rows; None: no other."""
     return _current.sequence_parallel

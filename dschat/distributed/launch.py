@@ -1,4 +1,4 @@
-"""Joining the processes of a run: any launcher or plain `python`, on CUDA or CPU, through one code path."""
+"""Join the processes of a run: any launcher or plain `python`, on CUDA or CPU, through one code path."""
 
 import os
 import random
@@ -25,15 +25,15 @@ from dschat.distributed.launch_environment import LaunchError, launch_variables
 from dschat.distributed.rendezvous import open_store
 from dschat.distributed.terminal import printable
 
-# The watchdog ends runs that hang. A collective may rightly wait for hours: for a rank that prepares data, say.
+# The watchdog ends runs that hang; a collective may wait for hours for a rank that prepares data, say.
 COLLECTIVES_WAIT = timedelta(days=7)
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a step's main; a mistake in the settings is one message from each node, not a stack from each rank.
+    """Run a step's main; a SettingsError prints one message per node instead of a traceback per rank.
 
-    A rank that fails prints why and has the other ranks end, too. The process group is destroyed only when all ranks
-    come to the end: before, that may wait for ever for ranks in another collective.
+    A rank that fails prints why, and the watchdog ends the other ranks. The process group is destroyed only if all
+    ranks finish: otherwise that could deadlock with ranks in another collective.
     """
     try:
         with termination.exit_on_signals():
@@ -43,7 +43,7 @@ def run(main: Callable[[], None]) -> None:
             barrier()
     except SettingsError as mistakes:
         if is_main_of_node() or (isinstance(mistakes, LaunchError) and mistakes.on_this_rank):
-            print(printable(mistakes), file=sys.stderr, flush=True)  # nodes may differ, in the files they see
+            print(printable(mistakes), file=sys.stderr, flush=True)  # nodes may differ in the files they have
         _fail(str(mistakes), 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -73,19 +73,19 @@ def _fail(problem: str, status: int) -> NoReturn:
 def join(
     *, seed: int, collective_timeout: float = 1800.0, rendezvous_timeout: float = 600.0, deterministic: bool = False
 ) -> torch.device:
-    """Join the process group (a group of one under plain `python`), share the cores, seed every generator.
+    """Join the process group (of size 1 under plain `python`), set the number of threads, seed all generators.
 
-    All ranks get the same seed, for weights that are drawn alike; once these exist, the steps seed each rank apart for
-    dropout. What training draws besides is drawn by position, not by rank.
+    All ranks get the same seed, so that initial weights agree; afterwards the steps seed ranks apart for dropout.
+    Other random numbers of training are seeded by position in the data, not by rank.
 
     Args:
-        deterministic: take only operations that give the same bits every time, where there are some.
-        collective_timeout: seconds after which a rank that is silent, or a run without progress on any rank, ends.
-        rendezvous_timeout: seconds that ranks may be missing at the start.
+        deterministic: use deterministic algorithms where torch has them.
+        collective_timeout: seconds after which the run ends if a rank is unresponsive, or no rank makes progress.
+        rendezvous_timeout: seconds to wait for missing ranks at the start.
 
     Returns: this rank's device.
-    Raises: SettingsError when the tools that DeepSpeed builds its CPU operations with are missing, or the launcher's
-        variables are (LaunchError), or ranks do not come.
+    Raises: SettingsError if the build tools for DeepSpeed's CPU ops are missing; LaunchError if the launcher's
+        variables are missing or wrong, or ranks do not join.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ.update(launch_variables(os.environ) or alone)
@@ -108,7 +108,7 @@ def join(
     groups.create_groups()
     watchdog.start(collective_timeout)
     if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, which is later
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is initialised, later
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
     seed_all(seed)
@@ -116,16 +116,16 @@ def join(
 
 
 def _open_group(device: torch.device, rendezvous_timeout: float) -> None:
-    """Meet the other ranks and make the process group, which DeepSpeed takes over."""
+    """Rendezvous with the other ranks and create the process group, which DeepSpeed adopts."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if size == 1:
-        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # a free port, whatever MASTER_PORT says
+        store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)  # any free port; MASTER_PORT is ignored
         os.environ["MASTER_PORT"] = str(store.port)
     else:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = open_store(rank, size, address=address, port=port, seconds=rendezvous_timeout)
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
-    # As DeepSpeed has it: a bound device makes NCCL open its connections at once; one rank has none.
+    # As in DeepSpeed: a bound device makes NCCL connect eagerly, which a single rank does not need.
     bound = {"device_id": device} if device.type == "cuda" and size > 1 else {}
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_WAIT, **bound)
     deepspeed.init_distributed(dist_backend=backend, timeout=COLLECTIVES_WAIT, verbose=False)
@@ -142,7 +142,7 @@ def _check_device(local_rank: int, devices: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (those of every device too)."""
+    """Seed the generators of Python, NumPy and torch (of all devices)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -158,25 +158,25 @@ def _check_build_tools() -> None:
 
 
 def _keep_builds_apart() -> None:
-    """Build operations into the virtual environment, with its own ninja, also when it is not activated.
+    """Build ops in the virtual environment, with its own ninja, even if it is not activated.
 
-    Two environments that share torch's default folder, or two versions of ninja that share a folder, each find the
-    other's build outdated and compile for a minute at every start.
+    Two environments, or two versions of ninja, that share a build folder would invalidate each other's builds and
+    recompile for a minute at every start.
     """
     scripts = sysconfig.get_path("scripts")
     if os.path.exists(os.path.join(scripts, "ninja")):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     builds = Path(sys.prefix, "torch_extensions")
-    mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's own folder, in this user's home
+    mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's default, in this user's home
     if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and mine:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
 
 
 def _share_cores() -> None:
-    """Threads per rank: the node's cores divided by its ranks, unless OMP_NUM_THREADS says otherwise."""
+    """Set the threads per rank to the node's cores divided by its ranks, unless OMP_NUM_THREADS is set."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # torchrun sets OMP_NUM_THREADS=1 by itself when it starts several ranks: not a user's choice.
+    # torchrun itself sets OMP_NUM_THREADS=1 when it starts several ranks: not the user's choice.
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is None or ("TORCHELASTIC_RUN_ID" in os.environ and chosen == "1"):
         torch.set_num_threads(max(1, cores // ranks))

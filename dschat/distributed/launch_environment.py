@@ -1,4 +1,4 @@
-"""Which rank this process is, from the variables that its launcher left: deepspeed, torchrun, MPI, Slurm, or none."""
+"""Determine rank and world size from the variables of the launcher: deepspeed, torchrun, MPI, Slurm, or none."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HOW_TO_START = (
     "or `mpirun python main.py ...`; for one process, unset RANK, WORLD_SIZE and LOCAL_RANK and use "
     "`python main.py ...`"
 )
-DEFAULT_PORT = 29500  # what torchrun and deepspeed take, too
+DEFAULT_PORT = 29500  # as torchrun and deepspeed
 
 
 class LaunchError(SettingsError):
-    """The ranks cannot find each other.
+    """The ranks cannot join.
 
     Attributes:
-        on_this_rank: the mistake is this rank's own, and no other rank reports it.
+        on_this_rank: the error concerns this rank only, and no other rank reports it.
     """
 
     def __init__(self, message: str, *, on_this_rank: bool = False) -> None:
@@ -31,7 +31,7 @@ class LaunchError(SettingsError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher other than torch's names a rank; of several names the first that is set."""
+    """Environment variables of a launcher other than torch's; of several names, the first that is set is used."""
 
     name: str
     rank: str
@@ -61,13 +61,13 @@ LAUNCHERS = (
 
 
 def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT of this process; {} without ranks.
+    """RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; {} without a launcher.
 
-    What the environment has under these names counts first. Without a RANK the variables of MPI and Slurm are read; a
-    launcher that started a single process counts as none.
+    Variables of these names take precedence. If RANK is not set, those of MPI and Slurm are read; a launcher that
+    started a single process is ignored.
 
     Raises:
-        LaunchError: some are missing, are no numbers or contradict each other; every mistake in one message.
+        LaunchError: variables are missing, not numeric or contradictory; one message lists all of them.
     """
     if "RANK" in environment:
         return _checked(environment)
@@ -86,20 +86,20 @@ def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def is_first_of_node(environment: Mapping[str, str]) -> bool:
-    """Whether this process has local rank 0; where nothing readable says so, it has."""
+    """Whether this process has local rank 0; True if the variables are unset or not numeric."""
     names = ["LOCAL_RANK", *(name for launcher in LAUNCHERS for name in launcher.local_rank)]
     return _first(environment, names, "0").strip() in ("", "0") or not _first(environment, names, "0").strip().isdigit()
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started several processes, this one among them."""
+    """The MPI or Slurm launcher that started this process and others; None if there is none."""
     for launcher in LAUNCHERS:
         size = _first(environment, launcher.world_size)
         if launcher.rank not in environment or not size or size.strip() == "1":
             continue
         slurm = _first(environment, SLURM.world_size), environment.get(SLURM.rank)
         if launcher.rank == "PMI_RANK" and slurm == (size, environment["PMI_RANK"]):
-            continue  # srun speaks PMI, too, and Slurm's own variables have the local rank
+            continue  # srun sets PMI variables too, but only Slurm's own include the local rank
         if launcher is SLURM and environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment:
             raise LaunchError(
                 f"SLURM_NTASKS {size}, but this process was started by the batch script itself and is the only one: "
@@ -110,7 +110,7 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 
 def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torch's launchers, as another launcher's and those of the user give them."""
+    """Translate the variables of another launcher to those of torch; ones that the user has set take precedence."""
     size = _first(environment, launcher.world_size)
     if environment.get("WORLD_SIZE", size) != size:
         raise LaunchError(
@@ -141,12 +141,12 @@ def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[s
 
 
 def _checked(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables, each a number within its bounds."""
+    """Validate the variables: none missing, each number within its bounds."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     given = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
     if "LOCAL_WORLD_SIZE" not in given and environment.get("LOCAL_SIZE"):
         given["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # the deepspeed launcher's name for it
-    if given.get("WORLD_SIZE") == "1":  # nobody has to be found
+    if given.get("WORLD_SIZE") == "1":  # no rendezvous needed
         given = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)} | given
     if "WORLD_SIZE" in given:
         given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
@@ -190,20 +190,20 @@ def _first(environment: Mapping[str, str], names: tuple[str, ...] | list[str], d
 
 
 def _address(environment: Mapping[str, str], *, one_node: bool) -> str:
-    """The host of rank 0; "" where it cannot be known."""
+    """The host of rank 0; "" if it cannot be determined."""
     if one_node or _first(environment, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) == "1":
         return "127.0.0.1"
     return first_host(_first(environment, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")))
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: "gpu[003-007,12],login" → "gpu003"."""
+    """The first host of a Slurm node list: "gpu[003-007,12],login" → "gpu003"."""
     match = re.match(r"[^,\[]*(\[[^\]]*\][^,\[]*)*", nodes.strip())
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match.group()) if match else ""
 
 
 def _tasks_of_node(environment: Mapping[str, str]) -> str:
-    """Tasks of this node, from a list as "2(x3),1" and the node's number; "" where they are not known."""
+    """Number of tasks on this node, from a Slurm list such as "2(x3),1"; "" if it cannot be determined."""
     tasks = _first(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     counts = [
         number for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
@@ -213,6 +213,6 @@ def _tasks_of_node(environment: Mapping[str, str]) -> str:
 
 
 def _port(launcher: Launcher, environment: Mapping[str, str]) -> str:
-    """A port that all ranks of a job agree on, and that other jobs of the node hardly have."""
+    """A port derived from the job id: the same on all ranks, unlikely to be that of another job."""
     job = ".".join(environment[name] for name in launcher.job if environment.get(name))
     return str(10000 + zlib.crc32(job.encode()) % 20000) if job else str(DEFAULT_PORT)

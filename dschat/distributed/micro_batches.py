@@ -1,4 +1,4 @@
-"""Forward passes over a rollout in micro-batches, in step with the other ranks where weights are partitioned."""
+"""Forward passes over a rollout in micro-batches, equally many on all ranks under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from dschat.distributed.collectives import max_over_ranks
 def forward_in_micro_batches(
     engine: nn.Module, *rows: Tensor, micro_batch_size: int | None, **settings: Any
 ) -> Tensor | tuple[Tensor, ...]:
-    """engine(*rows, **settings), a few rows at a time; rows do not depend on each other, so the result is the same.
+    """engine(*rows, **settings) in micro-batches; the result is the same, since rows are independent.
 
-    Under ZeRO-3 a collective: every rank runs as many forward passes as the rank with the most rows. One that has none
-    left runs its first row again, and drops the result.
+    Under ZeRO-3 a collective: every rank runs as many forward passes as the rank with the most rows. A rank that has
+    none left repeats its first row and discards the result.
 
     Args:
-        engine: returns a tensor whose first dimension are the rows, or a tuple of such.
-        rows: tensors [B, …] with B ≥ 1, cut along the first dimension.
-        micro_batch_size: rows of a forward pass; None: all.
-        settings: given to every forward pass as they are.
+        engine: returns a tensor [B, …], or a tuple of such tensors.
+        rows: tensors [B, …] with B ≥ 1, split along the first dimension.
+        micro_batch_size: rows per forward pass; None: all.
+        settings: keyword arguments of every forward pass.
     """
     total = len(rows[0])
     size = micro_batch_size or total
     starts = range(0, total, size)
-    repeated = _forwards_of_other_ranks(engine, len(starts))  # before the first pass: its order among collectives
+    repeated = _forwards_of_other_ranks(engine, len(starts))  # first, so that all ranks order their collectives alike
     parts = [engine(*(tensor[start : start + size] for tensor in rows), **settings) for start in starts]
     for _ in range(repeated):
         engine(*(tensor[:1] for tensor in rows), **settings)
@@ -37,8 +37,8 @@ def forward_in_micro_batches(
 
 
 def _forwards_of_other_ranks(engine: nn.Module, mine: int) -> int:
-    """How many forward passes some rank runs beyond this rank's, where ranks have to run equally many."""
+    """Number of forward passes that this rank has fewer than the rank with the most; 0 without ZeRO-3."""
     parameters = list(engine.parameters())
-    if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # ZeRO-3 marks what it owns by it
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # set by ZeRO-3
         return 0
     return int(max_over_ranks(torch.tensor(mine, device=parameters[0].device))) - mine

@@ -1,4 +1,4 @@
-"""Folders for programs that this user builds and then runs: nobody else may have put a file there."""
+"""Folders for compiled ops that only this user can write to, since their content is executed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 
 
 def private_folder(parents: Sequence[str | Path]) -> Path:
-    """The folder `dschat-UID` in the first of these parents where it is this user's alone, made if it is not there.
+    """The folder `dschat-UID` in the first of these parents where it is private to this user; created if missing.
 
-    Where it is another's, a link, or open to others in each of them, it is a fresh one that is removed when the process
-    ends, with a warning: what is built in it is built at every start.
+    If none can be (a link, another user's, writable by others), warns and returns a temporary folder, which is removed
+    when the process ends, so ops are rebuilt at every start.
 
-    Raises: OSError where no folder can be made at all.
+    Raises: OSError if no folder can be created at all.
     """
     reasons = []
     for parent in map(Path, parents):
@@ -40,7 +40,7 @@ def private_folder(parents: Sequence[str | Path]) -> Path:
 
 
 def is_private_file(path: Path) -> bool:
-    """Whether a file is there, is this user's and no link, and nobody else may write to it."""
+    """Whether a regular file (no link) exists, is owned by this user, and not writable by others."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def is_private_file(path: Path) -> bool:
 
 
 def _not_private(folder: Path) -> str | None:
-    """Why others may have put files into a folder, or may put another in its place."""
+    """Why a folder is not private: others may write to it or replace it; None if it is."""
     found, parent = folder.lstat(), folder.parent.stat()
     if not stat.S_ISDIR(found.st_mode):
         return "it is a link or a file"
@@ -58,7 +58,7 @@ def _not_private(folder: Path) -> str | None:
     if found.st_mode & 0o022:
         return f"its mode is {stat.S_IMODE(found.st_mode):o}: others may write there"
     if found.st_mode & 0o077:
-        folder.chmod(0o700)  # of an earlier version, which left it readable
+        folder.chmod(0o700)  # created readable by an earlier version
     if parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
         return f"everybody may rename what is in {folder.parent}"
     return None

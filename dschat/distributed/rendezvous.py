@@ -1,4 +1,4 @@
-"""The ranks of a run find each other: one store, and all of them in it, before the first collective."""
+"""Rendezvous: connect all ranks to one TCPStore before the process group is created."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import distributed as dist
 from dschat.distributed.launch_environment import LaunchError
 from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
 
-LATE = 3.0  # seconds that rank 0 keeps the store open, so that others learn why the run ends
-SHOWN = 8  # missing ranks that are listed by number
+LATE = 3.0  # seconds that rank 0 keeps the store open for others to read why the run ends
+SHOWN = 8  # maximum number of missing ranks that a message lists
 
 
 def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: float) -> dist.Store:
-    """Connect to the store of the run, which rank 0 holds (under torchrun its agent does), and wait for all ranks.
+    """Connect to the store, which rank 0 hosts (under torchrun, its agent), and wait for all ranks.
 
     Args:
-        seconds: how long ranks may be missing.
+        seconds: timeout for missing ranks.
 
     Raises:
-        LaunchError: the port is taken, the address is none, rank 0 is not there, ranks are missing after that time, or
-            two processes have the same rank or different world sizes.
+        LaunchError: the port is in use, the address does not resolve, rank 0 is not reachable, ranks are missing after
+            the timeout, or two processes have the same rank or different world sizes.
     """
     deadline = time.monotonic() + seconds
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -41,7 +41,7 @@ def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: 
         )  # fmt: skip
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise _not_opened(error, address, port, holds_store) from error
-    # torchrun starts failed ranks again, and its store may outlive them.
+    # torchrun restarts failed ranks, and its store may outlive them.
     store = dist.PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
     with _closing(store, rank, world_size, holds_store):
         meet(store, rank, world_size, seconds=max(0.0, deadline - time.monotonic()), asked=seconds)
@@ -49,10 +49,11 @@ def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: 
 
 
 def meet(store: dist.Store, rank: int, world_size: int, *, seconds: float, asked: float) -> None:
-    """Wait until every rank of the world has come to the store.
+    """Wait until every rank has joined.
 
     Args:
-        seconds: that are left of the `asked` ones, for the message.
+        seconds: time left of the timeout.
+        asked: the whole timeout in seconds, for the message.
 
     Raises:
         LaunchError: see open_store.
@@ -77,7 +78,7 @@ def meet(store: dist.Store, rank: int, world_size: int, *, seconds: float, asked
 
 
 def _await(store: dist.Store, key: str, deadline: float) -> bool:
-    """Wait for a key; False when time is up. Raises LaunchError when another rank has given up."""
+    """Wait for a key; False on timeout. Raises LaunchError if another rank has failed."""
     pause = 0.01
     while not store.check([key]):
         verdict = Verdict.read(store)
@@ -102,7 +103,7 @@ def _missing(store: dist.Store, world_size: int, asked: float) -> str:
 
 @contextmanager
 def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -> Iterator[None]:
-    """Inside, what makes this rank leave is told to the ranks that wait."""
+    """Publish an exception of the block to the ranks that wait in the rendezvous."""
     try:
         yield
     except BaseException as error:
@@ -115,7 +116,7 @@ def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -
                 here = [number for number in range(world_size) if store.check([f"joined/{number}"])]
                 wait_for_readers(store, here, seconds=LATE)
         except RuntimeError:
-            pass  # the store is gone, and there is nobody to tell
+            pass  # the store is closed: no rank is left to notify
         if isinstance(error, RuntimeError):
             raise LaunchError(f"rank 0 has left while the ranks joined ({error}): read what it printed") from error
         raise
@@ -129,7 +130,7 @@ def _check_address(address: str) -> None:
 
 
 def _await_port(rank: int, address: str, port: int, deadline: float, seconds: float) -> None:
-    """Wait until somebody listens there. In Python: torch's own wait cannot be interrupted."""
+    """Wait until the port is open. In Python, since torch's own wait cannot be interrupted."""
     while True:
         try:
             socket.create_connection((address, port), timeout=5).close()

@@ -1,9 +1,9 @@
-"""Text of models, data and services on its way to a terminal, which must not obey it."""
+"""Escape control characters in text of models, data and services before it is printed to a terminal."""
 
 from __future__ import annotations
 
-# Cc but newline and tab (C0, DEL and C1: escape sequences, titles, bells, carriage returns), what reorders the text
-# around it, what ends lines elsewhere, and halves of surrogate pairs, which no console can write.
+# Control characters except newline and tab (C0, DEL, C1: escape sequences, bells, carriage returns), Unicode line
+# separators, bidirectional overrides, and surrogates, which cannot be encoded.
 _RANGES = [
     (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0x2028, 0x2029), (0x202A, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF),
 ]  # fmt: skip
@@ -15,8 +15,8 @@ _VISIBLE = {
 
 
 def printable(text: object) -> str:
-    r"""The text with control characters as escapes: "\x1b[31m" and "\u202e" are printed, not obeyed.
+    r"""Replace control characters by escapes, such as "\x1b" and "\u202e".
 
-    Newlines, tabs and letters of every script stay. Character by character, so that pieces of a stream may be given.
+    Newlines, tabs and letters of every script are kept. Works per character, so chunks of a stream can be passed.
     """
     return str(text).translate(_VISIBLE)

@@ -1,4 +1,4 @@
-"""Signals outside of the training loop: the process ends, and the other ranks with it."""
+"""Handle signals outside of the training loop: end this process, and through the watchdog the other ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Ended(SystemExit):
-    """A signal has ended a run that was not ready to be saved."""
+    """A signal has ended a run outside of the training loop, without a checkpoint."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -19,16 +19,16 @@ class Ended(SystemExit):
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, but outside of `capture_signals`, SIGTERM and SIGUSR1 raise Ended in the main thread.
+    """Inside, SIGTERM and SIGUSR1 raise Ended in the main thread, unless a SignalFlag handles them.
 
-    Left to themselves they end the process without a word, and the other ranks would wait for it.
+    Their default action would end the process without notifying the other ranks, which would hang.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # Python allows handlers in the main thread only
+        yield  # signal handlers are only allowed in the main thread
         return
 
     def end(number: int, _frame: Any) -> None:
-        signal.signal(number, signal.SIG_DFL)  # the second one ends it at once
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         print(f"{signal.Signals(number).name}: the run ends here, not saved", file=sys.stderr, flush=True)
         raise Ended(number)
 

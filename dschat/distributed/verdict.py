@@ -1,4 +1,4 @@
-"""Why a run ends before its time: written once into the store that all ranks share, and read by every rank."""
+"""The reason why a run aborts: written once to the store that all ranks share, and read by every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ KEY, READ_BY = "run/verdict", "run/verdict/read_by"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The first reason for which a rank gave the run up.
+    """The first failure that aborts the run.
 
     Attributes:
         problem: which rank, and what happened to it.
-        status: exit status of the ranks that leave because of it.
-        hang: nobody raised anything: where each rank stands is worth a stack.
+        status: exit status of the ranks that exit because of it.
+        hang: no rank has raised an exception, so every rank dumps its stack.
     """
 
     problem: str
@@ -27,22 +27,22 @@ class Verdict:
     hang: bool = False
 
     def publish(self, store: dist.Store) -> None:
-        """Set it, unless there is one already."""
+        """Write it to the store, unless another rank was first."""
         store.compare_set(KEY, "", json.dumps(asdict(self)))
 
     @staticmethod
     def read(store: dist.Store) -> Verdict | None:
-        """The verdict, if there is one."""
+        """The verdict in the store, or None."""
         return Verdict(**json.loads(store.get(KEY))) if store.check([KEY]) else None
 
 
 def confirm(store: dist.Store, rank: int) -> None:
-    """Note that this rank knows that the run has ended."""
+    """Acknowledge that this rank has read the verdict."""
     store.set(f"{READ_BY}/{rank}", "1")
 
 
 def wait_for_readers(store: dist.Store, ranks: Iterable[int], *, seconds: float) -> None:
-    """Keep the store open until these ranks know, or time is up; for the rank whose process holds it."""
+    """Wait until these ranks have read the verdict, or for `seconds`; called by the rank that hosts the store."""
     keys = [f"{READ_BY}/{rank}" for rank in ranks]
     deadline = time.monotonic() + seconds
     while not store.check(keys) and time.monotonic() < deadline:

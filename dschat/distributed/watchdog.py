@@ -1,7 +1,7 @@
-"""Notices ranks that hang or fail: every rank reports to rank 0 what it does, and rank 0 ends the run for all.
+"""Abort a run in which a rank hangs or fails: every rank sends heartbeats to a store, and rank 0 ends the run for all.
 
-A run hangs when a rank is silent, or when no rank makes progress: a rank that waits for another's long work is well.
-Each rank talks to the store alone, so that the traffic grows with the number of ranks and not with its square.
+A run hangs if a rank stops its heartbeats, or if no rank makes progress; waiting for another rank's long work is fine.
+Ranks only communicate through the store, so the traffic grows linearly with their number.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from torch import distributed as dist
 
 from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
 
-HUNG = 70  # exit status of ranks that left because one hung (EX_SOFTWARE)
-GRACE = 5.0  # seconds in which a rank may fail by itself of what made another one fail
-LATE = 3.0  # seconds that rank 0, which holds the store, waits for the others to read why the run ends
-FOLLOWING_INTERVAL = 5.0  # seconds between two looks at the size of a folder
-CHECKPOINT_THREAD = "checkpoint"  # completes a checkpoint that is on the disk already: worth waiting for
+HUNG = 70  # exit status of all ranks if one hung (EX_SOFTWARE)
+GRACE = 5.0  # seconds for a rank to fail by itself after another rank has failed
+LATE = 3.0  # seconds that rank 0, which hosts the store, waits for the others to read why the run ends
+FOLLOWING_INTERVAL = 5.0  # seconds between two measurements of the size of a folder
+CHECKPOINT_THREAD = "checkpoint"  # joined before exit: it completes a checkpoint already on disk
 
 
 @dataclass
 class Report:
-    """What rank 0 has of a rank, and when by its own clock each part last changed."""
+    """Last report of a rank, and when (by the reader's clock) its heartbeat and its progress last changed."""
 
     beat: int
     progress: int
@@ -42,23 +42,23 @@ class Report:
 
 
 class Watchdog:
-    """Two threads beside the training: one talks to the store, the other ends this process when it has to.
+    """Two background threads: one exchanges reports through the store, the other ends this process if the run aborts.
 
     Attributes:
-        phase: what this rank is doing.
-        progress: counts what it has finished, of any kind.
+        phase: name of what this rank is doing.
+        progress: counter of finished pieces of work, of any kind.
     """
 
     def __init__(
         self, *, seconds: float, store: dist.Store, rank: int, world_size: int,
         leave: Callable[[int], None] = os._exit,
     ) -> None:  # fmt: skip
-        """Start watching.
+        """Start both threads.
 
         Args:
-            seconds: as long may a rank stay silent, and all of them without progress.
-            store: shared by the ranks; a client that nobody else uses.
-            leave: ends the process with a status.
+            seconds: timeout for the heartbeats of a rank, and for progress on any rank.
+            store: store shared by the ranks; a client for this object only.
+            leave: ends the process with an exit status.
         """
         self.seconds, self.store, self.rank, self.world_size, self.leave = seconds, store, rank, world_size, leave
         self.phase, self.progress = "start", 0
@@ -75,12 +75,12 @@ class Watchdog:
             thread.start()
 
     def enter(self, phase: str) -> None:
-        """This rank begins something else."""
+        """This rank enters another phase."""
         self.phase = phase
         self.progress += 1
 
     def advance(self) -> None:
-        """This rank has finished a part of what it is doing."""
+        """This rank has made progress in its phase."""
         self.progress += 1
 
     def close(self) -> None:
@@ -89,13 +89,13 @@ class Watchdog:
             thread.join(timeout=5)
 
     def fail(self, problem: str, status: int) -> str:
-        """This rank ends: stop watching, and have the others end, too, with this status and the reason.
+        """This rank has failed: stop the threads, and abort the other ranks with this problem and exit status.
 
-        Returns: the problem of another rank that failed before, which may be the cause; "" if there is none.
+        Returns: the problem of a rank that failed earlier, which may be the cause; "" if there is none.
         """
         self._stop.set()
         text = f"rank {self.rank} ({_process()}) has failed in phase {self.phase!r}: {problem}"
-        # Not in this thread: a store whose rank is gone may never answer.
+        # In another thread, since calls to the store block for ever if its host is gone.
         telling = threading.Thread(target=self._tell, args=(Verdict(text, status or 1),), daemon=True)
         telling.start()
         telling.join(timeout=GRACE)
@@ -107,7 +107,7 @@ class Watchdog:
             self._verdict = Verdict.read(self.store)
             self._confirm()
         except RuntimeError:
-            pass  # rank 0 is gone: whoever talks to its store finds that out
+            pass  # rank 0 is gone, which the other ranks detect by themselves
 
     def _confirm(self) -> None:
         confirm(self.store, self.rank)
@@ -119,7 +119,7 @@ class Watchdog:
         return min(self.seconds / 4, 10.0)
 
     def _talk(self) -> None:
-        """Report, read the others' reports (rank 0), or whether rank 0 lives and has found something (the others)."""
+        """Thread: send reports, and read those of all ranks (rank 0) or of rank 0, until there is a verdict."""
         next_report = 0.0
         while not self._stop.wait(min(self._interval, 1.0)) and self._verdict is None:
             try:
@@ -131,11 +131,11 @@ class Watchdog:
                         verdict.publish(self.store)
                         verdict = Verdict.read(self.store)
                 self._answered, self._verdict = time.monotonic(), verdict
-            except RuntimeError as error:  # the rank that holds the store is gone
+            except RuntimeError as error:  # the rank that hosts the store is gone
                 self._verdict = Verdict(f"the ranks' store is gone, and with it rank 0 ({error})", HUNG)
 
     def _report(self) -> Verdict | None:
-        """Report what this rank does; what is wrong with another, or with all of them."""
+        """Send a report, and check the reports of other ranks; returns a verdict if the run hangs."""
         self._beats += 1
         word = json.dumps([self._beats, self.progress, self.phase, _process()])
         self.store.set(f"alive/{self.rank}", word)
@@ -169,7 +169,7 @@ class Watchdog:
         return None
 
     def _all_stand_still(self) -> Verdict | None:
-        """The rank that stopped first is named first: the others went on until they had to wait for it."""
+        """A verdict if no rank makes progress; the rank that stopped first is listed first: others may wait for it."""
         now, ranks = time.monotonic(), sorted(self._reports, key=lambda rank: self._reports[rank].progressed)
         if now - self._reports[ranks[-1]].progressed <= self.seconds:
             return None
@@ -182,7 +182,7 @@ class Watchdog:
         return Verdict(f"no rank makes progress (--collective_timeout): {', '.join(listed)}{more}", HUNG, hang=True)
 
     def _watch(self) -> None:
-        """End this process when the run has to end, also when the store does not answer at all."""
+        """End this process if there is a verdict, or if the store does not respond."""
         while not self._stop.wait(min(self._interval, 0.5)):
             verdict, unanswered = self._verdict, time.monotonic() - self._answered
             if verdict is None and unanswered > self.seconds + self._interval:
@@ -199,7 +199,7 @@ class Watchdog:
         telling = threading.Thread(target=self._tell, args=(verdict,), daemon=True)
         telling.start()
         if not verdict.hang and self._stop.wait(GRACE):
-            return  # the main thread ends by itself
+            return  # this rank is failing by itself
         here = f"Rank {self.rank} is in phase {self.phase!r}" + (", here:" if verdict.hang else " and ends, too")
         print(f"{verdict.problem}. {here}", file=sys.stderr, flush=True)
         if verdict.hang:
@@ -220,21 +220,21 @@ _current: Watchdog | None = None
 
 
 def start(seconds: float) -> None:
-    """From now on a rank that hangs for so many seconds ends the run, with a report of every rank that can speak.
+    """Start the watchdog: a rank that hangs for `seconds` aborts the run, and every responsive rank prints a report.
 
-    A process alone keeps nobody waiting: whoever holds it in a debugger may do so for hours.
+    Does nothing with one process, which may be stopped in a debugger for hours.
     """
     global _current
     stop()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    # A client of its own: the main thread may be waiting in the other one.
+    # A separate client, since the main thread may block in the default one.
     store = dist.distributed_c10d._get_default_store().clone()
     _current = Watchdog(seconds=seconds, store=store, rank=dist.get_rank(), world_size=dist.get_world_size())
 
 
 def stop() -> None:
-    """Watch no longer."""
+    """Stop the watchdog."""
     global _current
     if _current is not None:
         _current.close()
@@ -242,9 +242,9 @@ def stop() -> None:
 
 
 def fail(problem: str, status: int) -> str:
-    """This rank ends before the run does: the other ranks end soon, naming this one and its problem.
+    """This rank has failed: abort the other ranks, which print this rank and its problem.
 
-    Returns: what another rank has ended of before; "" if this is the first.
+    Returns: the problem of a rank that failed earlier; "" if this is the first.
     """
     global _current
     before = ""
@@ -256,14 +256,14 @@ def fail(problem: str, status: int) -> str:
 
 
 def phase(name: str) -> None:
-    """This rank begins something else; every call is a sign of progress."""
+    """This rank enters another phase; every call counts as progress."""
     if _current is not None:
         _current.enter(name)
 
 
 @contextmanager
 def following(folder: str | Path) -> Iterator[None]:
-    """Inside, bytes that arrive in a folder count as progress: for calls that write for long and report nothing."""
+    """Inside, growth of a folder counts as progress: for long writes inside a library."""
 
     def follow() -> None:
         size = -1
@@ -290,6 +290,6 @@ def _size(folder: Path) -> int:
 
 
 def progress() -> None:
-    """This rank has finished a part of its phase: a row, a file, a batch. Cheap, so call it in every long loop."""
+    """Count progress of this rank: a row, a file, a batch. Cheap, so call it in every long loop."""
     if _current is not None:
         _current.advance()

@@ -1,1 +1,1 @@
-"""A run from its folder to its end: log, health, signals, saving, best model."""
+"""The lifecycle of a training run: output folder, logging, metric checks, signals, checkpointing, best model."""

@@ -1,4 +1,4 @@
-"""The best model so far, by a metric of the evaluations, kept as a Hugging Face folder of its own."""
+"""Keep the best model so far, by an evaluation metric, as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ NO_ROWS = "none: give held-out rows, by --eval_fraction or --eval_data_path"
 
 
 def check_evaluation_rows(run: RunArguments, rows: int) -> None:
-    """Raise ValueError if --best_metric is given and there are no rows to evaluate on."""
+    """Raise ValueError if --best_metric is given but there are no evaluation rows."""
     if run.best_metric is not None and not rows:
         raise ValueError(f"--best_metric {run.best_metric}: the evaluation has no such metric; it has {NO_ROWS}")
 
 
 class Best:
-    """OUTPUT_DIR/best: the model at its best evaluation, and best.json: step, metric and value.
+    """Maintains OUTPUT_DIR/best: the model at its best evaluation, and best.json with step, metric and value.
 
     Args:
-        run: --best_metric, --best_mode and the folder.
-        log: is told of a better model.
-        state: of a checkpoint, to go on with; a best model by another metric is none by this one.
+        run: provides --best_metric, --best_mode and the output folder.
+        log: every new best model is logged here.
+        state: loaded from a checkpoint, or None; ignored if it belongs to another metric or mode.
 
     Attributes:
-        begins: no evaluation has been compared yet: one is due before the first step, which also proves the metric.
+        begins: no evaluation has been compared yet, so one is due before the first step; it also validates the metric.
     """
 
     def __init__(self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None) -> None:
         self.run, self.log = run, log
         kept = state is not None and (run.best_metric, run.best_mode) == (
-            state.get("metric", run.best_metric if state["value"] is not None else None),  # older states have neither
+            state.get("metric", run.best_metric if state["value"] is not None else None),  # older states lack both
             state.get("mode", run.best_mode),
         )
         self.step, self.value = (state["step"], state["value"]) if kept else (None, None)
@@ -47,18 +47,18 @@ class Best:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON of what a resumed run goes on with."""
+        """JSON state for a checkpoint."""
         return {"step": self.step, "value": self.value, "metric": self.run.best_metric, "mode": self.run.best_mode}
 
     def update_best(self, step: int, metrics: Mapping[str, float], export: Callable[[Path], None]) -> None:
-        """Keep the model if the metric of this evaluation is better than all before; a collective.
+        """Export the model if this evaluation is the best so far; a collective.
 
         Args:
-            metrics: of an evaluation, the same on all ranks.
+            metrics: metrics of an evaluation, the same on all ranks.
             export: writes the model into a folder, on all ranks.
 
         Raises:
-            ValueError: the evaluation has no such metric.
+            ValueError: the metrics lack --best_metric.
         """
         name = self.run.best_metric
         if name is None:
@@ -82,7 +82,7 @@ class Best:
         self.log.say(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
 
     def _keep(self, folder: Path, about: dict[str, Any], export: Callable[[Path], None]) -> None:
-        """Write the model beside the one before, then let them change places; the other is removed last.
+        """Export to a temporary folder, swap it with the previous best model, then delete that.
 
         Raises: ExportError on every rank.
         """
@@ -96,7 +96,7 @@ class Best:
                     shutil.rmtree(replaced, ignore_errors=True)
                     if folder.exists():
                         folder.rename(replaced)
-                    failpoint.reached("best_replacing")  # what is killed here, the next start brings back
+                    failpoint.reached("best_replacing")  # if killed here, the next start restores the old folder
                     unfinished.rename(folder)
                 except OSError as error:
                     problem = f"the best model could not be kept in {folder}: {error}"

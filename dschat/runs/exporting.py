@@ -1,4 +1,4 @@
-"""The end of a run: its models as Hugging Face folders, or a message that says how to have them later."""
+"""Export the models of a finished run as Hugging Face folders; if that fails, print how to export them later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dschat.runs.signals import SignalFlag
 
 
 class ExportFailed(SystemExit):
-    """The models could not be written; the console says why and what to do."""
+    """The models could not be written; the reason and the remedy have been printed."""
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -27,14 +27,14 @@ def export_run(
     models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
     received: SignalFlag,
 ) -> None:  # fmt: skip
-    """Write every model of a run that has ended; a collective. Signals wait until the last file is in its place.
+    """Export every model of a finished run; a collective. Signals do not interrupt the export.
 
     Args:
-        models: folder below output_dir ("" is output_dir itself) → what export_model accepts; None: this run has none.
-        received: listens since training began.
+        models: subfolder of output_dir ("" is output_dir itself) → module for export_model; None is skipped.
+        received: its signal handlers have been installed since training began.
 
     Raises:
-        ExportFailed: on every rank, if one cannot be written; nothing of that one is left.
+        ExportFailed: on every rank, if a model cannot be written; its partial files are removed.
     """
     received.answer = "the model is exported first, then the run ends"
     watchdog.phase("export")
@@ -50,7 +50,7 @@ def export_run(
 
 
 def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
-    """How the models of a run can be exported after all, from its last checkpoint."""
+    """Instructions for exporting the models of a run later, from its last checkpoint."""
     newest = checkpoint.newest(output_dir)
     if newest is None:
         return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"

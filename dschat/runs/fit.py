@@ -1,4 +1,4 @@
-"""The part that the one-model steps share: engine, resume, epochs of global batches, evaluation, checkpoints."""
+"""The training loop that steps 1 and 2 share: engine, resume, epochs of global batches, evaluation, checkpoints."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What makes one step differ from another.
+    """The parts of the training loop in which SFT, reward model and preference training differ.
 
     Attributes:
-        collate: rows → tensors of a micro-batch; no rows → one that counts for nothing.
-        count: what the loss is averaged over in a micro-batch: trained tokens, pairs.
-        loss_of: (engine, micro-batch, count of the whole step) → loss and metrics, both divided by that count.
-        evaluation: sums over the evaluation set (loss_of's with a count of 1, and "count") → metrics.
-        verify: called once with the engine, on all ranks; raises ValueError for a model that cannot do what is asked.
-        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with what the losses need
-            of all of them, or of the model without a gradient; a collective.
+        collate: rows → tensors of a micro-batch; no rows → a dummy micro-batch with count 0.
+        count: number of items in a micro-batch that the loss is averaged over: trained tokens, or pairs.
+        loss_of: (engine, micro-batch, count of the global batch) → loss and metrics, both divided by that count.
+        evaluation: sums over the evaluation set (of loss_of with a count of 1, and "count") → metrics.
+        verify: called once with the engine, on all ranks; raises ValueError if the objective cannot train this model.
+        prepare: (engine, this rank's micro-batches of a step or of an evaluation) → the same, with tensors added that
+            are computed over all of them, or without gradient; a collective.
     """
 
     collate: Callable[[list], Batch]
@@ -50,7 +50,7 @@ class Objective:
 
 
 def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[GlobalBatches, int]:
-    """Which rows every step sees, and how many steps there are. Raises SettingsError for too few rows."""
+    """The rows of every step, and the number of steps. Raises SettingsError if there are too few rows."""
     run = settings.run
     per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
     with settings_of_user():
@@ -69,13 +69,13 @@ def fit(
     tokenizer: PreTrainedTokenizerBase,
     received: SignalFlag,
 ) -> deepspeed.DeepSpeedEngine:
-    """Train one model from start, or from a checkpoint, to the end of the run; evaluate before, during and after.
+    """Train one model to the end of the run, from scratch or from a checkpoint; evaluate before, during and after.
 
     Args:
-        name: of the step, for log and console.
-        load: DeepSpeed configuration → the network.
+        name: name of the step, for log and console.
+        load: builds the network, given the DeepSpeed configuration.
         tokenizer: exported with the best model.
-        received: signals; it listens from the first step on, and does when this returns.
+        received: its signal handlers are installed before the first step, and remain so when this returns.
     """
     model, run = settings.model, settings.run
     with settings_of_user():
@@ -98,7 +98,7 @@ def fit(
     if objective.verify is not None:
         with settings_of_user():
             objective.verify(engine)
-    launch.seed_all(run.seed + collectives.rank())  # initial weights are alike on all ranks, dropout masks are not
+    launch.seed_all(run.seed + collectives.rank())  # same initial weights on all ranks, different dropout masks
     session = TrainingSession(
         name, settings=settings, engines={"model": engine}, fingerprint=data_fingerprint(batches, splits.train),
         total_steps=total, resume_from=resume_from, device=engine.device, received=received,
@@ -134,7 +134,7 @@ def fit(
 def train_step(
     engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
 ) -> dict[str, float]:
-    """One optimizer step over the rows of a global batch, this rank's share in micro-batches; metrics of all ranks."""
+    """One optimizer step: this rank's share of a global batch in micro-batches. Returns metrics over all ranks."""
     shares = share(indices, micro_batch_size)
     micro_batches = list(objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)))
     count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
@@ -145,11 +145,11 @@ def train_step(
 def evaluation(
     engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, *, batch_size: int, max_batches: int
 ) -> dict[str, float]:
-    """The objective's metrics over the evaluation rows of all ranks; every row counts once. {} without rows.
+    """Evaluate the objective over the evaluation rows of all ranks, each row once; {} if there are none.
 
     Args:
         batch_size: rows per device and forward pass.
-        max_batches: forward passes per device; 0: all rows.
+        max_batches: limit of forward passes per device; 0: evaluate all rows.
     """
     engine.eval()
     steps = evaluation_steps(rows["length"][:], batch_size=batch_size, max_batches=max_batches)
@@ -164,18 +164,18 @@ def evaluation(
 
 
 def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, float]:
-    """The metrics of an evaluation as means, and under the name `counted` over how many; for Objective.evaluation."""
+    """Divide the sums of an evaluation by their count, which is returned as `counted`; for Objective.evaluation."""
     means = {name: value / sums["count"] for name, value in sums.items() if name != "count"}
     return {"eval_loss": means.pop("loss"), **means, counted: sums["count"]}
 
 
 def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
-    """Rows that all ranks evaluate together, forward pass by forward pass; see evaluation."""
+    """The rows of each forward pass of all ranks together; arguments as for `evaluation`."""
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     size = batch_size * groups.data_parallel_size()
     steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
     if max_batches and max_batches < len(steps):
-        spread = len(steps) / max_batches  # batches of every length, not only the longest
+        spread = len(steps) / max_batches  # sample all lengths, not only the longest
         steps = [steps[int(number * spread)] for number in range(max_batches)]
     return steps
 
@@ -189,6 +189,6 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """This rank's micro-batches of the rows of a step; as many on every rank, the last perhaps empty."""
+    """This rank's micro-batches of a step; every rank has the same number, the last may be empty."""
     rank, size = groups.data_parallel_rank(), groups.data_parallel_size()
     return rank_share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size)

@@ -1,4 +1,4 @@
-"""What a run does about numbers that are not numbers, and numbers that are strange."""
+"""Detect skipped updates (non-finite loss or gradient) and outliers in the training metrics."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from dschat.checkpoints import checkpoint
 from dschat.runs.run_log import RunLog
 
 WATCHED = ("loss", "kl", "policy_loss", "value_loss")
-LEARNING_STEPS = 20  # before a spread is known well enough to call a number strange
+LEARNING_STEPS = 20  # samples needed before the standard deviation is used
 
 
 class TooManyBadSteps(SystemExit):
-    """Update after update was skipped; the log has said so."""
+    """Too many updates in a row were skipped; the reason has been logged."""
 
     def __init__(self) -> None:
         super().__init__(1)
 
 
 class Health:
-    """Looks at the metrics of every step; the same on all ranks, since the metrics are.
+    """Checks the metrics of every step. Ranks agree, since the metrics are equal on all of them.
 
     Attributes:
-        skipped_in_a_row: updates that changed nothing, up to the newest.
-        ends_early: the KL divergence has reached --stop_at_kl.
+        skipped_in_a_row: number of consecutive skipped updates, up to the newest.
+        ends_early: True once the KL divergence has reached --stop_at_kl.
     """
 
     def __init__(
         self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None = None, *, stop_at_kl: float = 0.0
     ) -> None:
-        """Go on with the state of a checkpoint, if there is one."""
+        """Restore the state of a checkpoint, if given."""
         self.run, self.log, self.stop_at_kl = run, log, stop_at_kl
         self.skipped_in_a_row = state["skipped_in_a_row"] if state else 0
         self.moments: dict[str, list[float]] = dict(state["moments"]) if state else {}
@@ -40,15 +40,15 @@ class Health:
 
     @property
     def state(self) -> dict[str, Any]:
-        """JSON of what a resumed run goes on with."""
+        """JSON state for a checkpoint."""
         return {"skipped_in_a_row": self.skipped_in_a_row, "moments": {k: list(v) for k, v in self.moments.items()}}
 
     def check_metrics(self, step: int, metrics: Mapping[str, float], *, skipped: Sequence[bool]) -> None:
-        """Count skipped updates, warn of numbers far from the ones before.
+        """Count skipped updates, and warn of outliers.
 
         Args:
-            metrics: of the step.
-            skipped: of each of its updates that had something to learn from, whether a number of it was not finite.
+            metrics: metrics of the step.
+            skipped: for each update of the step that had a loss, whether it was skipped as non-finite.
 
         Raises:
             TooManyBadSteps: --max_bad_steps updates in a row were skipped.
@@ -76,7 +76,7 @@ class Health:
             self.log.say(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
 
     def _compare(self, step: int, name: str, value: float) -> None:
-        """Warn of an outlier; running mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""
+        """Warn of an outlier; update mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""
         if not math.isfinite(value):
             return
         count, mean, squares = self.moments.get(name, [0, 0.0, 0.0])

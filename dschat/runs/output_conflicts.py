@@ -1,19 +1,19 @@
-"""Models that a run reads and would overwrite with what it writes; found before anything is written."""
+"""Detect input models that a run would overwrite with its own output, before anything is written."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-WRITTEN = ("", "critic", "actor_ema", "best")  # folders of OUTPUT_DIR that a run exports models into
-OWNED = ("checkpoints",)  # whose content it removes as it goes on
+WRITTEN = ("", "critic", "actor_ema", "best")  # subfolders of OUTPUT_DIR that a run exports models to
+OWNED = ("checkpoints",)  # subfolders whose content a run deletes
 
 
 def overwritten_models(output_dir: str, models: Sequence[tuple[str, str | None]]) -> list[str]:
-    """A line for each model folder that the run would overwrite, links followed.
+    """A line for each model folder that the run would overwrite; symbolic links are resolved.
 
     Args:
-        models: flags and what they name; hub names and None are no folders of this machine.
+        models: flags and their values; hub names and None are skipped.
     """
     output, problems = _real(output_dir), []
     for flag, path in models:

@@ -1,4 +1,4 @@
-"""The folder that a run writes into: one run at a time, and the same folder for all of its ranks."""
+"""Lock the output folder against other runs, and verify that all nodes share it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import IO
 
 from dschat.distributed import collectives
 
-VISIBLE_WITHIN = 15.0  # seconds: network file systems show a new file late, as they keep listings for a while
+VISIBLE_WITHIN = 15.0  # seconds: network file systems cache directory listings, and show new files late
 
 _held: dict[Path, IO[str]] = {}
 
 
 def claim(output_dir: str | Path) -> None:
-    """Keep other runs out of a folder until this process ends, however it ends. A collective.
+    """Lock an output folder until this process ends. A collective.
 
-    A file system without locks draws a warning: there the user has to see to it.
+    On a file system without locks it only prints a warning.
 
     Raises:
-        ValueError: another run is writing there, or this one cannot.
+        ValueError: another run holds the lock, or the folder is not writable.
     """
     problem = _lock(Path(output_dir)) if collectives.is_main() else None
     problem = collectives.broadcast_from_main(problem)
@@ -33,7 +33,7 @@ def claim(output_dir: str | Path) -> None:
 
 
 def _lock(output_dir: Path) -> str | None:
-    """Lock the folder for as long as the process lives; the answer is None or what is in the way."""
+    """Lock the folder for the lifetime of the process; returns None, or why that failed."""
     path = (output_dir / ".lock").resolve()
     try:
         file = path.open("a+", encoding="utf-8")
@@ -41,7 +41,7 @@ def _lock(output_dir: Path) -> str | None:
         return f"--output_dir {output_dir}: {path.name} cannot be written there ({error.strerror}): name another folder"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # file systems that make flock a lock of NFS raise the latter
+    except (BlockingIOError, PermissionError):  # the latter where flock is emulated over NFS
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
@@ -58,15 +58,15 @@ def _lock(output_dir: Path) -> str | None:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held[path] = file  # closing it would let go
+    _held[path] = file  # closing it would release the lock
     return None
 
 
 def check_shared(output_dir: str | Path) -> None:
-    """Find out whether every node has the same folder there: a checkpoint is written by all ranks. A collective.
+    """Verify that all nodes share the output folder, since all ranks write checkpoints. A collective.
 
     Raises:
-        ValueError: some nodes have one of their own.
+        ValueError: on some nodes it is a different folder.
     """
     token = collectives.broadcast_from_main(f".shared-{uuid.uuid4().hex}")
     path, problem = Path(output_dir, token), None
@@ -97,5 +97,5 @@ def _appears(path: Path) -> bool:
             return False
         time.sleep(0.2)
         if path.parent.is_dir():
-            os.listdir(path.parent)  # makes network file systems ask the server again
+            os.listdir(path.parent)  # makes network file systems refresh their cache
     return True

@@ -1,7 +1,7 @@
-"""What a run tells: console with progress and ETA, metrics.jsonl, samples.jsonl, run.json, TensorBoard.
+"""Logging of a run: console with progress and ETA, metrics.jsonl, samples.jsonl, run.json, TensorBoard.
 
-Only the main rank writes; on the others every method does nothing. A record that cannot be written, on a full disk say,
-is left out with one warning: it is no reason to end a run.
+Only the main rank writes; on other ranks every method is a no-op. A failed write (a full disk, say) drops the entry and
+warns once per record; it does not end the run.
 """
 
 import json
@@ -28,16 +28,16 @@ PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerat
 
 
 class RunLog:
-    """The one logger of a run.
+    """The logger of a run.
 
     Args:
-        output_dir: folder of the run.
+        output_dir: output folder of the run.
         name: the step's name, for the console and run.json.
-        arguments: flag → value, written to run.json without passwords and keys.
+        arguments: flag → value, written to run.json with passwords and keys redacted.
         total_steps: for the ETA.
-        tensorboard: folder of event files, or None.
-        finished_steps: steps that a resumed run has behind it; lines of later steps are taken out of the files. None:
-            a new run, all lines are.
+        tensorboard: folder for event files, or None.
+        finished_steps: number of finished steps of a resumed run; entries of later steps are removed from the files.
+            None: a new run, all entries are removed.
     """
 
     def __init__(self, output_dir: str, *, name: str, arguments: Mapping[str, Any], total_steps: int,
@@ -67,12 +67,12 @@ class RunLog:
         self._attempt("run.json", lambda: _replace(self.folder / "run.json", json.dumps(self.about, indent=1).encode()))
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
-        """Append one line to metrics.jsonl, one point a metric to TensorBoard, and show the line on the console."""
+        """Log metrics: a line of metrics.jsonl, a TensorBoard scalar for each, and a console line."""
         if not self.speaks:
             return
         seconds = time.monotonic() - self.started
         line = {"step": step, "time": round(seconds, 3), "phase": phase}
-        # JSON knows no NaN or infinity: null keeps the file readable and the gap visible.
+        # JSON has no NaN or infinity: they are written as null.
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._attempt("metrics.jsonl", lambda: _append(self.folder / "metrics.jsonl", json.dumps(line) + "\n"))
         if self.writer is not None:
@@ -95,13 +95,13 @@ class RunLog:
             self._attempt("TensorBoard", self.writer.close)
 
     def _attempt(self, record: str, write: Callable[[], object]) -> None:
-        """Write to a record; the first time that it cannot be written is told, the run goes on without these lines."""
+        """Write to a record; on OSError drop the entry, and warn once per record."""
         try:
             failpoint.reached(f"log_{record}")
             write()
         except OSError as error:
             if record == "TensorBoard":
-                self.writer = None  # its thread has ended, later points cannot be written either
+                self.writer = None  # its writer thread has ended, later writes would fail too
             if record not in self._failed:
                 self._failed.add(record)
                 with suppress(OSError):
@@ -120,7 +120,7 @@ class RunLog:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append whole lines: what can be written in part only is taken back. Raises OSError then."""
+    """Append text; if only part of it can be written, truncate the file again and raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         size, rest = os.lseek(descriptor, 0, os.SEEK_END), memoryview(text.encode())
@@ -135,7 +135,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Give a file another content, or leave it as it is. Raises OSError then."""
+    """Replace the content of a file atomically. Raises OSError, and then leaves it unchanged."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(content)
@@ -145,19 +145,19 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Keep the lines of a jsonl file up to this step, so that a resumed run does not write points twice."""
+    """Drop the lines of a jsonl file after this step, so that a resumed run has no duplicates."""
     if not path.exists():
         return
     kept = []
     content = path.read_bytes()
-    for line in content.split(b"\n"):  # bytes: str.splitlines breaks lines inside of texts too
+    for line in content.split(b"\n"):  # bytes: str.splitlines would also split inside strings
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            continue  # a line cut short when the run was killed
+            continue  # a truncated line of a killed run
     new = b"".join(kept)
     if content.startswith(new):
-        os.truncate(path, len(new))  # which a full disk allows, too
+        os.truncate(path, len(new))  # also works on a full disk
     else:
         _replace(path, new)

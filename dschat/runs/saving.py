@@ -1,4 +1,4 @@
-"""When a run saves itself: every so many steps or minutes, and when a signal asks for it."""
+"""When checkpoints are saved: every --save_interval steps, every --save_minutes, and on a signal."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from dschat.runs.signals import SavedAndLeft, SignalFlag
 
 
 class Saving:
-    """Asked at every step boundary by all ranks, it saves where that is due.
+    """Saves checkpoints at the step boundaries at which they are due.
 
-    What is left to do once all files are on the disk, checksums above all, is done beside the training that goes on.
+    Checksums and renaming run in a background thread once all files are on disk, while training continues.
 
     Attributes:
-        seconds: that training has waited for all saves so far.
+        seconds: total time that training has been blocked by saving.
     """
 
     def __init__(
         self, run: RunArguments, engines: checkpoint.Engines, log: RunLog, received: SignalFlag, *, device: torch.device
     ) -> None:
-        """Tell what a checkpoint will take, before the first.
+        """Log the expected size of a checkpoint.
 
         Args:
-            received: the signals that this rank gets.
-            device: of this rank; NCCL agrees on nothing else.
+            received: the signal that this rank has received, if any.
+            device: device of this rank; NCCL reduces no CPU tensors.
         """
         self.run, self.engines, self.log, self.received, self.device = run, engines, log, received, device
         self.seconds, self.started = 0.0, time.monotonic()
@@ -47,18 +47,18 @@ class Saving:
         self, step: int, state: Mapping[str, Any], *, update: int = 0, last: bool = False,
         also: Callable[[Path], None] | None = None,
     ) -> None:  # fmt: skip
-        """Save here if it is due, and leave if a signal has asked for that. A collective.
+        """Save a checkpoint if one is due; end the run if any rank has received a signal. A collective.
 
         Args:
-            step: finished steps.
+            step: number of finished steps.
             state: see checkpoint.save.
-            update: updates of the step after it that are finished, too; --save_interval counts whole steps only.
-            last: the run ends here by itself: nothing has to be left.
+            update: number of finished updates of the next step; --save_interval counts whole steps only.
+            last: this is the last step, so a signal saves nothing and does not end the run here.
             also: see checkpoint.save.
 
         Raises:
-            SavedAndLeft: a signal came, and the run is saved.
-            OSError: a signal came, and the run cannot be saved.
+            SavedAndLeft: a signal was received, and the checkpoint is saved.
+            OSError: a signal was received, and the checkpoint cannot be saved.
         """
         minutes = (time.monotonic() - self.last) / 60
         due = self.run.save_minutes and minutes >= self.run.save_minutes and collectives.is_main()
@@ -92,7 +92,7 @@ class Saving:
             raise SavedAndLeft
 
     def finish(self) -> None:
-        """Wait for what is still done of the save before."""
+        """Wait for the background work of the previous save."""
         if self._finishing is not None:
             self._finishing.join()
         self._finishing = None
@@ -104,6 +104,6 @@ class Saving:
             except checkpoint.WRITE_ERRORS as error:
                 self.log.say(f"warning: the checkpoint cannot be written: {error}. The run goes on unsaved")
 
-        # Not a daemon: a run that ends by an exception still completes its checkpoint.
+        # Not a daemon thread: a run that ends by an exception still completes its checkpoint.
         self._finishing = threading.Thread(target=finishing, name=watchdog.CHECKPOINT_THREAD)
         self._finishing.start()

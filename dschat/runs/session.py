@@ -1,4 +1,4 @@
-"""What the loops of all steps share: resume, log, saving, health, the best model and signals of one run."""
+"""What the training loops of all steps share: resume, logging, metric checks, checkpoints, best model, signals."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from dschat.runs.signals import SignalFlag
 
 
 class TrainingSession:
-    """One run from its start, or from a checkpoint, to its end.
+    """One training run, new or resumed from a checkpoint.
 
-    As a context manager it listens for signals, and at the end waits for the last save and closes the log.
+    Entering the context installs the signal handlers; leaving it waits for the last checkpoint and closes the log.
 
     Args:
-        name: of the step, for the log.
-        settings: the step's argument groups; `run` is one of them.
-        engines: the trained engines by name; a checkpoint holds them.
-        fingerprint: what must be equal for a checkpoint to belong to this run, see `data_fingerprint`.
-        total_steps: optimizer steps, in step 3 iterations.
+        name: name of the step, for the log.
+        settings: the step's argument groups, including `run`.
+        engines: the trained engines by name, which checkpoints contain.
+        fingerprint: entries that must match those of the checkpoint to resume from, see `data_fingerprint`.
+        total_steps: number of optimizer steps (in step 3, of iterations).
         resume_from: a checkpoint that checkpoint.find has verified, or None for a new run.
-        device: of this rank.
-        received: signals; it listens inside the context, and where that ends well behind it: the export follows.
-        stop_at_kl: see Health.
-        restore: is given the loop's state of the checkpoint, and the flags that have changed since (a line each; it may
-            add to them). Raises ValueError if the run cannot go on from it.
+        device: device of this rank.
+        received: handles signals inside the context, and after it too if no exception left it: the export follows.
+        stop_at_kl: KL divergence that ends the run, see Health; 0: none.
+        restore: called with the loop state of the checkpoint and the list of changed flags (a line each; it may append
+            to it). Raises ValueError if the run cannot be resumed from that state.
 
     Attributes:
-        resumed_state: what the checkpoint's loop had saved; {} in a new run.
-        first_step: finished steps at the start.
+        resumed_state: the loop state loaded from the checkpoint; {} in a new run.
+        first_step: number of steps that were finished when this run started.
 
     Raises:
         SettingsError: the checkpoint does not belong to this run.
@@ -94,11 +94,11 @@ class TrainingSession:
 
     @property
     def evaluates_first(self) -> bool:
-        """Whether to evaluate before the first step: in a new run, and where another --best_metric begins."""
+        """Whether to evaluate before the first step: in a new run, and if --best_metric has changed."""
         return self.best.begins or (self.first_step == 0 and not self.resumed_state.get("update"))
 
     def is_last(self, step: int) -> bool:
-        """Whether the run ends with this finished step: all are done, or the KL divergence has reached its limit."""
+        """Whether this finished step is the last: all steps are done, or the KL divergence has reached its limit."""
         return step == self.total_steps or self.health.ends_early
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -110,10 +110,10 @@ class TrainingSession:
         self, step: int, metrics: Mapping[str, float], *, export: Callable[[Path], None],
         samples: Iterable[Mapping[str, Any]] = (),
     ) -> None:  # fmt: skip
-        """Log an evaluation, and keep the model if it is the best so far. A collective.
+        """Log an evaluation, and export the model if it is the best so far. A collective.
 
         Args:
-            metrics: the same on all ranks; {} where there were no rows.
+            metrics: the same on all ranks; {} if there were no evaluation rows.
             export: writes the model into a folder, on all ranks.
         """
         if metrics:
@@ -126,12 +126,12 @@ class TrainingSession:
         self, step: int, loop_state: Mapping[str, Any] | None = None, *, update: int = 0,
         extra_writer: Callable[[Path], Any] | None = None,
     ) -> None:  # fmt: skip
-        """Save where that is due, and end the run if a signal has asked for it. A collective; see Saving.save_if_due.
+        """Save a checkpoint if one is due; end the run if a signal was received. A collective; see Saving.save_if_due.
 
         Args:
-            step: finished steps.
-            loop_state: what the step's own loop continues with, JSON, the same on all ranks.
-            update: finished updates of the step after it.
+            step: number of finished steps.
+            loop_state: JSON state that the training loop needs to resume, the same on all ranks.
+            update: number of finished updates of the step after it.
             extra_writer: called on every rank with the checkpoint's folder, to add files.
         """
         state = {
@@ -143,14 +143,14 @@ class TrainingSession:
 
 
 def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
-    """What decides which rows a step sees; a resumed run must have the same (see checkpoint.load). A collective.
+    """Identifies the rows of every step; a resumed run must have the same fingerprint (checkpoint.load). A collective.
 
     Args:
-        rows: the prepared rows, whose content counts too; the main rank reads all of it.
+        rows: the prepared rows, if their content is to be hashed too; the main rank reads all of them.
     """
     fingerprint = {"rows": len(batches.lengths), "global_batch_size": batches.global_batch_size, "seed": batches.seed}
     if rows is not None:
-        # Reference log-probs are no data: other devices, or another cut into batches, give them other low bits.
+        # Without reference log-probs: their low bits depend on the device and on the batch composition.
         data = rows.select_columns([name for name in rows.column_names if name != "ref_logprobs"])
         content = content_digest(data) if collectives.is_main() else ""
         fingerprint["content"] = collectives.all_gather_objects(content)[0]

@@ -1,4 +1,4 @@
-"""From argument groups to what a step works with: checked models, data splits, engines, the log."""
+"""Set up a step from its argument groups: validated settings and models, data splits, output folder, engine."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -36,17 +36,17 @@ def model_problems(
     flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False,
     trust_remote_code: bool = False,
 ) -> list[str]:  # fmt: skip
-    """What makes a model unusable for sequences of so many tokens, found before anything is loaded.
+    """Validate a model for sequences of `tokens` tokens before any weights are loaded; one line per problem.
 
     Args:
-        flag: the flag that named the model, for the message.
-        tokens: longest sequence of the run.
+        flag: the flag that names the model, for the message.
+        tokens: length of the longest sequence of the run.
         lengths: the flags and values that add up to it, for the message.
         add_eot_token: whether the run adds an end token to the model's tokenizer.
-        trust_remote_code: whether code that the model brings along may run.
+        trust_remote_code: whether code that ships with the model may run.
     """
     if not path:
-        return []  # the group that owns the flag says so
+        return []  # reported by the argument group of the flag
     folder = Path(path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not folder.is_dir():
@@ -78,12 +78,12 @@ def model_problems(
 def vocabulary_problems(
     flag: str, path: str, *, trained: str, add_eot_token: bool, trust_remote_code: bool = False
 ) -> list[str]:
-    """What makes a reference unusable for the token ids of the trained model: a tokenizer with another vocabulary.
+    """A line if the reference model's vocabulary differs from the trained model's: its log-probs would be meaningless.
 
     Args:
-        flag, path: that named the reference.
-        trained: the folder or name of the model whose tokenizer makes the ids.
-        add_eot_token: whether the run adds an end token to it.
+        flag, path: the flag that names the reference, and its value.
+        trained: folder or name of the trained model, whose tokenizer encodes the data.
+        add_eot_token: whether the run adds an end token to both.
     """
     ours, theirs = (
         load_tokenizer(name, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code).get_vocab()
@@ -100,7 +100,7 @@ def vocabulary_problems(
 
 
 def one_model_problems(kind: str, settings: OneModelSettings) -> list[str]:
-    """What cannot work in steps 1 and 2: flags that contradict, the model against the lengths, the data files."""
+    """Validate the settings of steps 1 and 2: contradictory flags, model positions, overwritten models, data files."""
     model, data, run = settings.model, settings.data, settings.run
     problems = model_problems(
         "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len,
@@ -117,7 +117,7 @@ def one_model_problems(kind: str, settings: OneModelSettings) -> list[str]:
 def contradictions(
     lora: LoraArguments, devices: DeviceArguments, *, dims: dict[str, int], stages: dict[str, int]
 ) -> list[str]:
-    """Flags that cannot both be meant: adapters alone without adapters, offload of what ZeRO does not hold."""
+    """Contradictory flags: --only_optimize_lora without adapters, --offload without ZeRO."""
     problems = []
     if lora.only_optimize_lora and not any(dims.values()):
         names = " or ".join(f"--{name}" for name in dims)
@@ -132,7 +132,7 @@ def data_options(
     data: DataArguments, run: RunArguments, *, max_tokens: int, train_on_prompt: bool = False, packing: bool = False,
     phase: int | None = None,
 ) -> DataOptions:  # fmt: skip
-    """The data flags of a step, and its longest sequence, as dschat.data takes them."""
+    """Convert the data flags of a step to the options of dschat.data."""
     return DataOptions(
         data_path=data.data_path,
         output_path=data.data_output_path or str(Path(run.output_dir, "data")),
@@ -154,7 +154,7 @@ def data_options(
 
 
 def named_columns(data: DataArguments) -> dict[str, str]:
-    """Our field → the column that the user named for it."""
+    """Field of a record → the column that the user's flags map to it."""
     named = {
         "prompt": data.prompt_column,
         "response": data.response_column,
@@ -170,7 +170,7 @@ def named_columns(data: DataArguments) -> dict[str, str]:
 
 
 def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
-    """The train and evaluation rows of a step, prepared once per node, with a summary on the console.
+    """Load the training and evaluation rows of a step, prepared once per node; print a summary.
 
     Raises: SettingsError on every rank, if the data cannot be used.
     """
@@ -181,7 +181,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
             splits = build_dataset(kind, tokenizer, options, verify=collectives.is_main_of_node())
         except ValueError as error:
             problem = str(error)
-    problems = collectives.all_gather_objects(problem)  # a rank alone must not leave: the others would wait for it
+    problems = collectives.all_gather_objects(problem)  # all ranks raise together, or the others would hang
     raise_together(sorted({problem for problem in problems if problem}))
     if collectives.is_main():
         print(printable(splits.report.summary()), flush=True)
@@ -189,7 +189,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
 
 
 def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
-    """Join the run's processes, and take its folder; this rank's device. A mistake of the user is a SettingsError."""
+    """Join the process group, create and lock the output folder; return this rank's device. Raises SettingsError."""
     device = launch.join(
         seed=run.seed, collective_timeout=run.collective_timeout, rendezvous_timeout=run.rendezvous_timeout,
         deterministic=devices.deterministic,
@@ -202,7 +202,7 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
 
 
 def make_output_folder(output_dir: str) -> None:
-    """Make the folder of a run whose settings are good. A collective; raises ValueError if it cannot be made."""
+    """Create the output folder, once the settings are validated. A collective; raises ValueError if that fails."""
     problem = None
     if collectives.is_main():
         try:
@@ -227,10 +227,10 @@ def build_trainable(
     lora: LoraArguments,
     devices: DeviceArguments,
 ) -> deepspeed.DeepSpeedEngine:
-    """Configuration, model, adapters, optimizer and schedule of one trained model.
+    """Build the DeepSpeed engine of one trained model: configuration, network, adapters, optimizer and schedule.
 
     Args:
-        load: DeepSpeed configuration → the network; under ZeRO-3 it loads partitioned.
+        load: builds the network, given the DeepSpeed configuration; under ZeRO-3 the weights are partitioned.
     """
     config = training_config(
         dtype=devices.dtype,

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and leave; all ranks agree on them at the next step boundary."""
+"""Signals that make a run save a checkpoint and exit; ranks agree on them at the next step boundary."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-SAVED = 75  # exit status: a signal came, the run is saved, start it again with --resume auto (EX_TEMPFAIL)
+SAVED = 75  # exit status (EX_TEMPFAIL): saved after a signal, restart with --resume auto
 ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class SavedAndLeft(SystemExit):
-    """The run stands in a checkpoint and ends here, as a signal has asked it to."""
+    """A signal was received, and the checkpoint is saved: the run exits."""
 
     def __init__(self) -> None:
         super().__init__(SAVED)
@@ -23,8 +23,8 @@ class SignalFlag:
     """The signal that this rank has received, if any.
 
     Attributes:
-        number: of the newest signal; 0: none.
-        answer: what is said to a signal of what comes of it.
+        number: number of the last signal; 0: none.
+        answer: message printed on a signal: what the run does about it.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SignalFlag:
 
     def note(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self.number == signal.SIGINT:
-            raise KeyboardInterrupt  # the second Ctrl-C leaves at once; a save in progress leaves only its own mess
+            raise KeyboardInterrupt  # the second Ctrl-C exits at once; an unfinished save is removed by the next start
         if not self.number:
             name = signal.Signals(number).name
             again = "; once more leaves at once" if number == signal.SIGINT else ""
@@ -43,9 +43,9 @@ class SignalFlag:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """From here on SIGTERM, SIGUSR1 and SIGINT are noted and change nothing else, but for a second SIGINT.
+        """Install handlers that only record SIGTERM, SIGUSR1 and SIGINT; a second SIGINT raises KeyboardInterrupt.
 
-        Behind the block too, where it ends well: what has been trained in it is still to be exported.
+        Without an exception they stay installed after the block, since the export follows.
         """
         for number in ASKED:
             self._before.setdefault(number, signal.signal(number, self.note))
@@ -56,7 +56,7 @@ class SignalFlag:
             raise
 
     def restore(self) -> None:
-        """From here on signals do what they did before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -64,7 +64,7 @@ class SignalFlag:
 
 @contextmanager
 def capture_signals() -> Iterator[SignalFlag]:
-    """A SignalFlag that may begin to listen inside, and does no more afterwards."""
+    """A SignalFlag whose handlers, if installed inside, are removed at the end."""
     received = SignalFlag()
     try:
         yield received
