@@ -109,7 +109,7 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if set(required) <= set(named) and (named or inspect.Parameter.VAR_KEYWORD in kinds):
         return list(GIVEN) if inspect.Parameter.VAR_KEYWORD in kinds else named
-    # Three required parameters with other names: called like a judge.
+    # Up to three parameters with other names: called like a judge.
     if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
         return None
     raise ValueError(f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(GIVEN)}")
