@@ -1,7 +1,7 @@
 """Masked statistics, log-probs of labels and counter-based random numbers: pure torch, no model, no config.
 
 Masks are bool and True means "counts". Half-precision inputs are computed in, and returned as, float32; float64
-stays float64. Nothing a caller passes in is written to.
+stays float64. Inputs are never modified.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# e²⁰ is 5e8: a log-ratio beyond it says nothing more, and unclamped one wild token turns the step into inf.
+# e²⁰ is 5e8: larger log-ratios carry no further information, and one unclamped outlier can overflow the step to inf.
 LOG_RATIO_LIMIT = 20.0
 
 
@@ -27,7 +27,7 @@ def require_mask(mask: Tensor, **tensors: Tensor) -> None:
     """Check that mask is bool and that every named tensor has its shape.
 
     Raises:
-        ValueError: naming the tensor, both shapes (or the dtype) and the way out.
+        ValueError: names the tensor, both shapes (or the dtype) and the fix.
     """
     if mask.dtype != torch.bool:
         raise ValueError(f"mask has dtype {mask.dtype}, but masks are torch.bool (True = counts): pass mask.bool().")
@@ -43,10 +43,10 @@ def require_mask(mask: Tensor, **tensors: Tensor) -> None:
 def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -> Tensor:
     """Shift and scale x to zero mean and unit variance over the True positions of all ranks.
 
-    A collective: once torch.distributed is initialised every rank of the group has to call it, also with an empty
-    mask. The variance is the population variance (÷ n): "unit variance over the valid tokens" then holds as stated,
-    and a single token is no 0/0. The unbiased one (÷ n − 1) differs by √(n/(n−1)), which is nothing at rollout
-    size. Sums are float64 and two-pass, so a large mean costs no digits. The result is data: no autograd graph.
+    A collective: once torch.distributed is initialised every rank of the group must call it, also with an empty
+    mask. The variance is the population variance (÷ n): "unit variance over the valid tokens" then holds exactly,
+    and a single token does not give 0/0. The unbiased one (÷ n − 1) differs by √(n/(n−1)), negligible at rollout
+    size. Sums are float64 and two-pass, so a large mean loses no precision. The result has no autograd graph.
 
     Args:
         x: [...] float, this rank's part.
@@ -55,7 +55,7 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
             else this process alone.
 
     Returns:
-        (x − mean) / √(var + 1e-8), shape of x, float32 (float64 for float64), 0 where mask is False. All zeros where a
+        (x − mean) / √(var + 1e-8), shape of x, float32 (float64 for float64), 0 where mask is False. All zeros if a
         single position counts or all values are equal.
 
     Raises:
@@ -76,7 +76,7 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions that ignore padding on either side: the number of real tokens before each real token.
+    """Position ids independent of padding on either side: the number of real tokens before each real token.
 
     Args:
         attention_mask: [B, S] bool, True on real tokens.
@@ -96,12 +96,12 @@ def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
 
     Args:
         logits: [..., V] float, any precision.
-        labels: [...] long in [0, V); a position that does not count still needs a valid id (0 will do).
+        labels: [...] long in [0, V); masked positions need a valid id too (such as 0).
 
     Returns:
         [...] float32 (float64 for float64), in nats.
     """
-    # log_softmax, not logit − logsumexp: the latter loses the digits of large logits.
+    # log_softmax, not logit − logsumexp: the latter loses precision for large logits.
     return F.log_softmax(at_least_float32(logits), dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
 
 
@@ -117,22 +117,22 @@ def linear_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probs of labels (and entropies) straight from hidden states; never more than chunk_size rows of logits.
+    """Log-probs of labels (and entropies) from hidden states, materialising at most chunk_size rows of logits.
 
-    logits = scale·(h·Wᵀ + b), then softcap·tanh(logits / softcap) where softcap is given, then ÷ temperature; the
-    product in the weight's dtype, everything after it in float32. Several chunks are recomputed in backward, one is
-    kept, which has the same peak; so `weight` must hold its values until backward has run. N = 0 still
-    connects the result to hidden, weight and bias (zero gradients, not None), as collectives over gradients need.
+    logits = scale·(h·Wᵀ + b), then softcap·tanh(logits / softcap) if softcap is given, then ÷ temperature; the
+    product in the weight's dtype, everything after it in float32. Several chunks are recomputed in backward, a single
+    one is kept, with the same peak memory; so `weight` must keep its values until backward has run. With N = 0 the
+    result still depends on hidden, weight and bias (zero gradients, not None), as gradient collectives require.
 
     Args:
-        hidden: [N, H] float, only rows that count: a NaN row reaches the gradient of weight.
+        hidden: [N, H] float, only rows that count: a NaN row would make the gradient of weight NaN.
         weight: [V, H] float, the output head.
         labels: [N] long in [0, V).
         bias: [V] float, of the head.
         temperature: > 0, that of the distribution the labels were sampled from.
-        with_entropy: also return the entropy of each row's distribution; tokens that a bias of −inf (or a weight) makes
-            impossible add nothing to it, nor to a gradient.
-        chunk_size: rows of logits alive at a time, ≥ 1.
+        with_entropy: also return the entropy of each row's distribution; tokens of probability 0 (a bias or weight of
+            −inf) contribute neither to it nor to a gradient.
+        chunk_size: rows of logits materialised at a time, ≥ 1.
         scale: multiplies the logits (a model's logit_scale, or 1 / logits_scaling).
         softcap: the model's final_logit_softcapping; None applies none.
 
@@ -152,7 +152,7 @@ def linear_logprobs(
 
     def score(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, ...]:
         logits = at_least_float32(F.linear(hidden.to(weight.dtype), weight, bias))  # [n, V]
-        # The divisions are folded into one factor a step: each saves a float32 copy of the logits.
+        # Divisions are merged into one factor per step: each merge saves a float32 copy of the logits.
         factor = scale / temperature
         if softcap is not None:
             logits, factor = torch.tanh(logits * (scale / softcap)), softcap / temperature
@@ -172,9 +172,9 @@ def linear_logprobs(
 
 
 class _Entropy(torch.autograd.Function):
-    """−Σ p·log p over the last dimension of log-probs [..., V]; a token of log-prob −inf adds nothing, as p·log p → 0.
+    """−Σ p·log p over the last dimension of log-probs [..., V]; a token of log-prob −inf adds 0, as p·log p → 0.
 
-    By hand because autograd multiplies 0 by −inf, in the value and in the gradient; and one tensor is kept, not two.
+    A custom Function since autograd would compute 0·(−inf) in value and gradient; it also saves one tensor, not two.
     """
 
     @staticmethod
@@ -223,10 +223,10 @@ def seeded_uniform(seed: int, iteration: int, sample_ids: Tensor, position: Tens
     """One uniform number per (seed, iteration, sample id, position), the same on every device and in every batch.
 
     There is no generator state, so batch order, batch size, world size and resuming change nothing. About 120 small
-    operations: a decoder saves launches by asking once for [B, 1] sample ids and [T] positions.
+    operations: a decoder saves kernel launches by one call with [B, 1] sample ids and [T] positions.
 
     Args:
-        seed: any integer, its low 64 bits count.
+        seed: any integer; its low 64 bits are used.
         iteration: rollout number in [0, 2³²).
         sample_ids: [B] long (or any shape that broadcasts with position), unique over the rollout of all ranks.
         position: [B] long, or an int: index of the token in the response, in [0, 2³²).
@@ -240,5 +240,5 @@ def seeded_uniform(seed: int, iteration: int, sample_ids: Tensor, position: Tens
 
 def open_unit_interval(words: Tensor) -> Tensor:
     """Map 32-bit words (long, in [0, 2³²)) to float32 numbers strictly between 0 and 1."""
-    # 23 bits and a half: with 24 the largest value would round to 1.0 in float32.
+    # 23 bits plus one half: with 24 bits the largest value would round to 1.0 in float32.
     return ((words >> 9).float() + 0.5) * 2.0**-23

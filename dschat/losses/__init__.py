@@ -1,4 +1,4 @@
-"""Losses as pure functions of tensors, each → (loss, metrics); a file a kind of training."""
+"""Losses as pure functions of tensors, each → (loss, metrics); one file per kind of training."""
 
 from dschat.losses.kto import kto_kl, kto_loss
 from dschat.losses.policy import POLICY_LOSSES, cispo_loss, gspo_loss, policy_loss, sapo_loss

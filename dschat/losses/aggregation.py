@@ -1,4 +1,4 @@
-"""How the tokens of a step are weighted: the mean over tokens, over responses, or over a constant length."""
+"""Loss aggregation: token weights for the mean over tokens, over responses, or over a constant length."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 def aggregation_weights(
     response_mask: Tensor, aggregation: str, *, tokens: float, sequences: float, max_tokens: int
 ) -> Tensor:
-    """What each token weighs, so that Σ w·ℓ / N is the mean that was asked for; N tokens and Q responses count.
+    """Token weights w such that Σ w·ℓ / N is the chosen mean, for N tokens and Q responses in the step.
 
-    "token_mean": 1, all tokens alike (DAPO). "seq_mean_token_mean": N / (Q·n_i), the mean over responses of the means
-    over their n_i tokens (GRPO). "seq_mean_token_sum_norm": N / (Q·L), the mean over responses of sums over a constant
-    L, which no length can bend (Dr.GRPO). Every loss is divided by N of the whole step, so that nothing depends on how
-    the step was cut.
+    "token_mean": 1, all tokens equal (DAPO). "seq_mean_token_mean": N / (Q·n_i), the mean over responses of the means
+    over their n_i tokens (GRPO). "seq_mean_token_sum_norm": N / (Q·L), the mean over responses of token sums divided by
+    a constant L, free of length bias (Dr.GRPO). Every loss is divided by N of the whole step, so that the result does
+    not depend on how the step is split.
 
     Args:
         response_mask: [B, T] bool, True on tokens that count.
         tokens, sequences: N and Q, over all ranks and micro-batches; a response counts if one of its tokens does.
-        max_tokens: L, the longest response that is possible.
+        max_tokens: L, the maximum response length.
 
     Returns:
         [B, T] float32, 0 where the mask is False.

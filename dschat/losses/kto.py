@@ -21,14 +21,14 @@ def kto_loss(
         logprobs, ref_logprobs: [B] float, of single responses; the first receives a gradient.
         desirable: [B] bool.
         kl: scalar ≥ 0 in nats, of kto_kl over the whole step; no gradient goes through it.
-        desirable_weight, undesirable_weight: λ_d, λ_u ≥ 0; the paper wants λ_d·n_d / (λ_u·n_u) in [1, 1.5].
-        desirable_share: desirable rows over rows, in the whole step; None: in this batch.
+        desirable_weight, undesirable_weight: λ_d, λ_u ≥ 0; the paper recommends λ_d·n_d / (λ_u·n_u) in [1, 1.5].
+        desirable_share: fraction of desirable rows in the whole step; None: in this batch.
 
     Returns:
         loss: scalar.
         metrics: desirable_reward, undesirable_reward (means of β·r over the rows of their kind), margin (their
             difference), accuracy (share of rows on their side of kl, a tie counts half), desirable_logprob,
-            undesirable_logprob. kl is a number of the step, so the caller tells it.
+            undesirable_logprob. kl is computed once per step, so the caller reports it.
 
     Source: Ethayarajh et al. 2024, eq. 8 (arXiv:2402.01306).
     """
@@ -62,7 +62,7 @@ def kto_kl(log_ratio_sum: Tensor, count: Tensor) -> Tensor:
 
     Args:
         log_ratio_sum, count: scalars, sums over the mismatched rows of the whole step: all ranks, all micro-batches.
-            (A mean over a micro-batch, as other systems have it, would depend on how the step is cut.)
+            (A mean over a micro-batch, as in other systems, would depend on how the step is split.)
 
     Source: Ethayarajh et al. 2024, section 4.1 (arXiv:2402.01306).
     """

@@ -1,6 +1,6 @@
-"""Policy losses over the response tokens, and the table that --policy_loss chooses from.
+"""Policy losses over the response tokens, and the table of --policy_loss.
 
-All ratios are of the policy being trained to the one that the experience was taken with, ρ = π / π_old.
+All ratios are ρ = π / π_old, of the policy being trained to the policy at experience time.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ def policy_loss(
 
     Args:
         logprobs: [B, T] float, of the policy being trained; the only input that receives a gradient.
-        old_logprobs: [B, T] float, of the policy that the experience was taken with.
+        old_logprobs: [B, T] float, of the policy at experience time.
         advantages: [B, T] float.
         response_mask: [B, T] bool, True on generated tokens.
         clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
         dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None does not.
-        weights: [B, T] float, w of each token (see off_policy.correction_weights and
-            aggregation.aggregation_weights), a constant; None is 1.
-        normalizer: response tokens of the whole step (see the top of this module).
+        weights: [B, T] float, w of each token (see rollout_correction.correction_weights and
+            aggregation.aggregation_weights), without gradient; None is 1.
+        normalizer: response tokens of the whole step (see dschat.losses.normalizer).
 
     Returns:
         loss: scalar.
         metrics: clip_fraction (share of tokens whose clipped branch is the strictly larger one, so their gradient
-            is zero), approx_kl (k3 of old against new, nats per token), ratio (mean ρ), with dual_clip
-            dual_clip_fraction (share of tokens that it bounds); none of them is weighted.
+            is zero), approx_kl (k3 of KL(old ‖ new), nats per token), ratio (mean ρ), and with dual_clip
+            dual_clip_fraction (share of tokens that it bounds); all unweighted.
 
     Raises:
         ValueError: shapes that differ, a mask that is not bool, a clip_range, dual_clip or normalizer out of range.
@@ -76,13 +76,14 @@ def gspo_loss(
     weights: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's surrogate with the ratio of whole responses: s_i = exp(mean over tokens of log ρ), clipped as one.
+    """PPO's surrogate with sequence-level ratios: s_i = exp(mean over tokens of log ρ), clipped per response.
 
-    In the form for token advantages: s_it = sg[s_i]·π_it / sg[π_it], whose value is s_i and whose gradient goes through
-    token t alone. With one advantage per response and "seq_mean_token_mean" it is the sequence form, gradient included.
+    In the form for token advantages: s_it = sg[s_i]·π_it / sg[π_it], whose value is s_i and whose gradient flows only
+    through token t. With one advantage per response and "seq_mean_token_mean" it equals the sequence form, gradient
+    included.
 
     Args, returns, raises: as policy_loss; clip_fraction is the share of tokens in clipped responses. A
-        response's ratio moves far less than a token's, so clip_range is small: 3e-4 and 4e-4 in the paper.
+        response's ratio varies far less than a token's, so clip_range is small: 3e-4 and 4e-4 in the paper.
 
     Source: Zheng et al. 2025, eqs. 5, 7, 13 and 14 (arXiv:2507.18071).
     """
@@ -109,8 +110,8 @@ def cispo_loss(
 ) -> tuple[Tensor, Metrics]:
     """REINFORCE with clipped importance weights: Σ −w·sg[clip(ρ, 1 − low, 1 + high)]·A·log π / normalizer.
 
-    No token loses its gradient, only its weight is bounded. The paper bounds it from above alone: low = 1. (verl clips
-    on both sides of 1, TRL takes the upper bound itself: its 5 is high = 4 here.)
+    Every token keeps its gradient; only its weight is bounded. The paper bounds it only from above: low = 1. (verl
+    clips on both sides of 1; TRL's setting is the upper bound itself: its 5 is high = 4 here.)
 
     Args, returns, raises: as policy_loss; clip_fraction is the share of tokens whose weight was clipped.
 
@@ -143,7 +144,7 @@ def sapo_loss(
 
     Args, returns, raises: as policy_loss; clip_fraction is the share of tokens whose slope fell below half.
         positive_temperature, negative_temperature: τ > 0 of tokens with A > 0, and of the others; a larger one
-            forgets off-policy tokens sooner. 1.0 and 1.05 in the paper.
+            attenuates off-policy tokens faster. 1.0 and 1.05 in the paper.
 
     Source: Gao et al. 2025, section 3 (arXiv:2511.20347).
     """
@@ -201,11 +202,11 @@ def policy_inputs(
 
 @torch.no_grad()
 def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count: float | Tensor) -> Metrics:
-    """What every policy loss says: clip_fraction, approx_kl and ratio (see policy_loss).
+    """The metrics common to all policy losses: clip_fraction, approx_kl and ratio (see policy_loss).
 
     Args:
-        log_ratio: [B, T] float, of tokens, 0 where the mask is False.
-        cut: [B, T] bool, True on tokens that clipping keeps from being learnt.
+        log_ratio: [B, T] float, per token, 0 where the mask is False.
+        cut: [B, T] bool, True on clipped tokens.
     """
     return {
         "clip_fraction": cut.sum() / count,
@@ -216,11 +217,11 @@ def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """What a name of --policy_loss stands for.
+    """A row of the table of --policy_loss.
 
     Attributes:
-        function: with the arguments of policy_loss up to response_mask, weights and normalizer.
-        clip_range: default (low, high); None: the loss does not clip, and takes no clip_range.
+        function: takes policy_loss's arguments up to response_mask, plus weights and normalizer.
+        clip_range: default (low, high); None: the loss does not clip and has no clip_range argument.
         options: step 3's algorithm flags (PPOArguments) → further keyword arguments of the function.
     """
 

@@ -1,13 +1,13 @@
 """Preference optimisation without a reward model: plain functions of sequence log-probs, each → (loss, metrics).
 
 `chosen` and `rejected` are log-probs of whole responses given their prompt, in nats, under the model being trained:
-sums over response tokens (see sequence_logprobs), or means per token where a function says so; `ref_chosen` and
+sums over response tokens (see sequence_logprobs), or means per token where documented; `ref_chosen` and
 `ref_rejected` are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
 
-Normaliser, metrics and precision are those of dschat.losses.normalizer; what is counted is pairs. Every loss has the
+Normaliser, metrics and precision follow dschat.losses.normalizer; the normaliser counts pairs. Every loss has the
 metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin (mean of their
-difference), accuracy (share of pairs whose chosen reward is higher, a tie counts half: before the first update every
-pair is one), chosen_logprob and rejected_logprob.
+difference), accuracy (share of pairs whose chosen reward is higher; a tie, as is every pair before the first update,
+counts half), chosen_logprob and rejected_logprob.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def sequence_logprobs(logprobs: Tensor, response_mask: Tensor) -> Tensor:
 
     Args:
         logprobs: [B, S] float, nats per token.
-        response_mask: [B, S] bool, True on response tokens; what stands under False changes nothing.
+        response_mask: [B, S] bool, True on response tokens; values at False positions are ignored.
 
     Returns: [B] float32 (float64 for float64), 0 for a response without tokens.
     """
@@ -39,11 +39,11 @@ def dpo_loss(
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """−(1 − ε)·log σ(z) − ε·log σ(−z), with z = β·((chosen − ref_chosen) − (rejected − ref_rejected)).
 
-    Of means instead of sums it is the length-normalised DPO of Tülu 3.
+    With mean instead of summed log-probs it is the length-normalised DPO of Tülu 3.
 
     Args:
-        beta: strength of the pull to the reference, > 0.
-        label_smoothing: ε in [0, 0.5), the share of labels taken to be wrong; above 0 it is "conservative DPO".
+        beta: strength of the regularisation towards the reference, > 0.
+        label_smoothing: ε in [0, 0.5), the assumed share of flipped labels; above 0 it is "conservative DPO".
 
     Raises:
         ValueError: shapes that differ, beta or label_smoothing out of range.
@@ -66,7 +66,7 @@ def robust_loss(
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """(−(1 − ε)·log σ(z) + ε·log σ(−z)) / (1 − 2ε): its mean over labels flipped with probability ε is the DPO loss.
 
-    The divisor, which some systems leave out, is what makes it unbiased, so it stands here.
+    The divisor, omitted by some systems, makes the loss unbiased.
 
     Args:
         label_smoothing: ε in [0, 0.5), the share of flipped labels.
@@ -84,12 +84,12 @@ def ipo_loss(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """(h − 1/(2β))², with h = (chosen − ref_chosen) − (rejected − ref_rejected): a target for the margin, not a push.
+    """(h − 1/(2β))², with h = (chosen − ref_chosen) − (rejected − ref_rejected): regresses the margin to a target.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected: mean log-probs per token, which is how step 2 calls it and what TRL
-            does, confirmed there with the paper's authors: the target 1/(2β) is then the same for short and for long
-            responses. Sums (--length_normalized False) are the equation as it is printed.
+        chosen, rejected, ref_chosen, ref_rejected: mean log-probs per token, as step 2 calls it and as in TRL, which
+            confirmed it with the paper's authors: the target 1/(2β) then does not depend on response length. Sums
+            (--length_normalized False) give the equation as printed.
         beta: τ of the paper, > 0.
 
     Source: Azar et al. 2023, eq. 17 (arXiv:2310.12036).
@@ -120,7 +120,7 @@ def simpo_loss(
     Args:
         chosen, rejected: mean log-probs per token.
         beta: 2 to 10 is usual, as it multiplies means.
-        gamma: γ ≥ 0, the margin asked for, in units of reward (the paper's code has γ/β for a setting).
+        gamma: γ ≥ 0, the target margin, in units of reward (the paper's code sets γ/β instead).
 
     Source: Meng et al. 2024, eq. 6 (arXiv:2405.14734).
     """
@@ -132,7 +132,7 @@ def simpo_loss(
 def orpo_loss(
     chosen: Tensor, rejected: Tensor, *, beta: float, normalizer: Normalizer = None
 ) -> tuple[Tensor, Metrics]:
-    """−chosen − β·log σ(log odds(chosen) − log odds(rejected)), odds(p) = p / (1 − p): SFT beside it, no reference.
+    """−chosen − β·log σ(log odds(chosen) − log odds(rejected)), odds(p) = p / (1 − p): includes SFT, no reference.
 
     Args:
         chosen, rejected: mean log-probs per token, ≤ 0.
@@ -149,10 +149,10 @@ def orpo_loss(
 
 
 def chosen_nll(chosen: Tensor, *, normalizer: Normalizer = None) -> Tensor:
-    """−Σ chosen / normalizer: an SFT term, so that the chosen response itself does not become unlikely.
+    """−Σ chosen / normalizer: an SFT term that keeps the probability of the chosen response from falling.
 
     Args:
-        chosen: mean log-probs per token, so that a long response weighs as much as a short one.
+        chosen: mean log-probs per token, so that long and short responses have equal weight.
 
     Source: Pang et al. 2024, eq. 1 (arXiv:2404.19733).
     """
@@ -162,7 +162,7 @@ def chosen_nll(chosen: Tensor, *, normalizer: Normalizer = None) -> Tensor:
 def _implicit_rewards(
     chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, beta: float
 ) -> tuple[Tensor, Tensor]:
-    """β·(logprob − ref_logprob) of both: r in Rafailov et al. 2023, eq. 5, up to a term of the prompt alone."""
+    """β·(logprob − ref_logprob) of both: r in Rafailov et al. 2023, eq. 5, up to a term that depends on the prompt."""
     check_beta(beta)
     _check_pairs(chosen=chosen, rejected=rejected, ref_chosen=ref_chosen, ref_rejected=ref_rejected)
     return tuple(
@@ -172,7 +172,7 @@ def _implicit_rewards(
 
 
 def _log_odds(logprob: Tensor) -> Tensor:
-    """log(p / (1 − p)) of p = e^logprob; p is kept just below 1, where the odds have no bound."""
+    """log(p / (1 − p)) of p = e^logprob; p is clamped just below 1, where the odds diverge."""
     logprob = at_least_float32(logprob).clamp(max=-1e-6)
     return logprob - torch.log(-torch.expm1(logprob))
 
@@ -180,7 +180,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
 def _over_pairs(
     losses: Tensor, rewards: tuple[Tensor, Tensor], logprobs: tuple[Tensor, Tensor], normalizer: Normalizer
 ) -> tuple[Tensor, Metrics]:
-    """The loss over the pairs of the step, and what every pair loss tells."""
+    """The loss over the pairs of the step, and the metrics common to all pair losses."""
     _check_pairs(chosen=logprobs[0], rejected=logprobs[1])
     count = row_count(losses, normalizer)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def _over_pairs(
 
 
 def row_count(rows: Tensor, normalizer: Normalizer) -> float | Tensor:
-    """normalizer, or the rows there are; 1 where either is 0, so 0/0 is 0."""
+    """normalizer, or the number of rows; 1 if it is 0, so 0/0 is 0."""
     count = rows.numel() if normalizer is None else normalizer
     return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
 

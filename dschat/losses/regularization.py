@@ -1,4 +1,4 @@
-"""Terms beside the policy loss: divergence from the reference model, and the entropy bonus."""
+"""Regularisation terms of the policy update: KL to the reference model, and the entropy bonus."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def kl_loss(
     weights: Tensor | None = None,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
-    """Divergence from the reference model as a loss: Σ w·kl / normalizer, see advantages.kl_estimate.
+    """KL to the reference model as a loss: Σ w·kl / normalizer, see advantages.kl_estimate.
 
-    The gradient is that of the estimate on tokens which the policy at experience time sampled; their shift since then
-    is not corrected, as in GRPO. estimator, clip: those of kl_estimate.
+    Tokens were sampled by the policy at experience time; the gradient is not importance-corrected for later updates,
+    as in GRPO. estimator, clip: those of kl_estimate.
 
     Returns:
-        loss: scalar, nats; gradient into logprobs alone.
-        metrics: kl_loss (mean over tokens, not weighted).
+        loss: scalar, nats; only logprobs receives a gradient.
+        metrics: kl_loss (unweighted mean over tokens).
     """
     kl = kl_estimate(logprobs, ref_logprobs.detach(), estimator, response_mask=response_mask, clip=clip)
     return _weighted(kl, response_mask, "kl_loss", weights, normalizer)
@@ -36,14 +36,14 @@ def kl_loss(
 def entropy_bonus(
     entropy: Tensor, response_mask: Tensor, *, weights: Tensor | None = None, normalizer: Normalizer = None
 ) -> tuple[Tensor, Metrics]:
-    """Mean entropy of the distributions that tokens are drawn from, to be maximised: Σ w·H / normalizer.
+    """Mean entropy of the policy's token distributions, to be maximised: Σ w·H / normalizer.
 
     Args:
         entropy: [B, T] float, nats, with gradient.
 
     Returns:
         bonus: scalar, nats.
-        metrics: entropy_bonus (mean over tokens, not weighted).
+        metrics: entropy_bonus (unweighted mean over tokens).
 
     Source: Schulman et al. 2017, eq. 9 (arXiv:1707.06347).
     """

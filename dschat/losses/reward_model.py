@@ -23,12 +23,12 @@ def pairwise_loss(
     Args:
         chosen_scores, rejected_scores: [B] float, one score per sequence, at its last real token.
         margin: [B] float, how much better the chosen one is, in units of score; None is 0.
-        centering_coef: weight that keeps scores centred at 0, which the pairs alone leave open.
-        normalizer: pairs of the whole step (see the top of this module).
+        centering_coef: weight of the term that centres scores at 0, an offset that pairs do not determine.
+        normalizer: pairs of the whole step (see dschat.losses.normalizer).
 
     Returns:
         loss: scalar.
-        metrics: accuracy (share of pairs with c > r; margin plays no part, a tie is wrong), chosen_score,
+        metrics: accuracy (share of pairs with c > r; margin is ignored, a tie counts as wrong), chosen_score,
             rejected_score, margin (mean c − r).
 
     Raises:

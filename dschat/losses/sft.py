@@ -14,8 +14,8 @@ def sft_loss(logprobs: Tensor, loss_mask: Tensor, *, normalizer: Normalizer = No
 
     Args:
         logprobs: [B, S] float, log-prob of token i given the tokens before it.
-        loss_mask: [B, S] bool, True on tokens to be learnt (the closing EOS too).
-        normalizer: trained tokens of the whole step (see the top of this module).
+        loss_mask: [B, S] bool, True on trained tokens (the closing EOS too).
+        normalizer: trained tokens of the whole step (see dschat.losses.normalizer).
 
     Returns:
         loss: scalar.

@@ -1,4 +1,4 @@
-"""The critic: clipped value regression, and how much of the returns it explains."""
+"""Critic losses: clipped value regression, and the explained variance of the returns."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def value_loss(
         returns: [B, T] float, the targets.
         response_mask: [B, T] bool, True on generated tokens.
         value_clip_range: ε ≥ 0, in units of reward; None does not clip.
-        normalizer: response tokens of the whole step (see the top of this module).
+        normalizer: response tokens of the whole step (see dschat.losses.normalizer).
 
     Returns:
         loss: scalar.
         metrics: value_clip_fraction (share of tokens whose clipped branch is the strictly larger one), value_mean,
             return_mean, value_error (mean (V − R)²), return_square (mean R²); the last four, summed over the step,
-            are what explained_variance takes.
+            are the inputs of explained_variance.
 
     Raises:
         ValueError: shapes that differ, a mask that is not bool, a value_clip_range or normalizer out of range.
@@ -68,8 +68,8 @@ def explained_variance(metrics: Metrics) -> Tensor:
     """Share of the returns' variance that the critic predicts: 1 − Var(R − V) / Var(R).
 
     Args:
-        metrics: those of value_loss, already summed over every micro-batch and rank of the step. (It does not add up
-            itself, so it comes last.)
+        metrics: those of value_loss, already summed over all micro-batches and ranks of the step. (The result itself
+            cannot be summed.)
 
     Returns:
         scalar: 1 is perfect, 0 no better than a constant, negative worse; 0 where all returns are equal.
@@ -77,6 +77,6 @@ def explained_variance(metrics: Metrics) -> Tensor:
     mean_error = metrics["return_mean"] - metrics["value_mean"]
     error_variance = metrics["value_error"] - mean_error.square()
     variance = metrics["return_square"] - metrics["return_mean"].square()
-    # E[R²] − E[R]² of equal returns is rounding noise, not exactly 0.
+    # E[R²] − E[R]² of equal returns is a rounding error, not exactly 0.
     varied = variance > 1e-6 * metrics["return_square"]
     return torch.where(varied, 1 - error_variance / variance, 0.0)

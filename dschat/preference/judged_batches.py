@@ -1,10 +1,10 @@
-"""Preference pairs on disk while they are made: judged batches are appended, the whole appears at the end.
+"""Resumable storage of preference pairs: judged batches are appended to part files, merged into one file at the end.
 
-OUTPUT_DIR/preferences.part/         while it is unfinished
-    settings.json                    what decides about the pairs
-    rank-00000.jsonl, …              a line a batch, of each rank, synced before the next is begun
+OUTPUT_DIR/preferences.part/         while the run is unfinished
+    settings.json                    settings that determine the pairs
+    rank-00000.jsonl, …              one line per batch, one file per rank, fsynced after each batch
 OUTPUT_DIR/preferences.jsonl         once every batch is judged, by an atomic rename
-OUTPUT_DIR/preferences.settings.json what they were made with, so that --resume auto knows them to be finished
+OUTPUT_DIR/preferences.settings.json settings of the finished file, by which --resume auto recognises it
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.se
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """The answers to a batch of prompts, judged.
+    """The pairs made from one batch of prompts.
 
     Attributes:
-        indices: of its prompts in the data.
+        indices: indices of its prompts in the data.
         pairs: (index of the prompt, row of the preference file), in the order of `indices`.
-        scored, unscored: how many of the answers got a score, and how many got none.
+        scored, unscored: number of responses with and without a score.
     """
 
     indices: list[int]
@@ -40,22 +40,22 @@ class JudgedBatch:
 
 
 class JudgedBatches:
-    """The part file of this rank, and what was judged before it was opened.
+    """The part file of this rank, and the batches judged before the run was resumed.
 
     Attributes:
-        earlier: batches of the run that is gone on with, of all ranks; each prompt is in one of them at most.
-        finished: nothing is left to be done: OUTPUT_DIR/preferences.jsonl is there, made with the same settings.
+        earlier: batches of the resumed run, of all ranks; each prompt is in at most one of them.
+        finished: True if OUTPUT_DIR/preferences.jsonl exists and was made with the same settings.
     """
 
     def __init__(self, output_dir: str | Path, settings: Mapping[str, Any], *, resume: bool, overwrite: bool) -> None:
-        """Begin, or go on. A collective.
+        """Start or resume. A collective.
 
         Args:
-            settings: JSON-serialisable: what decides about the pairs.
-            resume: go on with the part files that are there; without it they are moved aside.
+            settings: settings that determine the pairs, JSON-serialisable.
+            resume: continue from existing part files; without it they are moved aside.
             overwrite: a finished preferences.jsonl may be replaced (at the end, when the new one is complete).
 
-        Raises: ValueError on every rank: a finished file may not be replaced, or other settings made what is there.
+        Raises: ValueError on every rank if a finished file may not be replaced, or existing files have other settings.
         """
         self.folder = Path(output_dir)
         self.path = self.folder / PART / f"rank-{collectives.rank():05d}.jsonl"
@@ -70,17 +70,17 @@ class JudgedBatches:
         problem, self.finished = collectives.all_gather_objects((problem, self.finished))[0]
         if problem:
             raise ValueError(problem)
-        # Folders of nodes may differ: one process of each reads what it sees.
+        # Nodes may have separate disks: one process of each node reads its part files.
         found = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
         self.earlier = without_repeats(collectives.all_gather_lists(found))
 
     def append(self, batch: JudgedBatch) -> None:
-        """Write a batch so that it outlasts this process and the machine. Raises OSError if it cannot."""
+        """Append a batch and fsync it. Raises OSError if that fails."""
         self.path.parent.mkdir(exist_ok=True)
         is_new = not self.path.exists()
         with self.path.open("ab", buffering=0) as file:
             before = file.tell()
-            after_cut = before and _last_byte(self.path) != b"\n"  # by a kill
+            after_cut = before and _last_byte(self.path) != b"\n"  # the process was killed while writing
             line = b"\n" * after_cut + _line(batch)
             try:
                 failpoint.reached("judging")
@@ -95,7 +95,7 @@ class JudgedBatches:
         failpoint.reached("judged")
 
     def finish(self, rows: Iterable[Mapping[str, Any]]) -> Path:
-        """Make the final file and remove the parts; of the main rank. Raises OSError; the parts are kept then."""
+        """Write the final file, then remove the parts; main rank only. On OSError the parts are kept."""
         final, temporary = self.folder / FINAL, self.folder / f".{FINAL}.tmp"
         try:
             with temporary.open("w", encoding="utf-8") as file:
@@ -107,14 +107,14 @@ class JudgedBatches:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        failpoint.reached("pairs_renamed")  # killed here, the parts make the same file again
+        failpoint.reached("pairs_renamed")  # if killed here, resuming rebuilds the same file from the parts
         (self.folder / PART / "settings.json").replace(self.folder / SETTINGS)
         shutil.rmtree(self.folder / PART)
         _sync_folder(self.folder)
         return final
 
     def _begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
-        """Whether everything is done already; else the part folder stands."""
+        """Return whether the run is already finished; otherwise prepare the part folder."""
         final, part = self.folder / FINAL, self.folder / PART
         if resume and (part / "settings.json").is_file():
             _same_settings(part / "settings.json", settings)
@@ -137,12 +137,12 @@ class JudgedBatches:
 
 
 def already_there(final: Path) -> str:
-    """The message about a finished file that nobody has allowed to be replaced."""
+    """The error message for a finished file when --overwrite is not given."""
     return f"{final} is there already: name another --output_dir, or say --overwrite"
 
 
 def read_parts(folder: Path) -> list[JudgedBatch]:
-    """The batches of all part files; a line that is cut or damaged is none: its batch is made again."""
+    """The batches of all part files; truncated or damaged lines are skipped, so those batches are made again."""
     batches = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -155,7 +155,7 @@ def read_parts(folder: Path) -> list[JudgedBatch]:
 
 
 def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
-    """The batches less those whose prompts were judged in one before: nodes that share a disk all read the same."""
+    """The batches without those whose prompts an earlier one contains: nodes with a shared disk read the same files."""
     seen: set[int] = set()
     kept = []
     for batch in batches:
@@ -166,10 +166,10 @@ def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
 
 
 def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatch]) -> list[list[int]]:
-    """Indices of the prompts that are still to be asked, in batches.
+    """Batches of indices of the remaining prompts.
 
-    Where batches are cut does not depend on what is done, nor on the number of processes, so that a batch that is
-    made later is the one that it would have been.
+    Batch boundaries depend neither on the finished batches nor on the number of processes, so that a resumed run has
+    the same batches as an uninterrupted one.
     """
     done = {index for batch in earlier for index in batch.indices}
     cut = [range(start, min(start + batch_size, prompts)) for start in range(0, prompts, batch_size)]
@@ -194,7 +194,7 @@ def _batch_of(line: bytes) -> JudgedBatch | None:
 
 
 def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ValueError that names what differs."""
+    """Raise ValueError naming the settings that differ."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         changed = [f"{name} was {before.get(name)} and is {now}" for name, now in settings.items()

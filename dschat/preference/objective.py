@@ -1,4 +1,4 @@
-"""Preference losses as objectives of dschat.runs.fit: batches → log-probs of responses → loss of the whole step."""
+"""Preference losses as objectives for dschat.runs.fit: batches → log-probs of responses → loss of the whole step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dschat.runs.fit import Batch, Objective, evaluation_means
 
 
 def preference_objective(preference: arguments.PreferenceArguments, *, pad_token_id: int) -> Objective:
-    """What a step with these settings minimises."""
+    """The training objective for these settings."""
     unpaired = preference.kind == "unpaired"
     preparations = []
     if preference.reference == "adapters_off" and not preference.reference_free:
@@ -47,7 +47,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
 
 
 def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
-    """The loss of pairs with its settings, as Objective.loss_of."""
+    """The configured pair loss, as Objective.loss_of."""
     smoothing = {"label_smoothing": preference.label_smoothing}
     losses = {
         "dpo": partial(dpo_loss, **smoothing),
@@ -62,7 +62,7 @@ def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tup
         loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
         reference_free=preference.reference_free,
         of_means=preference.takes_means,
-        # ORPO has this term already, with weight 1.
+        # ORPO already includes this term, with weight 1.
         sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
     )
 
@@ -81,7 +81,7 @@ def pairwise(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]],
     reference_free: bool, of_means: bool, sft_coef: float,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
-    """The loss over the pairs of the whole step, chosen and rejected in one forward pass."""
+    """The loss normalised by the pairs of the whole step; chosen and rejected share one forward pass."""
     real = batch["pair_mask"]
     logprobs, references = pair_logprobs(engine, batch)[real], batch["ref_logprobs"][real]  # [B, 2]
     lengths = _chosen_and_rejected(batch["loss_mask"].sum(dim=1))[real].clamp(min=1)  # [B, 2]
@@ -96,14 +96,14 @@ def pairwise(
 def single(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, rows: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]]
 ) -> tuple[Tensor, Metrics]:
-    """KTO over the single responses of the whole step, whose KL and share of desirable rows `reference_point` found."""
+    """KTO over the single responses of the whole step; `reference_point` computes KL and share of desirable rows."""
     real = batch["row_mask"]
     logprobs = _own_logprobs(engine, batch)[real]  # [B]
     loss, metrics = loss_fn(
         logprobs, batch["ref_logprobs"][real, 0], batch["desirable"][real], kl=batch["kl"],
         desirable_share=batch["desirable_share"], normalizer=rows,
     )  # fmt: skip
-    return loss, metrics | {"kl": batch["kl"] * real.sum() / rows}  # each micro-batch tells its part
+    return loss, metrics | {"kl": batch["kl"] * real.sum() / rows}  # micro-batch metrics are summed
 
 
 def pair_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
@@ -131,18 +131,18 @@ def prepared(
 def reference_without_adapters(
     engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, score: Callable[..., Tensor]
 ) -> Iterable[Batch]:
-    """The micro-batches with log-probs of the model as it is without its adapters."""
+    """Add reference log-probs to the micro-batches: those of the model with its adapters disabled."""
     engine.eval()
     for batch in batches:
         watchdog.phase("reference")
         with torch.no_grad(), without_adapters(engine.module):
             found = score(engine, batch)
-        yield batch | {"ref_logprobs": found}  # not inside: the caller would run without adapters, too
+        yield batch | {"ref_logprobs": found}  # outside the context, else the caller would run without adapters
 
 
 @torch.no_grad()
 def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch]) -> list[Batch]:
-    """The micro-batches with KTO's KL (`kl`, nats) and `desirable_share`, both of all of them on all ranks."""
+    """Add KTO's KL (`kl`, nats) and `desirable_share` to the micro-batches, both over all of them on all ranks."""
     batches = list(batches)
     engine.eval()
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
@@ -167,5 +167,5 @@ def _mismatched_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Ten
 
 
 def _chosen_and_rejected(values: Tensor) -> Tensor:
-    """[2B], the chosen first → [B, 2]."""
+    """[2B] (chosen first, then rejected) → [B, 2]."""
     return torch.stack(values.chunk(2), dim=1)

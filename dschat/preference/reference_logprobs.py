@@ -1,13 +1,13 @@
-"""Log-probs of a frozen reference for every row of a run: computed once, kept on disk, the model let go.
+"""Reference log-probs for every row of a run: computed once, cached on disk, after which the model is freed.
 
-The policy starts as the reference, so before the first update every log-ratio is 0. It is exactly 0 here: low bits of
-a row's log-prob depend on the rows it shares a forward pass with, and on the padding, so the reference scores rows in
-the micro-batches in which training sees them first, and those of evaluation in evaluation's. The price: another cut
-(world size, micro-batch, seed) is another file, whose numbers differ by rounding. From the second epoch on the
-company changes, and the policy's low bits with it.
+The policy starts as the reference, so before the first update every log-ratio is exactly 0. The low bits of a row's
+log-prob depend on padding and on the other rows of its forward pass, so the reference is evaluated on the same
+micro-batches as training's first epoch (and as evaluation). Hence another split into micro-batches (world size,
+micro-batch size, seed) needs another cache file, which differs by rounding. From the second epoch on micro-batches
+are reshuffled, and the policy's low bits differ.
 
-A folder `reference-<fingerprint>` lies beside the prepared rows; the fingerprint covers the weights, the rows, the
-cut, precision and device. One that is not as its manifest says is made again (see verified_folder).
+The cache is a folder `reference-<fingerprint>` beside the prepared rows; the fingerprint covers weights, rows, split,
+precision and device. One that does not match its manifest is computed again (see verified_folder).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_reference_logprobs(
     splits: DataSplits, objective: Objective, *, score: Score, load: Callable[[dict[str, Any]], nn.Module], path: str,
     folder: str, settings: arguments.PreferenceSettings,
 ) -> DataSplits:  # fmt: skip
-    """The splits with a column `ref_logprobs`, [rows, 2] in nats, NaN for rows that this run never sees.
+    """Add a column `ref_logprobs` to the splits: [rows, 2] in nats, NaN for rows that this run never uses.
 
     Args:
         score: (engine, micro-batch) → [B, 2] float32, without gradient.
@@ -56,7 +56,7 @@ def with_reference_logprobs(
     model, devices = settings.model, settings.devices
     batches, total = schedule(splits.train, settings)
     steps = [batches.step(step) for step in range(min(total, len(batches)))]
-    if total > len(batches):  # later epochs see the rows that filled no step of the first
+    if total > len(batches):  # later epochs use rows left over from the first
         left = sorted(set(range(len(splits.train))) - {row for step in steps for row in step})
         size = batches.global_batch_size
         steps += [left[start : start + size] for start in range(0, len(left), size)]
@@ -117,14 +117,14 @@ def _scores(
             mine[indices] = found[: len(indices)].double()
         if collectives.is_main() and number in (len(steps), *range(100, len(steps), 100)):
             print(f"reference log-probs of {name} rows: {number}/{len(steps)} batches", flush=True)
-    table = collectives.sum_over_ranks(mine)  # every row is scored by one rank, and 0 on the others
+    table = collectives.sum_over_ranks(mine)  # each row is computed on one rank and 0 on the others
     seen = torch.zeros(len(rows), dtype=torch.bool)
     seen[[row for step in steps for row in step]] = True
     return torch.where(seen[:, None], table.cpu(), torch.nan).float()
 
 
 def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> str:
-    """Of all that decides about the bits; the main rank reads weights and rows."""
+    """Digest of everything that affects the values bitwise; the main rank reads weights and rows."""
     name = None
     if collectives.is_main():
         decisive = {

@@ -1,1 +1,1 @@
-"""What scores a response: models, functions, rules, services, and their weighted sum."""
+"""Reward sources that score responses: models, functions, rules, services, and their weighted sum."""

@@ -1,4 +1,4 @@
-"""What the answer of a response is: its last number, boxed formula, tag, or text."""
+"""Extracts the final answer of a response: its last number, boxed formula, tag, or whole text."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dschat.data.marked_answers import last_boxed, last_tagged
 from dschat.rewards.math.latex import clean_latex, one_line
 
 Extraction = Literal["last_number", "boxed", "text", "tag"]
-# A sign belongs to a number unless something that could be subtracted from stands right before it, as in "17-4".
+# A sign is part of the number unless directly preceded by an operand, as in "17-4".
 _NUMBER = re.compile(
     r"(?:(?<![\w.)\]}])[-+\u2212])?"
     r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\w)\.[0-9]+)"
     r"(?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z])|/0*[1-9][0-9]*)?"
 )
 LONGEST_FORMULA = 2000  # characters
-_LONGEST_NUMBER = 300  # characters: Python refuses to read integers of more than 4,300 digits
+_LONGEST_NUMBER = 300  # characters: Python does not parse integers of more than 4,300 digits
 
 
 def extract_answer(text: str, how: Extraction) -> str | None:
-    """The answer that a response gives, written so that equal answers are equal texts; None if it gives none.
+    """The final answer of a response, normalised so that equal answers are equal strings; None if there is none.
 
     Args:
-        how: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed: what the
-            last \\boxed{} holds; tag: what the last <answer></answer> holds; text: all of it, but for case and white
-            space.
+        how: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed: content
+            of the last \\boxed{}; tag: content of the last <answer></answer>; text: the whole response, with case and
+            white space normalised.
     """
     if how == "last_number":
         number = last_number(text)
@@ -41,15 +41,15 @@ def extract_answer(text: str, how: Extraction) -> str | None:
 
 
 def plain_text(text: str, *, case: bool = False) -> str:
-    """The text with single spaces, without any at its ends; lower case unless case matters."""
+    """The text with white space collapsed and stripped; lower case unless `case` is True."""
     joined = " ".join(text.split())
     return joined if case else joined.casefold()
 
 
 def plain_math(text: str) -> str:
-    """A formula in one spelling (see latex_answers), without percent signs; a number as a fraction in lowest terms.
+    """A normalised formula (see math.latex), without percent signs; a number as a fraction in lowest terms.
 
-    One of more than LONGEST_FORMULA characters is only rid of its white space: finding its spelling would take seconds.
+    Of formulas longer than LONGEST_FORMULA only the white space is removed: normalising them would take seconds.
     """
     if len(text) > LONGEST_FORMULA:
         return "".join(text.split())
@@ -65,7 +65,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def exact_number(value: object) -> Fraction | None:
-    """The number that a value is: an int, a float, or a text that is a number and nothing else; otherwise None."""
+    """Convert an int, a float, or a text that is exactly one number; otherwise None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
     if isinstance(value, (int, float)):

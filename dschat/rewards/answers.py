@@ -1,4 +1,4 @@
-"""A batch of answered prompts, as reward sources see it."""
+"""Input of the reward sources: a batch of prompts with their responses."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dschat.data.chat_template import Message
 
 @dataclass(frozen=True)
 class Answers:
-    """B responses and what was asked.
+    """B prompts and their responses.
 
     Attributes:
-        messages: the prompts as chats.
-        responses: their texts, without special tokens.
-        token_ids: their tokens, the EOS included.
-        rows: other columns of the prompts' data rows, such as the true answer.
-        ended: False where a response was cut instead of ending by an EOS.
-        max_tokens: longest response allowed, the EOS included.
+        messages: prompts as chat messages.
+        responses: response texts, without special tokens.
+        token_ids: response tokens, the EOS included.
+        rows: other columns of the prompts' data rows, such as the reference answer.
+        ended: False where a response was truncated instead of ending with an EOS.
+        max_tokens: maximum response length, the EOS included.
     """
 
     messages: list[list[Message]]
@@ -33,11 +33,11 @@ class Answers:
 
     @property
     def prompts(self) -> list[str]:
-        """The texts of each prompt's messages, a line each."""
+        """The texts of each prompt's messages, one per line."""
         return [prompt_text(chat) for chat in self.messages]
 
     def part(self, which: slice) -> Answers:
-        """Some of them."""
+        """A slice of the batch."""
         columns = {name: values[which] for name, values in vars(self).items() if name != "max_tokens"}
         return Answers(**columns, max_tokens=self.max_tokens)
 

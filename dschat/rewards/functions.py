@@ -1,4 +1,4 @@
-"""Python functions that score responses: found in files of users, called with what they name, held to their word."""
+"""User-defined Python reward functions: loads them, passes the arguments they name, validates what they return."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 from dschat.rewards.answers import Answers, prompt_text
 
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
-RewardFunction = Callable[..., Any]  # of some of GIVEN, and of options with defaults → a number or None each
+RewardFunction = Callable[..., Any]  # (some of GIVEN, options with defaults) → a number or None per response
 
 GIVEN = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
-_LARGEST = 3.4e38  # of float32, in which scores are kept
+_LARGEST = 3.4e38  # largest float32, the dtype of scores
 
 
 def load_judge(source: str) -> Judge:
-    """The function behind "FILE.py:FUNCTION".
+    """Load the function "FILE.py:FUNCTION".
 
     It is called as judge(prompts, responses, rows) with equally long lists (texts, texts, dicts of the prompt rows'
     other columns) and returns one number for each response.
 
-    Raises: ValueError if the file or the function is not there, or the file cannot be imported.
+    Raises: ValueError if the file or the function does not exist, or the file cannot be imported.
     """
     path, _, name = source.partition(":")
     if not Path(path).is_file() or Path(path).suffix != ".py":
@@ -38,16 +38,16 @@ def load_judge(source: str) -> Judge:
     return function
 
 
-@functools.cache  # a judge and a reward of one file share what it keeps, and it is imported once
+@functools.cache  # a judge and a reward from one file share its module state
 def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"judge_{path.stem}", path)
     module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle need the module there
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a user's file raises, sys.exit too
+    except BaseException as error:  # a user's file may raise anything, SystemExit too
         raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error}): mend it first") from error
     return module
 
@@ -55,7 +55,7 @@ def _module(path: Path) -> ModuleType:
 def judge_scores(
     judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
 ) -> list[float]:
-    """What a judge says of responses. A prompt is shown to it as the text of its messages, a line each.
+    """Call a judge on responses. Each prompt is passed as the text of its messages, one per line.
 
     Raises: ValueError if it does not return one finite number for each response.
     """
@@ -64,9 +64,9 @@ def judge_scores(
 
 
 def with_options(function: RewardFunction, options: Mapping[str, str]) -> RewardFunction:
-    """The function with options from a query string, read as what their defaults are: bool, int, float or text.
+    """Bind options from a query string to the function, parsed by the type of their defaults: bool, int, float or str.
 
-    Raises: ValueError for an option that it does not have, or whose value cannot be read.
+    Raises: ValueError for an unknown option, or a value that cannot be parsed.
     """
     known = {
         name: parameter for name, parameter in inspect.signature(function).parameters.items()
@@ -98,9 +98,9 @@ def _read(name: str, text: str, default: Any) -> Any:
 
 
 def named_arguments(function: RewardFunction) -> list[str] | None:
-    """Which of GIVEN a function wants by name; None: it is called as judges are, with prompts, responses, rows.
+    """The names of GIVEN among a function's parameters; None: it is called like a judge, with prompts, responses, rows.
 
-    Raises: ValueError if it requires what is not there.
+    Raises: ValueError if it has a required parameter that is not available.
     """
     parameters = inspect.signature(function).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
@@ -109,7 +109,7 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if set(required) <= set(named) and (named or inspect.Parameter.VAR_KEYWORD in kinds):
         return list(GIVEN) if inspect.Parameter.VAR_KEYWORD in kinds else named
-    # Other names than ours: three of them are a judge's.
+    # Up to three parameters with other names: called like a judge.
     if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
         return None
     raise ValueError(f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(GIVEN)}")
@@ -118,7 +118,7 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
 def call_reward_function(
     function: RewardFunction, answers: Answers, *, who: str
 ) -> list[float] | Awaitable[list[float]]:
-    """What a function says of the answers, NaN where it has no opinion (None); awaitable if the function is async.
+    """Call a reward function: scores of the answers, NaN where it returns None; awaitable if the function is async.
 
     Raises: ValueError if it does not return a finite number, or None, for each answer.
     """

@@ -1,7 +1,7 @@
-"""reasoning-gym's scorers, kept from running what a model wrote.
+"""Prevents reasoning-gym's scorers from executing model output.
 
-Several of them hand an answer to `eval`, or to sympy's `parse_expr`, which evaluates it as Python. In their modules
-these names are bound to functions that take literals, arithmetic and formulas, and refuse everything else.
+Several of them pass an answer to `eval`, or to sympy's `parse_expr`, which evaluates it as Python. In their modules
+these names are rebound to functions that accept literals, arithmetic and formulas, and reject everything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 LONGEST = 10_000  # characters of an answer
-LARGEST_BITS = 4096  # of an integer on the way
+LARGEST_BITS = 4096  # of an intermediate integer
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
@@ -34,7 +34,7 @@ _LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.INDENT, t
 
 
 def evaluate_literal(text: str, *_: Any) -> Any:
-    """`eval` of literals, and of arithmetic on numbers.
+    """Safe `eval` for literals and arithmetic on numbers.
 
     Raises: ValueError for anything else, and for numbers of more than LARGEST_BITS; SyntaxError.
     """
@@ -70,9 +70,9 @@ def _number(node: ast.expr) -> int | float:
 
 
 def parse_formula(text: str, *arguments: Any, **options: Any) -> Any:
-    """sympy's parse_expr of numbers, symbols, operators, and calls of elementary functions.
+    """Safe version of sympy's parse_expr for numbers, symbols, operators, and calls of elementary functions.
 
-    Raises: ValueError for anything else; what sympy raises.
+    Raises: ValueError for anything else; exceptions of sympy.
     """
     from sympy.parsing.sympy_parser import parse_expr
 
@@ -104,7 +104,7 @@ def _check_formula(text: str) -> None:
 
 
 class _GuardedSympy(types.ModuleType):
-    """sympy, but for its parser."""
+    """sympy with its parser replaced."""
 
     parse_expr = staticmethod(parse_formula)
 
@@ -113,7 +113,7 @@ class _GuardedSympy(types.ModuleType):
 
 
 def guard_scorers() -> None:
-    """Bind `eval` and sympy's parser to the guarded ones in every module of reasoning-gym that is loaded."""
+    """Rebind `eval` and sympy's parser to the safe versions in every loaded module of reasoning-gym."""
     sympy = sys.modules.get("sympy")
     guarded = _GuardedSympy("sympy")
     for module_name, module in list(sys.modules.items()):

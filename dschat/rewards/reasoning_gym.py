@@ -1,4 +1,4 @@
-"""Scores of the tasks of reasoning-gym, by the tasks' own programs."""
+"""Scores responses to reasoning-gym tasks with the tasks' own scorers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _NO_ANSWERS = ("", "I do not know.")
 def reasoning_score(
     prompts: Sequence[str], responses: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> list[float | None]:
-    """How right each response is, in [0, 1]; None where the row is of no task of reasoning-gym.
+    """Correctness of each response, in [0, 1]; None where the row is not a reasoning-gym task.
 
-    The answer is what stands between the last <answer> and </answer>, else the whole response. It earns nothing if a
-    text without any answer would earn as much (some tasks pay a little for any text), if the task's scorer raises
-    (a warning says so, once for each task and kind of error), or if the score is not finite.
+    The answer is the text between the last <answer> and </answer>, else the whole response. It scores 0 if a text
+    without an answer would score as much (some tasks give any text a small score), if the task's scorer raises
+    (with one warning per task and kind of error), or if the score is not finite.
 
     Args:
-        prompts: not read; judges are given them.
-        rows: as `ReasoningTask.rows` made them, the way through the prepared data included.
+        prompts: unused; part of the signature of a judge.
+        rows: as made by `ReasoningTask.rows`, directly or from the prepared data.
     """
     raised: Counter[tuple[str, str]] = Counter()
     scores = [_score(answer_of(text), row, raised) for text, row in zip(responses, rows, strict=True)]
@@ -46,12 +46,12 @@ def _score(answer: str, row: Mapping[str, Any], raised: Counter[tuple[str, str]]
     if answer == row["answer"]:
         return 1.0
     task, entry = task_of(row["reasoning_task"]), entry_of(row)
-    guard_scorers()  # before an answer is scored: some scorers would run it
+    guard_scorers()  # before scoring: some scorers would execute the answer
     scores = []
     for text in (answer, *_NO_ANSWERS):
         try:
             score = float(task.score_answer(text, entry))
-        except Exception as error:  # the scorers are not ours: they may raise anything
+        except Exception as error:  # third-party scorers may raise anything
             if text is answer:
                 raised[row["reasoning_task"], type(error).__name__] += 1
             score = 0.0

@@ -1,4 +1,4 @@
-"""Asking functions and services of users that may raise, hang or answer nonsense."""
+"""Retries and timeouts for user-defined reward functions and services, which may raise, hang or return bad values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dschat.distributed import watchdog
 from dschat.distributed.terminal import printable
 from dschat.rewards.functions import Judge, judge_scores
 
-SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds, of what a service asks for
-LONGEST_BACKOFF = 8.0  # seconds between two tries of ours: a service that is back is noticed soon
+SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds, bounds of a service's Retry-After
+LONGEST_BACKOFF = 8.0  # seconds, without Retry-After: short, to detect a recovered service soon
 REFUSALS_UNTIL_WARNING = 4  # 3.5 s
-LONGEST_WAIT = 2.0**21  # seconds (24 days) that sockets and locks can count; more is no limit
+LONGEST_WAIT = 2.0**21  # seconds (24 days), what sockets and locks support; more means no limit
 
 
 class Unavailable(ConnectionError):
-    """A service that cannot be reached, or answers later; `seconds`: when it wants to be asked again, if it said so."""
+    """A service that cannot be reached or is busy; `seconds`: its Retry-After, or None."""
 
     def __init__(self, message: str, *, seconds: float | None = None) -> None:
         super().__init__(message)
@@ -30,33 +30,33 @@ class Unavailable(ConnectionError):
 
 
 class NoScores(RuntimeError):
-    """So many calls in a row gave no score at all that going on makes no sense."""
+    """Too many consecutive calls returned no score at all."""
 
 
 class RetryPolicy:
-    """How long an answer is waited for, and how often it is asked for again.
+    """Timeout and number of retries for calls of reward functions and services.
 
     Args:
-        seconds: for one call; a call that takes longer is left alone (its thread goes on until it ends by itself). Also
-            how long a service is asked again that cannot be reached or is busy: at the pace that it asks for, else
-            after 0.5 s, then twice as long each time, at most 8 s. inf: no limit.
-        retries: further calls after the first, of one that was reached and failed.
-        max_failed_calls: raise NoScores when so many calls of `scores` in a row, for one source, gave no score at all;
-            None: never.
+        seconds: timeout of one call; one that takes longer is abandoned (its thread runs until it ends by itself). Also
+            how long a service that cannot be reached or is busy is retried: after its Retry-After, else after 0.5 s,
+            doubling up to 8 s. inf: no limit.
+        retries: further calls after the first, for a source that was reached and failed.
+        max_failed_calls: raise NoScores after this many consecutive calls of `scores` without any score, for one
+            source; None: never.
 
-    Raises: ValueError for seconds that are not above 0, or fewer than 0 retries.
+    Raises: ValueError if seconds is not above 0, or retries is below 0.
     """
 
     def __init__(self, *, seconds: float, retries: int, max_failed_calls: int | None = None) -> None:
         if not seconds > 0 or retries < 0:
             raise ValueError(f"{seconds} seconds and {retries} retries: must be above 0, and at least 0")
         self.seconds, self.retries, self.max_failed_calls = seconds, retries, max_failed_calls
-        self._failed_calls: Counter[str] = Counter()  # of each source, in a row
+        self._failed_calls: Counter[str] = Counter()  # consecutive ones, by source
 
     def judge_scores(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
     ) -> list[float | None]:
-        """The judge's score of each response; None for those that it would not score."""
+        """The judge's score of each response; None where it gave none."""
         return self.scores(
             lambda part: judge_scores(judge, messages[part], responses[part], rows[part]), len(responses),
             who="the judge",
@@ -65,14 +65,14 @@ class RetryPolicy:
     def scores(
         self, ask: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, who: str
     ) -> list[float | None]:
-        """The score of each response; None for those that it would not score.
+        """The score of each response; None where the source gave none.
 
-        After the retries, one that raised or gave a wrong answer is asked about each response alone, once, so that
-        one bad response costs one score. One that hung, refused us or cannot be reached is not: it gave no score.
+        If all retries raised or returned invalid values, the source is called once for each response separately, so
+        that one bad response loses one score only. After a timeout, a refusal or a failed connection it is not.
 
         Args:
-            ask: the scores of some of the responses.
-            who: is asked, for the warning.
+            ask: computes the scores of a slice of the responses.
+            who: name of the source, for the warning.
 
         Raises: NoScores, see max_failed_calls.
         """
@@ -82,7 +82,7 @@ class RetryPolicy:
             return found
         except (TimeoutError, Unavailable, PermissionError) as error:
             found, problem = [None] * count, error
-        except Exception as error:  # whatever a user's function raises
+        except Exception as error:  # a user's function may raise anything
             found, problem = self._alone(ask, count, error)
         message = f"warning: {who} gave no score to {found.count(None)} of {count} responses"
         print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
@@ -96,7 +96,7 @@ class RetryPolicy:
         return found
 
     def _insisted(self, call: Callable[[], Any], *, who: str) -> list[float]:
-        """The result of a call that is made again where it fails. Raises what its last failure was."""
+        """Call with retries; raises the last error."""
         deadline, failures, refusals = time.monotonic() + self.seconds, 0, 0
         while True:
             try:
@@ -113,7 +113,7 @@ class RetryPolicy:
                           file=sys.stderr, flush=True)  # fmt: skip
                 time.sleep(pause)
                 watchdog.progress()
-            except Exception:  # whatever a user's function raises
+            except Exception:  # a user's function may raise anything
                 failures += 1
                 if failures > self.retries:
                     raise
@@ -121,10 +121,10 @@ class RetryPolicy:
     def _alone(
         self, ask: Callable[[slice], Any], count: int, problem: Exception
     ) -> tuple[list[float | None], Exception]:
-        """The score of each response asked about alone, None where that fails, and the last problem.
+        """Score each response in a call of its own, None where that fails; also returns the last error.
 
         Args:
-            problem: of asking about all of them.
+            problem: error of the call for the whole batch.
         """
         found: list[float | None] = []
         for number in range(count):
@@ -139,12 +139,12 @@ class RetryPolicy:
 
 
 def pause_before_retry(asked_for: float | None, refusals: int, *, left: float) -> float | None:
-    """Seconds to wait before a service that was not available is asked again; None: its time is up.
+    """Seconds to wait before retrying an unavailable service; None: give up.
 
     Args:
-        asked_for: what the service wants to be waited for (Retry-After), if it said so.
-        refusals: how often it was not available before, without saying for how long.
-        left: seconds until its time is up; the last try without a Retry-After is made then.
+        asked_for: the service's Retry-After in seconds, or None.
+        refusals: earlier failures without a Retry-After.
+        left: seconds until the deadline; without a Retry-After the last retry is made then.
     """
     if asked_for is not None:
         pause = min(max(asked_for, SHORTEST_PAUSE), LONGEST_PAUSE)
@@ -154,18 +154,18 @@ def pause_before_retry(asked_for: float | None, refusals: int, *, left: float) -
 
 
 def timeout_of(seconds: float) -> float | None:
-    """Seconds as sockets, locks and asyncio take them: None where there is no limit, or one beyond what they count."""
+    """Timeout for sockets, locks and asyncio: None for no limit, or for one above LONGEST_WAIT."""
     return seconds if seconds < LONGEST_WAIT else None
 
 
 def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
-    """The result of a call, waited for so long. An awaitable is awaited, and cancelled when its time is up.
+    """The result of a call, with a timeout. An awaitable is awaited, and cancelled at the timeout.
 
-    A call that leaves by SystemExit, or by anything else that is no Exception, has failed: it must not end the run.
+    SystemExit, or any other BaseException that is no Exception, counts as a failure and must not end the run.
 
     Raises:
-        TimeoutError: it did not end in time; or whatever Exception the call raises.
-        RuntimeError: it raised something that is none.
+        TimeoutError: it did not finish in time; or any Exception of the call.
+        RuntimeError: it raised a BaseException that is no Exception.
     """
     result: list[Any] = []
     raised: list[BaseException] = []
@@ -174,17 +174,17 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
         try:
             value = call()
             result.append(asyncio.run(_within(value, seconds)) if inspect.isawaitable(value) else value)
-        except BaseException as error:  # handed over to the thread that waits
+        except BaseException as error:  # re-raised in the waiting thread
             raised.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # a run can end while it hangs
+    thread = threading.Thread(target=work, daemon=True)  # daemon: the run can exit while it hangs
     thread.start()
     deadline = time.monotonic() + min(seconds, LONGEST_WAIT)
     while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
         thread.join(min(left, 1.0))
-        watchdog.progress()  # the wait has an end of its own
+        watchdog.progress()  # this wait has its own timeout
     if raised:
-        # Signals reach the main thread only, so that this KeyboardInterrupt too is the call's own.
+        # Signals are delivered to the main thread only, so a KeyboardInterrupt here was raised by the call itself.
         if not isinstance(raised[0], Exception):
             raise RuntimeError(f"it raised {type(raised[0]).__name__}({raised[0]})") from raised[0]
         raise raised[0]

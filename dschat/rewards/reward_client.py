@@ -1,4 +1,4 @@
-"""Scores from a service: one POST of JSON a batch, a number for each response back."""
+"""HTTP client of reward services: one JSON POST per batch returns one score per response."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WAYS_OUT = {
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirected POST would become a GET, and the token would go where nobody meant it to."""
+    """Rejects redirects: a redirected POST would become a GET, and the token would be sent to another host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -37,19 +37,19 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]:
     """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
 
-    The environment variable DSCHAT_REWARD_TOKEN, where it is set, goes along as bearer token.
+    The environment variable DSCHAT_REWARD_TOKEN, if set, is sent as bearer token.
 
     Args:
-        seconds: that the connection may be silent; inf: no limit.
+        seconds: socket timeout; inf: no limit.
 
     Returns: scores, NaN for null.
 
     Raises:
         Unavailable: no connection, or 429, 502, 503, 504.
-        TimeoutError: it took too long.
+        TimeoutError: no response in time.
         PermissionError: 401 or 403.
-        ValueError: any other status, an answer that is not one finite number (or null) for each response, a token that
-            no header can carry.
+        ValueError: any other status, a reply that is not one finite number (or null) per response, a token that is not
+            valid in a header.
     """
     fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
     body = json.dumps(fields | {"prompts": answers.prompts}).encode()
@@ -58,7 +58,7 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
-    url = redacted(url)  # from here on it is a name in messages
+    url = redacted(url)  # only used in messages from here on
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_of(seconds)) as reply:
             text = reply.read(_LONGEST_ANSWER)
@@ -76,9 +76,9 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
 
 
 def token_of_environment() -> str | None:
-    """The token that clients send and the server wants; None where there is none.
+    """The bearer token of client and server from the environment; None if not set.
 
-    Raises: ValueError, without the token in it, if no header can carry it.
+    Raises: ValueError, which does not contain the token, if it is not valid in a header.
     """
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not (token.isascii() and token.isprintable()):
@@ -98,7 +98,7 @@ def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
 
 
 def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
-    """What an error status means to the one who asked; a service that repeats our token does not make it public."""
+    """The exception for an HTTP error status; the token is removed from the service's message."""
     with error:
         said = error.read(300).decode(errors="replace").strip()
     if token:
@@ -116,6 +116,6 @@ def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exce
 
 
 def _retry_after(headers: Message) -> float | None:
-    """Seconds of a Retry-After header; None without one, or where it names a date."""
+    """Seconds of a Retry-After header; None without one, or if it is a date."""
     value = headers.get("Retry-After", "")
     return float(value) if value.isdecimal() else None

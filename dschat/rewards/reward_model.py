@@ -1,4 +1,4 @@
-"""A reward model as it scores rollouts: it may read with another tokenizer than the actor's."""
+"""Scores rollouts with a reward model, whose tokenizer may differ from the actor's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dschat.models.positions import position_limit
 
 
 def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """True if both tokenizers turn every conversation into the same ids."""
+    """True if both tokenizers encode every conversation to the same ids."""
     return (
         one.is_fast == other.is_fast
         and one.get_vocab() == other.get_vocab()
@@ -33,10 +33,10 @@ def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> b
 def tokens_read(
     path: str, actor_path: str, *, tokens: int, add_eot_token: bool = False, trust_remote_code: bool = False
 ) -> int:
-    """Tokens that a reward model must have positions for.
+    """Number of tokens that a reward model must have positions for.
 
-    Those of prompt and response where it reads the actor's ids. Where it has a tokenizer of its own, longer
-    conversations are cut, and two are enough.
+    Prompt and response tokens if it reads the actor's ids. With a different tokenizer longer conversations are
+    truncated, so two are enough.
     """
     actor = load_tokenizer(actor_path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
     return tokens if same_text(load_tokenizer(path, trust_remote_code=trust_remote_code), actor) else 2
@@ -46,11 +46,11 @@ class RewardModel:
     """Scores whole responses with a scalar-head model.
 
     Args:
-        engine: of TokenScores.
+        engine: DeepSpeedEngine of TokenScores.
         tokenizer: the reward model's own.
-        actor_tokenizer: of the rollouts; where it differs, conversations are re-tokenised from their text.
-            Those with more tokens than the reward model can read are cut from the left, a BOS stays.
-        micro_batch_size: rows of a forward pass; None: the whole rollout.
+        actor_tokenizer: tokenizer of the rollouts; if it differs, conversations are re-tokenised from their text.
+            Those longer than the reward model's maximum are truncated on the left, keeping a BOS.
+        micro_batch_size: rows per forward pass; None: the whole rollout.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, tokenizer: PreTrainedTokenizerBase,
@@ -65,8 +65,8 @@ class RewardModel:
         """[B] float32: the score at the last token of each conversation. Under ZeRO-3 a collective.
 
         Args:
-            rollout: of the actor, B rows.
-            messages: the prompts as chat messages, for a reward model with its own tokenizer.
+            rollout: B rows sampled from the actor.
+            messages: the prompts as chat messages, used by a reward model with its own tokenizer.
         """
         if self.reads_actor_ids:
             input_ids, attention_mask = rollout.sequences, rollout.attention_mask
@@ -88,22 +88,22 @@ class RewardModel:
 
 
 def longest_sequence(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int:
-    """Tokens that a reward model can read."""
-    # RoBERTa's tokenizer knows that two positions are never used.
+    """Maximum number of tokens that a reward model supports."""
+    # RoBERTa never uses two of its positions; its tokenizer's limit accounts for that.
     return min(position_limit(config)[0] or 2**31, tokenizer.model_max_length)
 
 
 def conversation_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], response: str, *, ended: bool, max_tokens: int
 ) -> list[int]:
-    """What a reward model reads: prompt and response in its own template, the left cut off where it is too long.
+    """Encode prompt and response with the reward model's chat template, truncated on the left if too long.
 
-    Both are plain text, also where they spell control tokens of its tokenizer.
+    Both are encoded as plain text, even where they contain the text of control tokens.
 
     Args:
-        ended: False: the response was cut, so the token that closes its turn is left out.
+        ended: False if the response was truncated; the token that closes its turn is then omitted.
 
-    Raises: ValueError where the chat template refuses the messages.
+    Raises: ValueError if the chat template rejects the messages.
     """
     asked, answer = encode_answer(tokenizer, prompt, response)
     ids = asked + answer

@@ -1,7 +1,7 @@
-"""Rewards that are rules: pure functions of texts, token counts and the prompt's row, chosen by name.
+"""Rule-based rewards chosen by name: pure functions of texts, token counts and the prompt's row.
 
 Each takes some of prompts, responses, rows, token_ids, messages, ended, max_tokens (see Answers), and options, which
-may follow its name as in a query string. None is no opinion: the row has no such column.
+may follow its name as in a query string. None means no score: the row lacks the column.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Scores = list[float | None]
 
 
 def exact(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer", case: bool = False) -> Scores:
-    """1 if the response is the column's text, but for white space (and case, unless case=true); else 0."""
+    """1 if the response equals the column's text, ignoring white space (and case, unless case=true); else 0."""
     return _compared(
         responses, rows, column, lambda response, truth: plain_text(response, case=case) == plain_text(truth, case=case)
     )
@@ -33,11 +33,11 @@ def exact(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answ
 def last_number_is(
     responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer", tolerance: float = 0.0
 ) -> Scores:
-    """1 if the last number of the response is the last one of the column, to within the tolerance; else 0.
+    """1 if the last number of the response equals the last one of the column, within the tolerance; else 0.
 
-    1,000 = 1000.0, 3/4 = 0.75. A column that is no text is the number itself.
+    1,000 = 1000.0, 3/4 = 0.75. A column that is not text is the number itself.
 
-    Raises: ValueError if a column that is there holds no number, or the tolerance is negative.
+    Raises: ValueError if an existing column contains no number, or the tolerance is negative.
     """
     if tolerance < 0:
         raise ValueError(f"tolerance={tolerance}: must be at least 0")
@@ -53,10 +53,10 @@ def last_number_is(
 
 
 def boxed(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer") -> Scores:
-    """1 if what the last \\boxed{} holds is the column's answer (or what its last \\boxed{} holds); else 0.
+    """1 if the content of the last \\boxed{} equals the column's answer (or the content of its last \\boxed{}); else 0.
 
-    Numbers are compared by value, formulas by what they mean (see math_equality). One that takes seconds to compare is
-    wrong.
+    Numbers are compared by value, formulas by mathematical equality (see math.equality). A comparison that times out
+    counts as wrong.
 
     Raises: ImportError without the package math-verify.
     """
@@ -75,9 +75,9 @@ def boxed(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answ
 
 
 def tag_format(responses: Sequence[str], *, tags: str = "think,answer") -> Scores:
-    """1 if each tag is opened once and closed once, one pair after the other in this order; else 0.
+    """1 if each tag is opened and closed exactly once, the pairs in this order and not nested; else 0.
 
-    Text may stand before, between and behind the pairs.
+    Text may precede, separate and follow the pairs.
 
     Raises: ValueError for an empty list of tags.
     """
@@ -92,7 +92,7 @@ def tag_format(responses: Sequence[str], *, tags: str = "think,answer") -> Score
 def length(token_ids: Sequence[Sequence[int]], *, target: int = 0, max: int = 0) -> Scores:
     """1 for a response of `target` tokens, or of at most `max`; falls linearly to 0 at 0 and twice as many. EOS counts.
 
-    Raises: ValueError unless one of the two is given, above 0.
+    Raises: ValueError unless exactly one of the two is given, above 0.
     """
     if (target > 0) == (max > 0):
         raise ValueError("give one of target=TOKENS and max=TOKENS, above 0")
@@ -102,9 +102,9 @@ def length(token_ids: Sequence[Sequence[int]], *, target: int = 0, max: int = 0)
 
 
 def repetition(responses: Sequence[str], *, ngram: int = 3) -> Scores:
-    """A penalty in (−1, 0]: minus the share of n-grams of words that the response has said before.
+    """A penalty in (−1, 0]: minus the share of word n-grams that repeat an earlier one of the response.
 
-    −(1 − distinct n-grams / n-grams); 0 for a response with less than n words. Upper and lower case are alike.
+    −(1 − distinct n-grams / n-grams); 0 for a response with fewer than n words. Case-insensitive.
 
     Raises: ValueError unless ngram is at least 1.
     """
@@ -119,7 +119,7 @@ def repetition(responses: Sequence[str], *, ngram: int = 3) -> Scores:
 
 
 def overlong(token_ids: Sequence[Sequence[int]], max_tokens: int, *, buffer: int = 0, factor: float = 1.0) -> Scores:
-    """Soft overlong punishment: 0 up to max_tokens − buffer tokens, from there linearly to −factor at max_tokens.
+    """Soft overlong penalty: 0 up to max_tokens − buffer tokens, from there linearly to −factor at max_tokens.
 
     Raises: ValueError unless 0 < buffer ≤ max_tokens and factor > 0.
 
@@ -132,7 +132,7 @@ def overlong(token_ids: Sequence[Sequence[int]], max_tokens: int, *, buffer: int
 
 
 def reasoning_gym(prompts: Sequence[str], responses: Sequence[str], rows: Sequence[dict]) -> Scores:
-    """What the scorer of the task says that made the prompt.
+    """Score by the scorer of the reasoning-gym task that generated the prompt.
 
     Raises: ImportError without the package reasoning_gym.
     """
@@ -156,7 +156,7 @@ RULES: dict[str, Callable[..., Scores]] = {
 
 
 def _compared(responses: Sequence[str], rows: Sequence[dict], column: str, equal: Callable[[str, str], bool]) -> Scores:
-    """1 where a response equals its row's column, 0 where not, None where the row has none."""
+    """1 where a response equals its row's column, 0 where not, None if the row lacks the column."""
     truths: list[Any] = [row.get(column) for row in rows]
     return [
         None if truth is None else float(equal(response, str(truth)))

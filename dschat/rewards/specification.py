@@ -1,4 +1,4 @@
-"""What the user names as a reward: "SOURCE[?key=value&...][@WEIGHT]", read into a source with a weight."""
+"""Parses and validates --reward entries, "SOURCE[?key=value&...][@WEIGHT]"."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ KINDS = (
 
 @dataclass(frozen=True)
 class WeightedSource:
-    """One of the summands of a reward; exactly one of model, function and url is there.
+    """One term of the weighted reward sum; exactly one of model, function and url is set.
 
     Attributes:
-        entry: as the user wrote it.
-        name: short, for metrics.
-        weight: what its scores are multiplied by.
+        entry: the text of the entry.
+        name: short name for metrics.
+        weight: coefficient of its scores.
         model: folder or hub name of a reward model.
-        function: of some of reward_functions.GIVEN.
-        url: of a service.
+        function: takes some of functions.GIVEN.
+        url: address of a service.
     """
 
     entry: str
@@ -44,7 +44,7 @@ class WeightedSource:
     url: str | None = None
 
     def scores(self, answers: Answers, retry_policy: RetryPolicy) -> list[float | None]:
-        """A function's or service's score of each answer; NaN: it has no opinion; None: it failed."""
+        """A function's or service's score of each answer; NaN: it returned none; None: it failed."""
         who = f"the reward {redacted(self.entry)}"
 
         def ask(part: slice) -> Any:
@@ -57,15 +57,15 @@ class WeightedSource:
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
-    """The source and weight behind "SOURCE[?key=value&...][@WEIGHT]".
+    """Parse "SOURCE[?key=value&...][@WEIGHT]".
 
-    SOURCE is a folder or hub name of a reward model, FILE.py:FUNCTION, the address of a service (whose query string is
-    its own), or the name of a rule. A folder that has a rule's name is written ./NAME.
+    SOURCE is a folder or hub name of a reward model, FILE.py:FUNCTION, the address of a service (which keeps its query
+    string), or the name of a rule. Write ./NAME for a folder with the name of a rule.
 
     Args:
-        max_tokens: longest response allowed, which rules about length must fit.
+        max_tokens: maximum response length, against which length rules are validated.
 
-    Raises: ValueError that names what is wrong with it and the way out.
+    Raises: ValueError that names the problem and the fix.
     """
     written, weight = _without_weight(entry)
     if written.startswith(("http://", "https://")):
@@ -74,7 +74,7 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
     if source in RULES or ".py:" in source or source.endswith(".py"):
         function = RULES[source] if source in RULES else load_judge(source)
         function = with_options(function, _options(query))
-        named_arguments(function)  # raises for one that cannot be called
+        named_arguments(function)  # raises if its parameters cannot be filled
         if source in RULES:
             _try_rule(function, max_tokens)
         return WeightedSource(entry, source.rpartition(":")[2], weight, function=function)
@@ -88,9 +88,9 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
 
 
 def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[str]:
-    """A line for each entry that cannot work, found before any model is loaded; twice the same is a mistake too.
+    """One line per invalid entry, checked before any model is loaded; a duplicate entry is invalid too.
 
-    What is wrong inside the folder of a reward model is for others to find (set_up.model_problems).
+    The content of a reward model's folder is validated elsewhere (dschat.runs.set_up.model_problems).
     """
     problems = []
     for entry in dict.fromkeys(entries):
@@ -104,7 +104,7 @@ def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[
 
 
 def model_paths(entries: Sequence[str]) -> list[str]:
-    """The reward models among the entries, each once: what an engine has to be built for."""
+    """The reward models among the entries, without duplicates: each needs an engine."""
     return list(dict.fromkeys(source.model for source in map(parse_reward, entries) if source.model is not None))
 
 
@@ -115,7 +115,7 @@ def _without_weight(entry: str) -> tuple[str, float]:
     try:
         weight = float(tail)
     except ValueError:
-        return entry, 1.0  # an @ of the source's own
+        return entry, 1.0  # the @ is part of the source
     if not math.isfinite(weight) or weight == 0:
         raise ValueError(f"@{tail}: a weight is a number other than 0; leave the source out to switch it off")
     return source, weight
@@ -148,7 +148,7 @@ def _options(query: str) -> dict[str, str]:
 
 
 def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
-    """Ask a rule about no answers: options that cannot work, or a missing package, are found now."""
+    """Call a rule on an empty batch, so that invalid options or a missing package raise now."""
     try:
         call_reward_function(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
     except ImportError as error:
@@ -156,6 +156,6 @@ def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
 
 
 def _may_be_a_model(source: str) -> bool:
-    """True for a folder that is there, and for what looks like OWNER/NAME of the hub."""
+    """True for an existing folder, and for names of the form OWNER/NAME of the hub."""
     is_hub_name = source.count("/") == 1 and not source.startswith((".", "/", "~")) and not source.endswith("/")
     return Path(source).is_dir() or is_hub_name

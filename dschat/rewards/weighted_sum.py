@@ -1,4 +1,4 @@
-"""The score of a response: a weighted sum of what reward models, functions, rules and services say of it."""
+"""The score of a response: a weighted sum over reward models, functions, rules and services."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_model import RewardModel, same_text
 from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
 
-__all__ = [  # what the steps need of rewards, whichever file it is in
+__all__ = [  # re-exported: the interface of dschat.rewards for the steps
     "Answers",
     "Judge",
     "RewardModel",
@@ -39,13 +39,12 @@ __all__ = [  # what the steps need of rewards, whichever file it is in
 
 @dataclass(frozen=True)
 class Scores:
-    """What the sources say of B responses.
+    """Scores of B responses, in total and by source.
 
     Attributes:
-        total: [B] float32, Σ weight · score over the sources with an opinion; 0 where there is none.
-        has_score: [B] bool, False where a source failed, or none has an opinion.
-        parts: of each source, by its name: [B] float32, its own scores before normalisation and weight; NaN where it
-            has none.
+        total: [B] float32, Σ weight · score over the sources that gave a score; 0 where none did.
+        has_score: [B] bool, False where a source failed, or no source gave a score.
+        parts: source name → [B] float32, its scores before normalisation and weighting; NaN where it has none.
     """
 
     total: Tensor
@@ -57,11 +56,11 @@ class Rewards:
     """The weighted sum of reward sources.
 
     Args:
-        sources: of parse_reward.
-        normalize: subtract from each source's scores their mean, and divide them by their standard deviation, over all
-            ranks and rollouts so far, this one included.
-        models: the reward model of every path that model_paths names.
-        retry_policy: with functions and services.
+        sources: made by parse_reward.
+        normalize: subtract each source's mean and divide by its standard deviation, both over all ranks and rollouts
+            so far, this one included.
+        models: path → reward model, for every path of model_paths.
+        retry_policy: for functions and services.
     """
 
     def __init__(
@@ -78,17 +77,17 @@ class Rewards:
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
             raise ValueError(f"no reward model was built for {', '.join(missing)}" if missing else "there is no reward")
-        self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # of each: count, mean, Σ (x − mean)²
+        self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
     def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True, scale: bool = True) -> Scores:
-        """The scores of a rollout. Every rank calls it with its own; a collective.
+        """Score a rollout. A collective; every rank passes its own.
 
         Args:
             answers: the same B responses as texts.
-            learn: False: these answers leave the running moments as they are. Each rank has its own say.
-            scale: False: the scores as they were given, also where training normalises them: what is evaluated is
-                compared over time, and with the score of a right answer.
+            learn: False: these scores do not update the running moments. May differ between ranks.
+            scale: False: return raw scores even if training normalises them, as evaluation compares scores over time
+                and with the score of a correct answer.
         """
         device = rollout.sequences.device
         columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
@@ -97,7 +96,7 @@ class Rewards:
             scores, missing = self._scores_of(source, rollout, answers)
             columns.append(scores.to(device))
             failed |= missing.to(device)
-        raw = torch.stack(columns)  # [sources, B], NaN: no opinion
+        raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
             seen = raw if learn else torch.full_like(raw, torch.nan)
             self._moments = merged_moments(self._moments.to(device), seen).cpu()
@@ -128,17 +127,17 @@ class Rewards:
         return dict(zip(self.sources, self._moments.tolist(), strict=True))
 
     def load_state(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from what `state` was; a source that it does not know begins anew."""
+        """Restore the moments from `state`; sources that it lacks start from zero."""
         rows = [list(state.get(name, (0.0, 0.0, 0.0))) for name in self.sources]
         self._moments = torch.tensor(rows, dtype=torch.float64)
 
 
 def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
-    """Count, mean and sum of squared deviations of what was seen before and of new values, all ranks together.
+    """Merge new values of all ranks into running moments: count, mean and sum of squared deviations.
 
     Args:
         moments: [S, 3] float64.
-        values: [S, B] float, of this rank; NaN does not count. A collective.
+        values: [S, B] float, of this rank; NaN is ignored. A collective.
 
     Returns: [S, 3] float64.
 
@@ -156,14 +155,14 @@ def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
 
 
 def normalised(values: Tensor, moments: Tensor) -> Tensor:
-    """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; as they are while nothing has been counted."""
+    """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; unchanged while the count is 0."""
     count, mean, squares = (column[:, None] for column in moments.unbind(dim=1))
     scaled = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
     return torch.where(count > 0, scaled, values.double()).float()
 
 
 def _names_apart(names: Sequence[str]) -> list[str]:
-    """The names, from the second of its kind on with a number: length, length_2."""
+    """Make names unique by numbering duplicates: length, length_2."""
     return [
         name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"
         for place, name in enumerate(names)

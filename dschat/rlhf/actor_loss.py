@@ -1,4 +1,4 @@
-"""The actor's loss of a micro-batch, as the flags put it together: policy loss, KL, entropy, each token weighed."""
+"""The actor's loss of a micro-batch, as configured: weighted policy loss, KL term, entropy bonus."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dschat.rlhf.rollout_correction import correction_weights
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What an optimizer step learns from, over all ranks and micro-batches: tokens, and responses with such tokens."""
+    """Trained tokens of an optimizer step, and responses with any, over all ranks and micro-batches."""
 
     tokens: float
     responses: float
 
     @classmethod
     def of(cls, minibatch: Experience) -> StepCounts:
-        """A collective; every rank brings its rows of the step."""
+        """Count the step's rows of all ranks; a collective."""
         mask = minibatch.trained_mask
         tokens, responses = sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()])).tolist()
         return cls(float(tokens), float(responses))
@@ -36,11 +36,11 @@ class ActorLoss:
     """(log-probs, entropies, micro-batch) → (loss, metrics), both divided by the counts of the whole step.
 
     Args:
-        ppo: which losses, how weighed.
-        max_tokens: longest response that is possible.
+        ppo: the choice of losses and their coefficients.
+        max_tokens: maximum response length.
 
     Attributes:
-        wants_entropy: whether entropies with gradient have to be given.
+        wants_entropy: whether calls need entropies with gradient.
     """
 
     def __init__(self, ppo: PPOArguments, *, max_tokens: int) -> None:
@@ -54,11 +54,11 @@ class ActorLoss:
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, part: Experience, counts: StepCounts, *, kl_coef: float
     ) -> tuple[Tensor, Metrics]:
-        """The loss, and its metrics: "policy_loss" is the first term alone.
+        """The loss and its metrics; the metric "policy_loss" excludes KL and entropy.
 
         Args:
-            logprobs, entropy: [B, T] of the actor as it is, with gradient.
-            kl_coef: coefficient of a nat, where it is paid in the loss.
+            logprobs, entropy: [B, T] of the current actor, with gradient.
+            kl_coef: KL coefficient per nat, used with --kl_in loss.
         """
         ppo, mask = self.ppo, part.trained_mask
         weights = aggregation_weights(

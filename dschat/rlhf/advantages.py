@@ -1,7 +1,7 @@
-"""From log-probs, scores and values to rewards, advantages and returns: plain functions of tensors.
+"""Token rewards, KL estimates, advantages and returns: pure functions of tensors.
 
 [B, T] tensors are indexed by response token. response_mask is bool, True on generated tokens (the final EOS too); it
-may have holes (text that the model did not write). Whatever stands under False, NaN included, is never read.
+may have holes (text that the model did not generate). Values at False positions, NaN included, are ignored.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def kl_estimate(
     with the gradient of k2, as the gradient of k2 is the unbiased one: E[Δ·∇logπ] = ∇KL, while that of k1 is 0 on
     average and that of k3 belongs to the reverse divergence.
 
-    k3 grows like e^(−Δ): at Δ = −10 a token's estimate is 22,015 nats, at −20 it is 4.9e8, and that one token rules
-    the mean and the gradient of its step. `clip` bounds it, for a bias where it cuts.
+    k3 grows like e^(−Δ): at Δ = −10 a token's estimate is 22,015 nats, at −20 it is 4.9e8, so a single token dominates
+    the mean and the gradient of its step. `clip` bounds it, at the cost of bias where it applies.
 
     Args:
         logprobs, ref_logprobs: [B, T] float, in nats. Gradient flows into both.
         estimator: "k1", "k2", "k3" or "k3+".
-        response_mask: [B, T] bool, True where the estimate counts. Needed where other positions may be NaN or inf and
-            a gradient is taken.
+        response_mask: [B, T] bool, True where the estimate counts. Required for gradients if other positions may be
+            NaN or inf.
         clip: > 0, nats: an estimate of k3 is at most this and has no gradient beyond it (10 in verl); k3+ keeps the
-            gradient of k2. None does not clip. k1 and k2 do not explode and are left alone.
+            gradient of k2. None does not clip. k1 and k2 grow slowly and are never clipped.
 
     Returns:
         [B, T] float32 (float64 for float64), in nats; 0 where response_mask is given and False.
@@ -76,8 +76,8 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     """Reward of each response token: −kl_coef · kl everywhere, plus the score at the last response token.
 
     Args:
-        scores: [B] float, the reward source's judgement of each whole response. The score of a row with an empty
-            response is dropped: there is no token to carry it.
+        scores: [B] float, score of each whole response. The score of a row with an empty response is dropped, as it
+            has no token to receive it.
         kl: [B, T] float, in nats.
         response_mask: [B, T] bool, True on generated tokens.
         kl_coef: reward per nat of KL.
@@ -102,7 +102,7 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
 
 
 def tokens_after(response_mask: Tensor) -> Tensor:
-    """[B, T] long: how many response tokens follow each response token; without meaning where the mask is False."""
+    """[B, T] long: number of response tokens after each response token; undefined where the mask is False."""
     return response_mask.long().flip(-1).cumsum(-1).flip(-1) - 1
 
 
@@ -113,7 +113,7 @@ def gae(
     """Generalised advantage estimation over response tokens.
 
     δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γ·λ·A_{t+1},  return_t = A_t + V_t; value and advantage after the last
-    response token are 0. Masked positions are stepped over, so a row with holes gives what its compact row gives.
+    response token are 0. Masked positions are skipped, so a row with holes has the result of its compacted row.
 
     Args:
         rewards: [B, T] float, KL penalty included.
@@ -152,7 +152,7 @@ def returns_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Te
 
     Args:
         rewards: [B, T] float.
-        response_mask: [B, T] bool, True on generated tokens; other positions are stepped over.
+        response_mask: [B, T] bool, True on generated tokens; other positions are skipped.
         gamma: discount γ per token, in [0, 1].
 
     Returns:
@@ -163,17 +163,17 @@ def returns_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Te
 
 
 def whole_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """[B]: the undiscounted sum of a response's rewards, KL included where it is in them."""
+    """[B]: undiscounted sum of each response's token rewards, KL penalty included if the rewards contain it."""
     require_mask(response_mask, rewards=rewards)
     return torch.where(response_mask, at_least_float32(rewards), 0.0).sum(-1)
 
 
 @torch.no_grad()
 def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline: Tensor | None = None) -> Tensor:
-    """Discounted return of each token, with the score counted from a baseline.
+    """Discounted return of each token, with a baseline subtracted from the score.
 
-    A baseline b is in units of the score R that the last token n − 1 carries, so it is subtracted there, and discounted
-    as the score is: with r'_{n−1} = r_{n−1} − b, and r'_k = r_k before it,
+    A baseline b is in units of the score R, which is the reward of the last token n − 1, so it is subtracted there and
+    discounted like the score: with r'_{n−1} = r_{n−1} − b, and r'_k = r_k before it,
 
         A_t = Σ_{k≥t} γ^(k−t)·r'_k = G_t − γ^(n−1−t)·b.
 
@@ -182,11 +182,11 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
     both are the same. At γ < 1 the discount depends on the response's own length n, so b is an offset of the score (as
     in OpenRLHF) and no baseline of the state: short good responses and long bad ones are favoured.
 
-    REINFORCE++ is this without a baseline, whitened over the whole rollout batch; its variant takes group_mean, then
-    is whitened; ReMax takes the greedy response's reward. (Whitening is MiniDataset's: it needs all ranks.)
+    REINFORCE++ is this without a baseline, whitened over the whole rollout batch; its variant subtracts group_mean and
+    is then whitened; ReMax subtracts the greedy response's score. (MiniDataset whitens, as that needs all ranks.)
 
     Args:
-        rewards: [B, T] float, of each token.
+        rewards: [B, T] float, per token.
         response_mask: [B, T] bool, True on generated tokens.
         gamma: discount γ per token, in [0, 1].
         baseline: [B] float, in units of the score; None is 0.
@@ -211,13 +211,13 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
 
 @torch.no_grad()
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int, factor: float) -> Tensor:
-    """Soft punishment of long responses: −factor · min(l − (L − B), B) / B where l > L − B, else 0.
+    """Soft overlong penalty: −factor · min(l − (L − B), B) / B where l > L − B, else 0.
 
     Args:
         lengths: [B] long, tokens of each response.
-        max_tokens: L, the longest response that is possible.
-        buffer: B, 1 ≤ B ≤ L: the last so many tokens cost more and more.
-        factor: what a response of L tokens loses.
+        max_tokens: L, the maximum response length.
+        buffer: B, 1 ≤ B ≤ L: the penalty grows linearly over the last B tokens.
+        factor: the penalty of a response of L tokens.
 
     Returns:
         [B] float32, ≤ 0.
@@ -234,16 +234,16 @@ def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int, factor: f
 
 
 def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float, responses: int) -> float:
-    """The next price of KL: β·(1 + clip(KL / target − 1, ±0.2) · min(responses / horizon, 1)).
+    """The next KL coefficient: β·(1 + clip(KL / target − 1, ±0.2) · min(responses / horizon, 1)).
 
-    An iteration of more responses than the horizon changes β by a fifth at most, or it would fall below 0.
+    The factor is capped at 1: an iteration of far more responses than the horizon could otherwise make β negative.
 
     Args:
-        kl_coef: β of the iteration that was measured.
-        kl: of that iteration, nats per response.
-        target: KL that is aimed at, nats per response, > 0.
-        horizon: responses after which β may have changed by about a fifth, > 0.
-        responses: of the iteration, over all ranks.
+        kl_coef: β of the measured iteration.
+        kl: KL of that iteration, nats per response.
+        target: target KL, nats per response, > 0.
+        horizon: number of responses over which β may change by about a fifth, > 0.
+        responses: responses of the iteration, over all ranks.
 
     Source: Ziegler et al. 2019, section 2.2 (arXiv:1909.08593), in the form of its code, which counts responses.
     """

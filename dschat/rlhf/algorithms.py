@@ -1,7 +1,7 @@
-"""The algorithms of step 3: one row each.
+"""The table of --algorithm in step 3: advantage estimator, requirements and defaults of each algorithm.
 
-A new algorithm is an estimator (in advantages.py or group_advantages.py), its row here, its test, and its line in the
-README of step 3.
+To add one, write an estimator (in advantages.py or group_advantages.py), its row here, a test, and a line in step 3's
+README.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorInputs:
-    """What an estimator may read; B responses of at most T tokens.
+    """Inputs of advantage estimators; B responses of at most T tokens.
 
     Attributes:
         rewards: [B, T], the KL penalty included.
@@ -26,7 +26,7 @@ class EstimatorInputs:
         values: [B, T] of the critic, or None.
         has_score: [B] bool, False for responses without a score.
         greedy_scores: [B] of the greedy response to each row's prompt, for algorithms with a greedy baseline.
-        group_size: responses to each prompt, in rows that follow each other.
+        group_size: responses per prompt, in consecutive rows.
         gamma, gae_lambda: see advantages.gae.
     """
 
@@ -45,15 +45,15 @@ Estimates = tuple[Tensor, Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """What a name of --algorithm stands for.
+    """A row of the table of --algorithm.
 
     Attributes:
         estimate: inputs → advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
-        trains_critic: whether there is a critic, whose values the estimator reads.
-        compares_group: whether responses to one prompt are compared, so that there must be several.
-        greedy_baseline: whether the greedy response to each prompt is scored, too.
+        trains_critic: whether there is a critic, whose values the estimator uses.
+        compares_group: whether responses to one prompt are compared, so that at least two are needed.
+        greedy_baseline: whether the greedy response to each prompt is scored as well.
         discounts: whether --gamma has an effect.
-        defaults: flags that are not given. KL coefficients are those of the papers where they give one, else ours.
+        defaults: values of flags not set by the user. KL coefficients are the papers' where given, else our own.
     """
 
     estimate: Callable[[EstimatorInputs], Estimates]
@@ -107,7 +107,7 @@ ALGORITHMS = {
     ),
     "opo": Algorithm(estimate=_by_group(opo), compares_group=True, defaults={"num_samples_per_prompt": 8}),
 }  # fmt: skip
-# Flags that a row does not name.
+# Defaults of the flags that a row does not set.
 DEFAULTS: dict[str, Any] = {
     "kl_coef": 0.0, "kl_in": "reward", "kl_estimator": "k1", "loss_aggregation": "token_mean",
     "whiten_advantages": False, "num_samples_per_prompt": 1,

@@ -1,4 +1,4 @@
-"""The slots of an iteration, and the prompts that fill them."""
+"""Collects the experience of an iteration: assigns prompts to ranks, rolls out, resamples groups of equal scores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from dschat.rlhf.score_shaping import flat_groups
 
 
 class RolloutCollector:
-    """Gathers experience: slot i of an iteration lies on rank i mod W and takes the group of one prompt.
+    """Collects the rollouts of an iteration. Slot i holds the group of one prompt and belongs to rank i mod W.
 
     Args:
-        trainer: makes experience.
-        dataset: cuts it into minibatches.
+        trainer: rolls out and scores.
+        dataset: splits the experience into minibatches.
         prompts: rows of kind "prompt".
-        batches: their order; a global batch has as many rows as an iteration has slots.
+        batches: order of the rows; a global batch has as many rows as an iteration has slots.
 
     Attributes:
-        prompts_consumed: prompts taken so far, over all ranks: the position in the endless row of epochs.
+        prompts_consumed: prompts used so far by all ranks, counted over all epochs.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class RolloutCollector:
         self.prompts_consumed = 0
 
     def collect(self, number: int) -> Iteration:
-        """The experience of an iteration, cut into minibatches. Every rank calls it.
+        """Collect the experience of an iteration, split into minibatches. A collective.
 
-        With --dynamic_sampling the slots whose groups score all alike take new prompts, round after round; a group that
-        has a spread stays. So a slot that is never filled keeps its last group, which is not trained.
+        With --dynamic_sampling N, slots whose group has equal scores get new prompts, up to N times; other groups are
+        kept. A slot still flat after the last attempt keeps its last group, which is not trained on.
         """
         iteration, ppo = Iteration(), self.trainer.ppo
         slots: Sequence[int] = range(self.batches.global_batch_size)
@@ -68,11 +68,11 @@ class RolloutCollector:
     def roll_out(
         self, number: int, attempt: int, slots: Sequence[int], iteration: Iteration
     ) -> list[tuple[Experience, list[int]]]:
-        """Fill these slots, of all ranks, with the next prompts; this rank's experiences and the slots of each.
+        """Roll out the next prompts for these slots of all ranks; returns this rank's experiences with their slots.
 
-        A slot is in the same rollout batch whatever the number of ranks, and in every attempt, since the batch decides
-        what normalises a score. Samples are named by attempt and slot: the same for any number of ranks, and unique
-        even where a row occurs twice.
+        A slot's rollout batch does not depend on world size or attempt, as the batch determines how scores are
+        normalised. Sample ids are made of attempt and slot: independent of world size, and unique even for
+        duplicated rows.
         """
         trainer, ranks = self.trainer, groups.data_parallel_size()
         size = trainer.rollouts.per_device_generation_batch_size * ranks
@@ -82,7 +82,7 @@ class RolloutCollector:
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
             of_all = list(batch_slots)
             mine = [slot for slot in of_all if slot % ranks == groups.data_parallel_rank()]
-            asked = mine or of_all[:1]  # a rank without slots joins in
+            asked = mine or of_all[:1]  # a rank without slots takes part in the collectives
             names = [attempt * self.batches.global_batch_size + slot for slot in asked]
             batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])
             result = trainer.rollout(batch, iteration=number, sample_ids=names, learn=bool(mine))
@@ -100,6 +100,6 @@ class RolloutCollector:
         return parts
 
     def row(self, position: int) -> int:
-        """The row of the training prompts at this position of the endless row of epochs."""
+        """The row index of the training prompt at this position, counted over all epochs."""
         step, place = divmod(position, self.batches.global_batch_size)
         return self.batches.step(step)[place]

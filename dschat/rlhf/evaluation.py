@@ -1,4 +1,4 @@
-"""What is said of rollouts: means over all ranks, in training and on held-out prompts."""
+"""Metrics of rollouts: means over all ranks, in training and on held-out prompts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,19 +17,19 @@ from dschat.rlhf.rollout_correction import mismatch_metrics
 from dschat.rlhf.rollout_result import RolloutResult
 from dschat.rlhf.score_shaping import flat_groups
 
-# Evaluations draw the same uniform numbers every time, so that they differ by the actor and not by luck.
+# Every evaluation uses the same random numbers, so that results differ by the actor and not by sampling noise.
 EVALUATION = 2**31 - 1
 
 
 def experience_sums(
     result: RolloutResult, weight: float = 1.0, *, judged: bool = False, group_size: int = 1
 ) -> Metrics:
-    """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` makes means of.
+    """Sums over sequences and tokens of one rank's rollout, which `experience_metrics` turns into means.
 
     Args:
-        weight: 0 for rows that only keep a rank busy.
-        judged: whether there is a judge; it may have left out some samples.
-        group_size: responses to each prompt.
+        weight: 0 for rows of a rank that only takes part in the collectives.
+        judged: whether there is a judge; some samples may lack its score.
+        group_size: responses per prompt.
     """
     experience, samples = result.experience, result.samples
     mask = experience.response_mask
@@ -56,7 +56,7 @@ def experience_sums(
 
 
 def _known(name: str, values: Sequence[float | None]) -> Metrics:
-    """Sum and number of what is known of the values."""
+    """Sum and count of the values that are not None."""
     known = [value for value in values if value is not None]
     return {name: torch.tensor(sum(known)), f"{name}_known": torch.tensor(len(known))}
 
@@ -66,9 +66,9 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
 
     score and reward are per response that has a score; kl (nats), response_length (tokens), ended_by_eos and trained
     per response; judge and each source of --reward (reward_NAME) per response that they scored (their _missing counts
-    the others); entropy (nats) and the mismatch between rollout engine and policy, where it was measured (see
-    rollout_correction.mismatch_metrics), are per token; flat_groups is the share of groups whose scores are all alike.
-    responses counts.
+    the others); entropy (nats) and the log-prob mismatch of the rollout engine, if measured (see
+    rollout_correction.mismatch_metrics), are per token; flat_groups is the share of groups whose scores are all equal;
+    responses is a count.
     """
     mismatch = mismatch_metrics(sums) if "rollout_gap_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
@@ -99,13 +99,13 @@ def evaluate(
     success_score: float = 1.0,
     answer: str = "last_number",
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Metrics over held-out prompts, and on the main rank the samples of all. ({}, []) without rows.
+    """Metrics over held-out prompts, and on the main rank the samples of all ranks. ({}, []) without rows.
 
     Args:
         batch_size: prompts per device and rollout.
         max_batches: rollouts per device; 0: all prompts.
-        num_samples: responses to each prompt; with several there are answer_metrics.
-        success_score, answer: which responses are right, and what of them is the answer (see answer_metrics).
+        num_samples: responses per prompt; above 1, answer_metrics are added.
+        success_score, answer: when a response is correct, and how its answer is extracted (see answer_metrics).
     """
     size, n = batch_size * groups.data_parallel_size(), num_samples
     starts = range(0, len(rows), size)[: max_batches or None]
@@ -116,7 +116,7 @@ def evaluate(
             indices, rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(),
             micro_batch_size=batch_size,
         )[0]  # fmt: skip
-        mine = share or indices[:1]  # a rank without rows joins in
+        mine = share or indices[:1]  # a rank without rows takes part in the collectives
         prompts = collate_prompts([rows[index] for index in mine])
         result = trainer.rollout_and_score(prompts, iteration=EVALUATION, sample_ids=mine, samples=n)
         sums.append(experience_sums(result, 1.0 if share else 0.0, judged=trainer.judge is not None))
@@ -134,11 +134,11 @@ def evaluate(
 
 
 def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float, how: str) -> dict[str, float]:
-    """mean@n (share of right responses), pass@k for k = 2, 4, … n, and maj@n, over groups of n samples to a prompt.
+    """mean@n (share of correct responses), pass@k for k = 2, 4, … n, and maj@n, over groups of n samples per prompt.
 
     Args:
-        success: a response is right if its score is at least this.
-        how: what of a response is its answer (see extract_answer), for the majority.
+        success: a response is correct if its score is at least this.
+        how: how the answer is extracted from a response (see extract_answer), for the majority vote.
     """
     n = len(groups[0])
     right = [[sample["score"] >= success for sample in group] for group in groups]

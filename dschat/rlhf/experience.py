@@ -1,4 +1,4 @@
-"""What the actor lived through, and how it is cut into minibatches."""
+"""The rollout buffer: scored rollouts (Experience) and their split into minibatches (MiniDataset)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Experience:
         rollout_logprobs, old_logprobs, ref_logprobs: [B, T] of decoder, actor and reference on the response tokens;
             with --old_logprobs rollout the first two are the same.
         entropy: [B, T] of the actor's distribution at each response token, nats; with --old_logprobs rollout the
-            estimate of one sample, −rollout_logprobs.
+            one-sample estimate −rollout_logprobs.
         values: [B, T], V of the state before each response token.
-        scores: [B], what --reward gives whole responses.
-        has_score: [B] bool, False where no score could be had; that score is 0 and counts for nothing.
+        scores: [B], scores of whole responses from --reward.
+        has_score: [B] bool, False where scoring failed or returned none; that score is 0 and is ignored.
         ended: [B] bool, True where the response ended by EOS.
-        trained: [B] bool, False for responses that no update may learn from: those without a score, those cut off
-            (--mask_truncated), those of groups that could not be refilled (--dynamic_sampling).
+        trained: [B] bool, False for responses excluded from updates: without a score, truncated (--mask_truncated), or
+            in a group whose scores are all equal (--dynamic_sampling).
         kl, rewards, advantages, returns: [B, T].
 
     Without a reference model ref_logprobs and kl are None, without a critic values and returns are.
@@ -61,15 +61,15 @@ class Experience:
 
     @property
     def trained_mask(self) -> Tensor:
-        """[B, T] bool: the response tokens that updates learn from."""
+        """[B, T] bool: the response tokens that updates train on."""
         return self.response_mask & self.trained.unsqueeze(-1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every field that this experience has."""
+        """The fields that are not None, by name."""
         return {name: tensor for name, tensor in vars(self).items() if tensor is not None}
 
     def rows(self, indices: Sequence[int] | Tensor) -> "Experience":
-        """These rows, without the columns that are padding in all of them."""
+        """These rows, with columns that are padding in all of them removed."""
         part = {name: tensor[indices] for name, tensor in self.tensors().items()}
         prompt = part["sequences"].shape[1] - part["response_mask"].shape[1]
         real = part["attention_mask"].any(dim=0)  # [P+T]
@@ -85,7 +85,7 @@ class Experience:
 
     @staticmethod
     def concatenate(parts: Sequence["Experience"]) -> "Experience":
-        """All rows of several experiences; narrower ones get padding columns that no mask counts."""
+        """Concatenate several experiences along the batch; narrower ones are padded with masked columns."""
         prompt = max(part.sequences.shape[1] - part.response_mask.shape[1] for part in parts)
         response = max(part.response_mask.shape[1] for part in parts)
 
@@ -96,27 +96,27 @@ class Experience:
             right = response - part.response_mask.shape[1]
             whole = name in ("sequences", "attention_mask")
             left = prompt - (part.sequences.shape[1] - part.response_mask.shape[1]) if whole else 0
-            return F.pad(tensor, (left, right))  # pad id 0 or mask False: attention_mask alone says what counts
+            return F.pad(tensor, (left, right))  # pad id 0 or mask False; padding is defined by attention_mask alone
 
         return Experience(**{name: torch.cat([widened(part, name) for part in parts]) for name in parts[0].tensors()})
 
 
 class MiniDataset:
-    """Collects the rollout batches of an iteration and deals them out as minibatches.
+    """Collects the rollout batches of an iteration and splits them into shuffled minibatches.
 
-    Global prompt i of an iteration lies on rank i mod W, with all of its responses: a group. A minibatch holds G groups
-    of all ranks together; group i belongs to lane i mod G, and every epoch permutes each lane on its own. So lanes stay
-    on their rank, no row has to travel, groups stay whole, and the same rows share a minibatch whatever the number of
+    Global prompt i of an iteration is on rank i mod W, with all of its responses: a group. A minibatch holds G groups
+    over all ranks; group i belongs to lane i mod G, and every epoch permutes each lane separately. So rows stay on
+    their rank without communication, groups stay whole, and the rows of a minibatch do not depend on the number of
     ranks W (a divisor of G).
 
     Args:
-        generation_batches: experiences that make one rollout.
+        generation_batches: number of experiences per rollout.
         minibatch_size: rows per minibatch on this rank, G · group_size / W.
         ppo_epochs: passes over the rollout.
         rank, world_size: of this process.
-        seed: of the shuffling.
-        group_size: responses of each prompt, in rows that follow each other.
-        whiten_advantages: to zero mean and unit variance over every token of the rollout that is trained, on all ranks.
+        seed: seed of the shuffle.
+        group_size: responses per prompt, in consecutive rows.
+        whiten_advantages: to zero mean and unit variance over all trained tokens of the rollout, on all ranks.
     """
 
     def __init__(self, *, generation_batches: int, minibatch_size: int, ppo_epochs: int, rank: int, world_size: int,
@@ -127,14 +127,14 @@ class MiniDataset:
         self.parts: list[Experience] = []
 
     def add(self, experience: Experience, *, iteration: int = 0) -> list[Experience] | None:
-        """Take in one rollout batch; when the rollout is complete, hand out its minibatches and start afresh.
+        """Add one rollout batch; when the rollout is complete, return its minibatches and clear the buffer.
 
         A collective when the rollout is complete and advantages are whitened.
 
         Args:
             iteration: seeds the shuffle, together with the epoch.
 
-        Returns: ppo_epochs × (rows / minibatch_size) minibatches, or None while rollout batches are missing.
+        Returns: ppo_epochs × (rows / minibatch_size) minibatches, or None until the rollout is complete.
         """
         self.parts.append(experience)
         if len(self.parts) < self.generation_batches:
@@ -150,7 +150,7 @@ class MiniDataset:
         ]
 
     def _shuffled(self, rows: int, iteration: int, epoch: int) -> list[Tensor]:
-        """Local row numbers of each minibatch of one epoch."""
+        """Local row indices of each minibatch of one epoch."""
         if rows % self.minibatch_size or self.minibatch_size % self.group_size:
             raise ValueError(
                 f"a rollout of {rows} sequences per device, in groups of {self.group_size}, cannot be cut into "
@@ -162,6 +162,6 @@ class MiniDataset:
         generator = np.random.default_rng([self.seed, iteration, epoch])
         shuffled = torch.from_numpy(generator.random((lanes, rows // self.minibatch_size)).argsort(axis=1))
         mine = torch.arange(self.rank, lanes, self.world_size)
-        whole = shuffled[mine] * lanes + mine[:, None]  # global numbers of groups
+        whole = shuffled[mine] * lanes + mine[:, None]  # global group indices
         groups = ((whole - self.rank) // self.world_size).T  # [minibatches, groups of each]
         return list((groups[..., None] * self.group_size + torch.arange(self.group_size)).flatten(1))

@@ -1,6 +1,6 @@
-"""Advantages of responses to one prompt against each other: plain functions of tensors.
+"""Group-relative advantages over several responses to one prompt: pure functions of tensors.
 
-Masks and shapes are those of dschat.rlhf.advantages. Rows k·n … k·n + n − 1 answer one prompt.
+Masks and shapes are those of dschat.rlhf.advantages. Rows k·n … k·n + n − 1 are the responses to one prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from dschat.rlhf.advantages import whole_rewards
 from dschat.tensors import at_least_float32, require_mask
 
-# Added to a group's standard deviation: scores in a group that differ at all differ by far more.
+# Added to a group's standard deviation; far smaller than any real difference of scores.
 GROUP_EPSILON = 1e-6
 
 
@@ -19,17 +19,16 @@ GROUP_EPSILON = 1e-6
 def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """Group-relative advantages: every token of response i gets (R_i − mean R) / (std R + 1e-6), over its group.
 
-    The deviation is the unbiased one (÷ n − 1), as in OpenRLHF, verl and TRL; the paper leaves it open. ε is verl's
-    (OpenRLHF 1e-9, TRL 1e-4): it only matters where rewards of a group hardly differ. A KL penalty that is part of
-    `rewards` counts in R, so before the baseline (verl, TRL; OpenRLHF subtracts it per token afterwards): what
-    is compared is what is maximised.
+    The standard deviation is unbiased (÷ n − 1), as in OpenRLHF, verl and TRL; the paper does not specify it. ε is
+    verl's (OpenRLHF 1e-9, TRL 1e-4); it only matters where rewards of a group are nearly equal. A KL penalty in
+    `rewards` is part of R, so it enters the baseline (verl, TRL; OpenRLHF subtracts it per token afterwards).
 
     Args:
-        rewards: [B, T] float, of each token; R is their sum.
+        rewards: [B, T] float, per token; R is their sum.
         response_mask: [B, T] bool, True on generated tokens.
-        group_size: n ≥ 2; rows k·n … k·n + n − 1 answer one prompt.
-        has_score: [B] bool, False on responses whose reward could not be had: the others are compared as if these had
-            never been sampled, and one that is left alone with nobody. None: all have one.
+        group_size: n ≥ 2; rows k·n … k·n + n − 1 are the responses to one prompt.
+        has_score: [B] bool, False on responses without a score: they are excluded from their group's statistics, and a
+            single remaining response has advantage 0. None: all have one.
 
     Returns:
         advantages: [B, T] float32 (float64 for float64), zero where the mask, or has_score, is False.
@@ -48,10 +47,10 @@ def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
 
 @torch.no_grad()
 def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
-    """GRPO without its division: R_i − mean R over the group, so that easy and hard prompts weigh alike.
+    """GRPO without division by std: R_i − mean R over the group, so that easy and hard prompts weigh the same.
 
-    Its other half, sums of tokens over a constant instead of means over each response's length, is the aggregation
-    "seq_mean_token_sum_norm" (see losses.aggregation). Arguments, result and errors as those of grpo.
+    Dr.GRPO's other change, token sums over a constant instead of means over each response's length, is the aggregation
+    "seq_mean_token_sum_norm" (see losses.aggregation). Arguments, result and errors as in grpo.
 
     Source: Liu et al. 2025, section 3.2 (arXiv:2503.20783).
     """
@@ -62,8 +61,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_scor
 def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
     """REINFORCE with a leave-one-out baseline: R_i minus the mean of the group's other rewards.
 
-    A KL penalty in `rewards` counts before the baseline, as in the paper (and TRL). Arguments, result and errors as
-    those of grpo.
+    A KL penalty in `rewards` enters the baseline, as in the paper (and TRL). Arguments, result and errors as in grpo.
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740); Kool et al. 2019.
     """
@@ -75,9 +73,9 @@ def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
 
 @torch.no_grad()
 def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
-    """The variance-minimising baseline where gradients of tokens are alike and independent: R_i − Σ l_j R_j / Σ l_j.
+    """Length-weighted baseline: R_i − Σ l_j R_j / Σ l_j, with l the length of a response in tokens.
 
-    l is the length of a response in tokens. Arguments, result and errors as those of grpo.
+    It minimises variance if token gradients are independent and of equal norm. Arguments, result and errors as in grpo.
 
     Source: Hao et al. 2025 (OPO), section 3 (arXiv:2505.23585).
     """
@@ -88,15 +86,15 @@ def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: T
 
 @torch.no_grad()
 def group_mean(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: Tensor | None = None) -> Tensor:
-    """[B]: mean over its group of each response's whole reward. Arguments and errors as those of grpo."""
+    """[B]: mean over each response's group of the summed rewards. Arguments and errors as in grpo."""
     means = _mean(*_groups(rewards, response_mask, group_size, has_score)).squeeze(1)
     return means.to(at_least_float32(rewards).dtype).repeat_interleave(group_size)
 
 
 def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, has_score: Tensor | None) -> tuple[Tensor, Tensor]:
-    """[B/n, n] float64: whole rewards of each group, and 1 where there is a score; both 0 where there is none.
+    """[B/n, n] float64: summed rewards of each group, and 1 where there is a score; both 0 where there is none.
 
-    In float32 the mean of equal rewards is off by a rounding, which grpo would divide by a deviation of that size.
+    In float32 the mean of equal rewards has a rounding error, which grpo would divide by a std of the same size.
     """
     whole = whole_rewards(rewards, response_mask).double()
     has_score = torch.ones_like(whole, dtype=torch.bool) if has_score is None else has_score
@@ -110,16 +108,16 @@ def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, has_score: 
 
 
 def _mean(groups: Tensor, weights: Tensor) -> Tensor:
-    """[B/n, 1]: mean of each row under these weights [B/n, n] ≥ 0; 0 where all of them are."""
+    """[B/n, 1]: weighted mean of each row with weights [B/n, n] ≥ 0; 0 where all weights are 0."""
     total = weights.sum(dim=1, keepdim=True)
     return (weights * groups).sum(dim=1, keepdim=True) / total.masked_fill(total == 0, 1)
 
 
 def _lead(groups: Tensor, counts: Tensor) -> Tensor:
-    """[B/n, n]: what a reward is above the mean of its group; 0 where it does not count."""
+    """[B/n, n]: each reward minus the mean of its group; 0 where it does not count."""
     return (groups - _mean(groups, counts)) * counts
 
 
 def _to_tokens(per_response: Tensor, rewards: Tensor, response_mask: Tensor) -> Tensor:
-    """[B/n, n] → [B, T], the same number on every token of a response, in the precision of the rewards."""
+    """[B/n, n] → [B, T]: broadcast to every token of a response, in the dtype of the rewards."""
     return torch.where(response_mask, per_response.to(at_least_float32(rewards).dtype).reshape(-1, 1), 0.0)

@@ -1,4 +1,4 @@
-"""What an iteration of step 3 has made so far: a run that ends in the middle of one goes on with it."""
+"""State of an iteration of step 3, saved so that a run can resume in the middle of one."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Iteration:
     """This rank's part of an iteration.
 
     Attributes:
-        minibatches: of all updates; those that are behind may be None.
+        minibatches: one per update; those already trained on may be None.
         sums: experience_sums of each rollout batch.
-        samples: of the trainer, for people to read.
-        updates: metrics of the updates that are finished.
-        timings: seconds by phase; a resumed run has those since it was resumed.
+        samples: responses with their scores, for the log.
+        updates: metrics of the finished updates.
+        timings: seconds by phase; a resumed run has only those since resuming.
     """
 
     minibatches: list[Experience | None] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Iteration:
     timings: Timings = field(default_factory=Timings)
 
     def save(self, folder: Path) -> None:
-        """Write what is needed to go on into files of this rank."""
+        """Write this rank's state, needed to resume, into its own files."""
         tensors = {
             f"{number}.{name}": tensor.contiguous()
             for number, minibatch in enumerate(self.minibatches)
@@ -53,7 +53,7 @@ class Iteration:
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Iteration:
-        """Read what `save` of the same rank wrote."""
+        """Load what `save` wrote on the same rank."""
         rest = json.loads((folder / f"iteration_rank{collectives.rank()}.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / f"iteration_rank{collectives.rank()}.safetensors", device=str(device))
         done = len(rest["updates"])

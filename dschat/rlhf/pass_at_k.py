@@ -1,4 +1,4 @@
-"""Figures over several answers to one prompt: pass@k and the majority's answer."""
+"""Metrics over several answers to one prompt: pass@k and the majority vote."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that among k of n samples at least one is correct, c of the n being so: 1 − C(n−c, k) / C(n, k).
+    """Probability that at least one of k samples, drawn from n of which c are correct, is: 1 − C(n−c, k) / C(n, k).
 
-    As a product, since the binomials overflow floats. Averaged over prompts it is the unbiased estimate of pass@k.
+    Computed as a product, since the binomials overflow floats. Its mean over prompts is the unbiased pass@k estimate.
 
     Raises: ValueError unless 0 ≤ c ≤ n and 1 ≤ k ≤ n.
 
@@ -19,12 +19,12 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not (0 <= c <= n and 1 <= k <= n):
         raise ValueError(f"pass@{k} of {n} samples, {c} correct: needs 0 <= correct <= samples and 1 <= k <= samples.")
     if n - c < k:
-        return 1.0  # fewer wrong ones than are drawn
+        return 1.0  # fewer than k incorrect samples
     return 1.0 - math.prod(1.0 - k / i for i in range(n - c + 1, n + 1))
 
 
 def majority(answers: Sequence[str | None]) -> int | None:
-    """Index of the first sample with the answer given most often (of equals, the one given first); None if none is.
+    """Index of the first sample with the most frequent answer (ties: the earliest answer); None without answers.
 
     Source: Wang et al. 2022, Self-Consistency (arXiv:2203.11171).
     """

@@ -1,4 +1,4 @@
-"""Policy optimisation of an actor: experience, then updates."""
+"""PPO and related algorithms: collect experience from rollouts, then update policy and critic."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,14 +33,16 @@ OF_ENGINE = ("loss", "grad_norm", "learning_rate", "skipped_updates")  # what op
 
 
 class DeepSpeedPPOTrainer:
-    """`rollout` (or `generate_experience`), then `train_rlhf`; no call leaves anything behind on the trainer.
+    """Collects experience (`rollout`, `generate_experience`) and updates policy and critic (`train_rlhf`).
+
+    Results are returned, never stored on the trainer.
 
     Args:
         engine: the models.
-        rollouts, ppo: settings of both halves.
-        rewards: where scores come from.
-        seed: of sampling.
-        judge: scores that are watched and never trained on.
+        rollouts, ppo: settings of generation and of the updates.
+        rewards: scores the responses.
+        seed: seed of sampling.
+        judge: computes scores that are logged but never trained on.
 
     Attributes:
         kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
@@ -55,20 +57,21 @@ class DeepSpeedPPOTrainer:
         self.policy_objective = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
 
     def generate_experience(self, prompts: Prompts, **options: Any) -> Experience:
-        """The experience of `rollout` alone."""
+        """Call `rollout` and return only its experience."""
         return self.rollout(prompts, **options).experience
 
     @torch.no_grad()
     def rollout(
         self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
     ) -> RolloutResult:
-        """Roll out, score, shape rewards, estimate advantages. Every rank calls it with its own prompts.
+        """Roll out, score, shape rewards, estimate advantages. A collective; every rank passes its own prompts.
 
         Args:
-            iteration, sample_ids: name the random numbers of the responses to each prompt; an id is unique over the
-                iteration's rollout, all ranks and batches together. Default: the rows' own numbers (a prompt that
-                occurs twice then gets the same responses twice).
-            learn: whether the moments that normalise rewards take in these scores; not those of a rank that joins in.
+            iteration, sample_ids: counters of the random numbers that sample the responses to each prompt; an id is
+                unique over the iteration's rollout, all ranks and batches together. Default: the row indices (a
+                duplicated prompt then gets identical responses).
+            learn: whether these scores update the running moments of reward normalisation; False on a rank that only
+                takes part in the collectives.
 
         Returns: num_samples_per_prompt rows for each prompt, one after the other.
         """
@@ -80,7 +83,7 @@ class DeepSpeedPPOTrainer:
         experience, greedy = result.experience, None
         if ALGORITHMS[ppo.algorithm].greedy_baseline:
             greedy, has_score = self.greedy_scores(prompts, result.timings)
-            experience.trained &= has_score  # without a baseline there is nothing to compare them with
+            experience.trained &= has_score  # a response without a baseline has no advantage
         experience.advantages, experience.returns = estimate_advantages(experience, ppo=ppo, greedy_scores=greedy)
         return result
 
@@ -89,11 +92,11 @@ class DeepSpeedPPOTrainer:
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
         learn: bool = False, scale: bool = False,
     ) -> RolloutResult:  # fmt: skip
-        """Roll out, score, shape rewards: an experience whose advantages are still 0.
+        """Roll out, score, shape rewards; the advantages of the returned experience are still 0.
 
         Args:
-            samples: responses to each prompt; the j-th of a prompt draws the numbers of sample_id · samples + j.
-            learn, scale: of Rewards.score; evaluations neither change the moments nor are normalised.
+            samples: responses per prompt; response j is sampled with the sample id sample_id · samples + j.
+            learn, scale: as in Rewards.score; evaluation neither updates the moments nor normalises scores.
         """
         ppo, timings = self.ppo, Timings()
         names = prompts["row_index"] if sample_ids is None else sample_ids
@@ -138,9 +141,9 @@ class DeepSpeedPPOTrainer:
         return RolloutResult(experience, readable, timings, mismatch)
 
     def greedy_scores(self, prompts: Prompts, timings: Timings) -> tuple[Tensor, Tensor]:
-        """[B] shaped scores of the greedy response to each prompt, ReMax's baseline, and [B] whether there is a score.
+        """ReMax's baseline: [B] shaped scores of each prompt's greedy response, and [B] bool, whether it has a score.
 
-        Both repeated for each sample of a prompt. Adds to the timings.
+        Both are repeated for each sample of a prompt. Updates `timings`.
         """
         with timings.measure("rollout"):
             rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
@@ -166,20 +169,20 @@ class DeepSpeedPPOTrainer:
         """One optimizer step of the policy, and one of the critic where there is one.
 
         Args:
-            minibatch: this rank's rows of the step; cut into micro-batches here.
-            unsupervised: micro-batches of collate_sft for the pretraining loss, as many on every rank.
-            freeze_actor: the critic alone.
-            measure_mismatch: whether the metrics say how far the log-probs of the rollout engine are from the policy's
-                (see rollout_correction.mismatch_metrics); its weights must still be those that sampled.
-            record: is given what the losses compute, by name, see update_dump.
+            minibatch: this rank's rows of the step; split into micro-batches here.
+            unsupervised: micro-batches of collate_sft for the pretraining loss, equally many on every rank.
+            freeze_actor: update only the critic.
+            measure_mismatch: whether to log the log-prob mismatch between rollout engine and policy (see
+                rollout_correction.mismatch_metrics); the policy must still have the weights that sampled.
+            record: callback that receives the tensors the losses compute, by name; see update_dump.
 
-        Returns: metrics of the whole step, the same on all ranks. Where no row of any rank has something to learn from
-            nothing is updated: skipped_updates 0 and updates_without_signal 1.
+        Returns: metrics of the whole step, the same on all ranks. If no rank has a token to train on, no model is
+            updated: skipped_updates is 0 and updates_without_signal 1.
         """
         size = self.ppo.per_device_training_batch_size
         parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
-        if not counts.tokens and not unsupervised:  # momentum alone must not move the models
+        if not counts.tokens and not unsupervised:  # no optimizer step: Adam's momentum would update the weights
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics: dict[str, float] = {}
         if not freeze_actor:
@@ -193,7 +196,7 @@ class DeepSpeedPPOTrainer:
         self, parts: list[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts,
         measure_mismatch: bool, record: Record | None,
     ) -> dict[str, float]:  # fmt: skip
-        texts = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL sums nothing else
+        texts = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL reduces device tensors only
         texts = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
         mismatches: list[Metrics] | None = [] if measure_mismatch else None
         step = optimizer_step(
@@ -228,7 +231,7 @@ class DeepSpeedPPOTrainer:
         self, part: Experience, counts: StepCounts, mismatches: list[Metrics] | None = None,
         record: Record | None = None,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
-        """The policy's loss of a micro-batch, and its metrics; mismatches gets the one to the rollout engine."""
+        """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
         entropy, with_entropy = None, self.policy_objective.wants_entropy
         logprobs = self.engine.policy(
             part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature, with_entropy
@@ -248,7 +251,7 @@ class DeepSpeedPPOTrainer:
     def critic_loss(
         self, part: Experience, counts: StepCounts, record: Record | None = None
     ) -> tuple[Tensor, Metrics]:
-        """The critic's loss of a micro-batch, and its metrics."""
+        """Value loss of a micro-batch and its metrics."""
         values = _states(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
         loss, metrics = value_loss(
             values, part.values, part.returns, part.trained_mask,
@@ -267,7 +270,7 @@ class DeepSpeedPPOTrainer:
     def generate(
         self, prompts: Prompts, sampling: SamplingParams, *, iteration: int, sample_ids: Sequence[int] | None
     ) -> Rollout:
-        """Sample one response to each prompt, as its sample id and nothing about ranks or order decides."""
+        """Sample one response to each prompt; it depends on the sample id, not on ranks or batch order."""
         actor = self.engine.actor
         with actor.generation():
             return actor.generate(
@@ -282,9 +285,9 @@ class DeepSpeedPPOTrainer:
             )
 
     def score_tokens(self, rollout: Rollout) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """old_logprobs, entropy, ref_logprobs, values [B, T] of a rollout; dropout is off.
+        """Compute old_logprobs, entropy, ref_logprobs, values [B, T] of a rollout, with dropout off.
 
-        ref_logprobs and values are None where there is no such model.
+        ref_logprobs is None without a reference model, values without a critic.
         """
         engine, mask = self.engine, rollout.response_mask
         ids, attended = rollout.sequences, rollout.attention_mask
@@ -303,7 +306,7 @@ class DeepSpeedPPOTrainer:
         return old_logprobs, entropy, ref_logprobs, values
 
     def answers(self, rollout: Rollout, prompts: Prompts) -> Answers:
-        """The responses as reward sources see them."""
+        """The responses in the form that reward sources take."""
         token_ids = [list(ids) for ids in rollout.responses()]
         return Answers(
             messages=prompts["messages"],
@@ -315,13 +318,13 @@ class DeepSpeedPPOTrainer:
         )
 
     def old_logprobs(self, rollout: Rollout, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, T] what the ratio starts from, and entropies: of a forward pass without dropout, or of the decoder.
+        """[B, T] old log-probs and entropies, from a forward pass without dropout or from the decoder.
 
         Args:
             loss_mask: [B, P+T] bool, True on response tokens.
         """
         if self.ppo.old_logprobs == "rollout":
-            return rollout.logprobs, -rollout.logprobs  # −log q of what q draws is its entropy, on average
+            return rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
         policy = self.engine.policy
         policy.eval()
         logprobs, entropy = forward_in_micro_batches(
@@ -352,22 +355,22 @@ class DeepSpeedPPOTrainer:
 
 
 def _response(per_token: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, P+T] → [B, T]: what is said of the response tokens."""
+    """[B, P+T] → [B, T]: the columns of the response tokens."""
     return per_token[:, -response_mask.shape[1] :]
 
 
 def _states(per_token: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, P+T] → [B, T]: what is said before each response token; its state ends at column P + t − 1."""
+    """[B, P+T] → [B, T]: the column before each response token; the state before token t ends at column P + t − 1."""
     return per_token[:, -response_mask.shape[1] - 1 : -1]
 
 
 def estimate_advantages(
     experience: Experience, *, ppo: PPOArguments, greedy_scores: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
+    """Compute advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
 
     Args:
-        experience: with rewards, and with values where there is a critic.
+        experience: must have rewards, and values if there is a critic.
         greedy_scores: [B] shaped score of the greedy response to each row's prompt, for a greedy baseline.
     """
     return ALGORITHMS[ppo.algorithm].estimate(

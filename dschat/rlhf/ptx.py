@@ -13,29 +13,29 @@ from dschat.runs.fit import Batch, to_device
 
 
 def text_options(prompts: DataOptions, source: str, max_answer_tokens: int) -> DataOptions:
-    """The options of the texts, from those of the prompts: as long as prompt and response, every token trained."""
+    """Data options of the pretraining texts: maximum length of prompt plus response, loss on every token."""
     return replace(
         prompts,
         data_path=[source],
         max_tokens=prompts.max_tokens + max_answer_tokens,
         data_split=None,
         eval_data_path=(),
-        columns={},  # those are the prompts'
+        columns={},  # the prompts' column names do not apply
         eval_fraction=0.0,
         train_on_prompt=True,
     )
 
 
 class UnsupervisedBatches:
-    """The micro-batches of texts that go with each actor update.
+    """Micro-batches of pretraining texts for each actor update.
 
     Args:
         rows: prepared "sft" rows.
         micro_batch_size: texts per forward pass and device.
         minibatch_size: texts per update and device.
-        seed: of their order.
-        pad_token_id: fills rows on the right.
-        device: where the tensors go.
+        seed: seed of the shuffle.
+        pad_token_id: used for right padding.
+        device: device of the tensors.
     """
 
     def __init__(self, rows: Dataset, *, micro_batch_size: int, minibatch_size: int, seed: int, pad_token_id: int,

@@ -1,4 +1,4 @@
-"""The models of RLHF on the same devices, each an engine of its own; only those that the algorithm needs."""
+"""DeepSpeed engines of the RLHF models, all on the same devices; only those that the algorithm needs are built."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ from dschat.runs.set_up import build_trainable
 
 
 class DeepSpeedRLHFEngine:
-    """Builds and owns actor, ref, critic, reward models, and the moving average of the actor.
+    """Builds and owns actor, ref, critic, reward models, and the actor's exponential moving average (EMA).
 
     Attributes:
-        policy: DeepSpeedEngine (TokenLogprobs) that is trained.
+        policy: the trained DeepSpeedEngine (TokenLogprobs).
         actor: rollout engine over the policy.
-        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy as it was before training; None where KL costs nothing.
+        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy before training; None where no KL penalty is used.
         critic: DeepSpeedEngine (TokenScores), or None for critic-free algorithms.
         reward_models: path → RewardModel over a frozen DeepSpeedEngine (TokenScores).
         actor_ema: frozen float32 DeepSpeedEngine (TokenLogprobs), or None without --enable_ema.
@@ -96,7 +96,7 @@ class DeepSpeedRLHFEngine:
 
     @property
     def reward(self) -> deepspeed.DeepSpeedEngine | None:
-        """The first reward model's engine, None without one."""
+        """The engine of the first reward model, or None."""
         return next((model.engine for model in self.reward_models.values()), None)
 
     @property
@@ -105,33 +105,33 @@ class DeepSpeedRLHFEngine:
 
     @property
     def shadow_models(self) -> dict[str, deepspeed.DeepSpeedEngine]:
-        """Frozen models that follow the actor: a checkpoint holds them too."""
+        """Frozen models updated from the actor (EMA, refreshed reference); they are checkpointed too."""
         ema = {"actor_ema": self.actor_ema} if self.actor_ema is not None else {}
         return ema | ({"ref": self.ref} if self.ref_is_refreshed else {})
 
     def update_ema(self, decay: float) -> None:
-        """average ← decay · average + (1 − decay) · actor, parameter by parameter; a collective under ZeRO-3."""
+        """EMA ← decay · EMA + (1 − decay) · actor, for each parameter; a collective under ZeRO-3."""
         if self.actor_ema is not None:
             self._sync_from_actor(self.actor_ema, decay)
 
     def refresh_reference(self) -> None:
-        """The actor as it is becomes the reference model; a collective under ZeRO-3."""
+        """Copy the actor's current weights into the reference model; a collective under ZeRO-3."""
         self._sync_from_actor(self.ref, 0.0)
 
     @torch.no_grad()
     def _sync_from_actor(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
         pairs = zip(self.policy.module.parameters(), follower.module.parameters(), strict=True)
         for parameter, average in pairs:
-            # What ZeRO-3 gathers is kept only if it was written inside the context, on the modifier rank.
+            # GatheredParameters writes back only what the modifier rank changed inside the context.
             with gathered([parameter]), gathered([average], modifier_rank=0):
                 average.data.lerp_(parameter.data.to(average.dtype), 1 - decay)
 
     def save_shadow_models(self, folder: Path) -> None:
-        """Write every follower, whole, into a checkpoint's folder; every rank calls it.
+        """Write the full weights of every shadow model into a checkpoint's folder. A collective.
 
         Raises:
-            OSError: the main rank could not write one. All ranks have gathered all of them by then: a rank that left
-                before would leave the others waiting.
+            OSError: the main rank could not write one. Raised after all gathers, as an early exit would block the
+                other ranks.
         """
         problems = []
         for kind, engine in self.shadow_models.items():
@@ -210,7 +210,7 @@ class DeepSpeedRLHFEngine:
         )
 
     def _moving_average(self) -> deepspeed.DeepSpeedEngine:
-        # float32: in bf16 a step of 1 − decay is lost to rounding.
+        # float32: in bf16 an update of size 1 − decay is rounded away.
         config = self._frozen_config(self.models.actor_zero_stage, offload=False, dtype="fp32")
         network = self._with_adapters(self._causal_lm(config, dropout=0.0, dtype=torch.float32))
         average = frozen_engine(network, config=config)
@@ -218,7 +218,7 @@ class DeepSpeedRLHFEngine:
         return average
 
     def _with_adapters(self, network: TokenLogprobs) -> TokenLogprobs:
-        """The network with the actor's adapters, so that it can follow the actor parameter by parameter."""
+        """Add the actor's LoRA adapters to the network, so that its parameters match the actor's one to one."""
         if self.models.actor_lora_dim:
             add_lora(
                 network.model,

@@ -1,7 +1,7 @@
-"""The decoder is not quite the actor: how far its policy is from the one that is trained, and weights that correct it.
+"""Log-prob mismatch between rollout engine and trained policy: its metrics, and importance weights that correct it.
 
-Δ = log π_actor − log π_rollout of each sampled token, under the same weights. Rounding alone makes it other than 0, in
-bf16 visibly; a truncated distribution (top-p, top-k) makes it the log of the probability mass that was kept.
+Δ = log π_actor − log π_rollout of each sampled token, with the same model weights. It is nonzero by rounding alone,
+noticeably in bf16; with a truncated distribution (top-p, top-k) it is the log of the probability mass that was kept.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def correction_weights(
     floor: float = 0.0,
     normalizer: Normalizer = None,
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights of tokens that another policy sampled, w = π_old / π_rollout, kept within bounds.
+    """Bounded importance weights of tokens that another policy sampled, w = π_old / π_rollout.
 
-    "tis" truncates each token's weight to at most cap; "mis" masks tokens whose weight lies outside [floor, cap] and
-    leaves the others theirs. "seq_tis" and "seq_mis" do the same with the weight of the whole response, the product
-    over its tokens, which every token then gets: unbiased where the bounds do not cut, but of a variance that grows
+    "tis" truncates each token's weight to at most cap; "mis" masks tokens whose weight is outside [floor, cap] and
+    keeps the other weights. "seq_tis" and "seq_mis" do the same with the weight of the whole response, the product
+    over its tokens, applied to every token: unbiased where the bounds do not apply, but with a variance that grows
     with length.
 
     Args:
-        old_logprobs: [B, T] float, of the policy whose expectation is wanted.
-        rollout_logprobs: [B, T] float, of the policy that sampled.
+        old_logprobs: [B, T] float, of the target policy.
+        rollout_logprobs: [B, T] float, of the sampling policy.
         response_mask: [B, T] bool, True on generated tokens.
         correction: one of CORRECTIONS.
-        cap: > 0; bounds the variance, for a bias where it cuts. 2 in verl.
-        floor: in [0, cap); only where weights are masked. 0.5 in OpenRLHF.
+        cap: > 0; bounds the variance at the cost of bias. 2 in verl.
+        floor: in [0, cap); used by "mis" and "seq_mis" only. 0.5 in OpenRLHF.
         normalizer: response tokens of the whole step (see dschat.losses.normalizer); None: those of this batch.
 
     Returns:
@@ -79,15 +79,15 @@ def correction_weights(
 
 
 def rollout_logprob_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Metrics:
-    """What `mismatch_metrics` takes of one batch on one rank.
+    """Sums over one rank's batch, input of `mismatch_metrics`.
 
     Args:
-        logprobs: [B, T] float, of the actor, with the weights that sampled.
+        logprobs: [B, T] float, of the actor, with the model weights that sampled.
         rollout_logprobs: [B, T] float, of the decoder.
         response_mask: [B, T] bool, True on generated tokens.
 
     Returns:
-        tokens, rollout_gap_mean (Σ|Δ|), rollout_ratio (Σ e^Δ), rollout_gap_max (max |Δ|; 0 without a token), float64.
+        tokens, rollout_gap_mean (Σ|Δ|), rollout_ratio (Σ e^Δ), rollout_gap_max (max |Δ|; 0 without tokens), float64.
 
     Raises:
         ValueError: shapes that differ, a mask that is not bool.
@@ -102,7 +102,7 @@ def rollout_logprob_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, respons
 
 
 def mismatch_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
-    """The gap over the batches of all ranks. A collective; every rank brings at least one batch.
+    """Log-prob mismatch over the batches of all ranks. A collective; every rank passes at least one batch.
 
     Returns: rollout_gap_mean (mean |Δ|) and rollout_gap_max (max |Δ|), nats; rollout_ratio (mean π_actor / π_rollout).
     """
@@ -118,7 +118,7 @@ def mismatch_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
 
 
 def _log_ratio(logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor) -> Tensor:
-    """[B, T] Δ without gradient, within ± LOG_RATIO_LIMIT, 0 where the mask is False."""
+    """[B, T] Δ without gradient, clamped to ± LOG_RATIO_LIMIT, 0 where the mask is False."""
     require_mask(response_mask, logprobs=logprobs, rollout_logprobs=rollout_logprobs)
     delta = at_least_float32(logprobs).detach() - at_least_float32(rollout_logprobs).detach()
     return torch.where(response_mask, delta, 0.0).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -1,4 +1,4 @@
-"""What one rollout batch made: nothing of it is left on the trainer."""
+"""The result of one rollout batch, returned by the trainer: experience, samples, timings, log-prob mismatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Timings(defaultdict[str, float]):
     """Seconds by phase: "rollout", "scoring", "update"."""
 
     def __init__(self, *timings: Timings) -> None:
-        """The sums of these timings."""
+        """Sum the given timings by phase."""
         super().__init__(float)
         for part in timings:
             for phase, seconds in part.items():
@@ -28,7 +28,7 @@ class Timings(defaultdict[str, float]):
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the block, those of the device's work included, to a phase; the watchdog is told of it."""
+        """Add the duration of the block, device work included, to a phase; also sets the watchdog's phase."""
         watchdog.phase(phase)
         failpoint.reached(phase)
         start = time.perf_counter()
@@ -42,11 +42,12 @@ class RolloutResult:
     """One rollout batch of this rank.
 
     Attributes:
-        experience: what the updates learn from; advantages are 0 where none were asked for.
-        samples: prompt, response and scores of each response, for people to read.
+        experience: the training data; its advantages are 0 unless they were estimated.
+        samples: prompt, response and scores of each response, for the log.
         timings: seconds by phase.
-        mismatch: sums of the difference between the log-probs of rollout engine and policy, see
-            rollout_correction.rollout_logprob_mismatch; {} with --old_logprobs rollout, whose first update measures it.
+        mismatch: sums of the log-prob mismatch between rollout engine and policy, see
+            rollout_correction.rollout_logprob_mismatch; {} with --old_logprobs rollout, where the first update
+            measures it.
     """
 
     experience: Experience

@@ -1,4 +1,4 @@
-"""From the scores of responses to what is maximised: clipping, penalties of length; and groups without a spread."""
+"""Score shaping: clipping, penalties for a missing EOS and for length; detection of groups with equal scores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dschat.rlhf.advantages import overlong_penalty
 
-# Scores of a group that differ by less are alike: nothing can be learnt from comparing them.
+# Scores of a group that differ by less are treated as equal: their advantages would be rounding noise.
 SPREAD = 1e-6
 
 
@@ -15,18 +15,18 @@ def shaped_scores(
     scores: Tensor, ended: Tensor, lengths: Tensor, *, reward_clip: float, missing_eos_penalty: float,
     overlong_buffer: int, overlong_factor: float, max_tokens: int,
 ) -> Tensor:  # fmt: skip
-    """[B] clipped scores, less the penalties of a missing EOS and of the last tokens before the length limit.
+    """[B] clipped scores, minus the penalties for a missing EOS and for length close to the limit.
 
     Args:
         scores: [B] float.
         ended: [B] bool, True where the response ended by EOS.
         lengths: [B] long, tokens.
-        reward_clip: scores are clipped to ± this; 0: not.
+        reward_clip: scores are clipped to ± this; 0: no clipping.
         missing_eos_penalty: subtracted where a response did not end.
-        overlong_buffer, overlong_factor: see overlong_penalty; 0 tokens: none.
-        max_tokens: longest response that is possible.
+        overlong_buffer, overlong_factor: see overlong_penalty; a buffer of 0 disables it.
+        max_tokens: maximum response length.
     """
-    # Penalties come after clipping, or a score beyond the clip would swallow them.
+    # Penalties come after clipping, else they have no effect on a score far beyond the clip.
     if reward_clip:
         scores = scores.clamp(-reward_clip, reward_clip)
     scores = scores - missing_eos_penalty * (~ended)
@@ -38,7 +38,7 @@ def shaped_scores(
 
 
 def flat_groups(scores: Tensor, has_score: Tensor, group_size: int) -> Tensor:
-    """[B / group_size] bool, True where all responses to a prompt score alike among those with a score.
+    """[B / group_size] bool, True where all scored responses to a prompt have the same score.
 
     Args:
         scores: [B] float.

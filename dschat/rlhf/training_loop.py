@@ -1,4 +1,4 @@
-"""The loop of step 3: iterations of experience and updates, evaluated and saved on the way."""
+"""The training loop of step 3: iterations of rollouts and updates, with evaluation and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class PPORun:
     """A run of step 3 from its start, or a checkpoint, to its end.
 
     Attributes:
-        trainer, dataset, prompts, batches: what makes experience and cuts it.
+        trainer, dataset, prompts, batches: as in RolloutCollector.
         unsupervised: texts of the pretraining loss, or None.
-        iterations, updates_per_iteration: how many there are.
-        settings: every argument group.
-        collector: what gathers the experience of an iteration.
+        iterations, updates_per_iteration: length of the run.
+        settings: all argument groups.
+        collector: collects the experience of an iteration.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -52,7 +52,7 @@ class PPORun:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What has grown with the run, besides weights: a resumed one continues with it."""
+        """Trainer state to checkpoint besides the models: what a resumed run restores."""
         trainer = self.trainer
         return {
             "prompts_consumed": self.collector.prompts_consumed, "kl_coef": trainer.kl_coef,
@@ -60,11 +60,11 @@ class PPORun:
         }  # fmt: skip
 
     def fit(self, resume_from: Path | None, received: SignalFlag) -> None:
-        """Run the iterations that are left.
+        """Run the remaining iterations.
 
         Args:
-            resume_from: a checkpoint that checkpoint.find has verified.
-            received: signals; it listens from the first iteration on, and does when this returns.
+            resume_from: a checkpoint verified by checkpoint.find.
+            received: signal flag; its handlers are active from the first iteration on, and still when this returns.
         """
         engine = self.trainer.engine
         session = self.session(resume_from, received)
@@ -93,7 +93,7 @@ class PPORun:
                     break
 
     def session(self, resume_from: Path | None, received: SignalFlag) -> TrainingSession:
-        """The session of this run, which takes back what a checkpoint says of the trainer."""
+        """Create the session of this run; with a checkpoint it restores the trainer's state."""
         engine = self.trainer.engine
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "shadow_models": sorted(engine.shadow_models),
@@ -107,12 +107,12 @@ class PPORun:
         )  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any], changed: list[str]) -> None:
-        """Go on with what a checkpoint says of the run; --kl_coef counts as it is now, unless --kl_target adapts it.
+        """Restore `state`. The flag --kl_coef overrides the saved coefficient, unless --kl_target adapts it.
 
         Args:
-            changed: flags that have changed since, a line each; one is added for a --kl_coef that has no effect.
+            changed: one line per flag changed since the checkpoint; a --kl_coef that has no effect is appended.
 
-        Raises: ValueError if the rollouts of an unfinished iteration do not fit the flags.
+        Raises: ValueError if the rollouts of an unfinished iteration do not match the flags.
         """
         trainer = self.trainer
         now, then = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
@@ -130,7 +130,7 @@ class PPORun:
                 changed.append(f"--kl_coef has no effect: --kl_target goes on from {trainer.kl_coef:.6g}")
 
     def update(self, number: int, iteration: Iteration, session: TrainingSession) -> None:
-        """Take the updates that are left of an iteration; between two of them the run may be saved."""
+        """Run the remaining updates of an iteration; checkpoints may be written between two of them."""
         trainer, behind = self.trainer, len(iteration.updates)
         dumps = trainer.ppo.dump_step == number + 1 and not behind
         if dumps:
@@ -159,7 +159,7 @@ class PPORun:
                 )  # fmt: skip
 
     def log_iteration(self, done: int, iteration: Iteration, log: RunLog) -> dict[str, float]:
-        """Write the metrics and samples of a finished iteration; the metrics."""
+        """Log the metrics and samples of a finished iteration; returns the metrics."""
         rollouts = self.trainer.rollouts
         metrics = experience_metrics(iteration.sums) | mean_of(iteration.updates)
         timings = iteration.timings
@@ -170,12 +170,12 @@ class PPORun:
         metrics["skipped_updates"] = sum(update["skipped_updates"] for update in iteration.updates)
         if "updates_without_signal" in metrics:
             metrics["updates_without_signal"] = sum("updates_without_signal" in update for update in iteration.updates)
-        if metrics["seconds_rollout"]:  # a run that was resumed behind the rollout has not timed it
+        if metrics["seconds_rollout"]:  # 0 if the run was resumed after the rollout
             tokens = metrics["response_length"] * metrics["responses"]
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
         log.metrics(done, metrics)
         watchdog.phase("logging")
-        samples = collectives.gather_lists_to_main(iteration.samples)  # [] on the ranks that write nothing
+        samples = collectives.gather_lists_to_main(iteration.samples)  # [] on all ranks but the main one
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:
@@ -183,7 +183,7 @@ class PPORun:
         return metrics
 
     def update_kl_coef_and_ref(self, done: int, metrics: dict[str, float]) -> None:
-        """What changes between two iterations: the coefficient of KL, the reference model."""
+        """Between two iterations: adapt the KL coefficient (--kl_target) and refresh the reference model."""
         trainer, ppo = self.trainer, self.trainer.ppo
         if ppo.kl_target and "kl" in metrics:  # rollouts before a resume may have had no reference model
             trainer.kl_coef = adapted_kl_coef(
@@ -212,7 +212,7 @@ class PPORun:
 
 
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates that have it."""
+    """Mean of each metric over the updates that report it."""
     names = dict.fromkeys(name for update in updates for name in update)
     having = {name: [update[name] for update in updates if name in update] for name in names}
     return {name: sum(values) / len(values) for name, values in having.items()}

@@ -1,4 +1,4 @@
-"""Everything that one update of step 3 reads and makes, in files; scripts/replay.py runs it again and compares."""
+"""Dumps inputs and outputs of one step-3 update to files; scripts/replay.py recomputes the update and compares."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 
 
 def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration) -> None:
-    """Write actor, critic and this iteration's minibatches as they are before its first update. A collective.
+    """Write actor, critic and this iteration's minibatches before its first update. A collective.
 
-    folder/actor and folder/critic (where there is one) are plain Hugging Face folders, adapters folded in;
+    folder/actor and folder/critic (if there is one) are plain Hugging Face folders with adapters merged;
     iteration_rank*.safetensors hold the fields of Experience for each minibatch; settings.json the update's flags.
     """
     for name, engine in trainer.engine.trained.items():
@@ -37,7 +37,7 @@ def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration
 
 
 class UpdateDump:
-    """Collects what an update's losses compute on this rank, then writes it.
+    """Records the tensors that an update's losses compute on this rank, then writes them.
 
     update_rank*.safetensors: "logprobs.M" and "policy_loss.M" (KL and entropy included where the loss has
     them), "values.M" and "value_loss.M" of micro-batch M.
@@ -47,11 +47,11 @@ class UpdateDump:
         self.folder, self.tensors = folder, defaultdict(list)
 
     def record(self, name: str, tensor: Tensor) -> None:
-        """Keep a copy of what the next micro-batch computes under this name."""
+        """Append a copy of the next micro-batch's tensor under this name."""
         self.tensors[name].append(tensor.detach().clone())
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Write what was recorded, and on the main rank the update's metrics."""
+        """Write the recorded tensors, and on the main rank the update's metrics."""
         tensors = {f"{name}.{part}": x for name, parts in self.tensors.items() for part, x in enumerate(parts)}
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
                   self.folder / f"update_rank{collectives.rank()}.safetensors")  # fmt: skip

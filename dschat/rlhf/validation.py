@@ -1,4 +1,4 @@
-"""What cannot work, or not as one may think, among the settings of step 3."""
+"""Validation of step 3's settings: problems that stop the run, and warnings."""
 
 from dataclasses import replace
 from functools import partial
@@ -22,14 +22,14 @@ from dschat.runs.set_up import contradictions, data_options, model_problems
 
 
 def reward_entries(models: RLHFModelArguments, rewards: RewardArguments) -> list[str]:
-    """The sources of a score: --reward and the reward model; without either the model that the critic starts as."""
+    """The reward sources: the reward model and --reward; without either, the critic's initial model."""
     named = [models.reward_model_name_or_path] if models.reward_model_name_or_path else []
     fallback = [models.critic_model_name_or_path] if models.critic_model_name_or_path else []
     return [*named, *rewards.reward] or fallback
 
 
 def rlhf_problems(settings: RLHFSettings) -> list[str]:
-    """What cannot work among the settings of step 3: models against lengths and each other, batches against updates."""
+    """Problems with step 3's settings: models, lengths, output folder, data, and the split into minibatches."""
     models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
     problems = rlhf_model_problems(models, rollouts, ppo, rewards, settings.data)
     dims, stages = {"actor_lora_dim": models.actor_lora_dim}, {"actor_zero_stage": models.actor_zero_stage}
@@ -66,7 +66,7 @@ def rlhf_model_problems(
     models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
     data: DataArguments,
 ) -> list[str]:  # fmt: skip
-    """What cannot work among actor, critic and the sources of rewards."""
+    """Problems with actor, critic and reward sources."""
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
     trusted = models.trust_remote_code
@@ -103,7 +103,7 @@ def rlhf_model_problems(
 
 
 def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer: OptimizerArguments) -> list[str]:
-    """How a rollout does not divide into minibatches, or these not into groups."""
+    """Problems with splitting a rollout into minibatches of whole groups."""
     samples = ppo.num_samples_per_prompt
     rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches * samples
     minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
@@ -127,7 +127,7 @@ def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer:
 
 
 def rlhf_warnings(settings: RLHFSettings) -> list[str]:
-    """What works in step 3, but perhaps not as intended."""
+    """Settings of step 3 that are valid but probably not intended."""
     models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
     warnings = []
     if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:

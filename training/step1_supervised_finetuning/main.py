@@ -24,7 +24,7 @@ from dschat.runs.set_up import data_options, load_splits, one_model_problems, st
 
 
 def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:
-    """Negative log-likelihood of the trained tokens, over the trained tokens of the whole step."""
+    """Negative log-likelihood of the trained tokens, divided by their number in the whole step."""
     logprobs = engine(
         batch["input_ids"], batch["attention_mask"], batch["loss_mask"], packed_positions=batch.get("packed_positions")
     )  # [B, S]

@@ -27,7 +27,7 @@ from dschat.runs.set_up import (
 
 
 def check(settings: PreferenceSettings) -> list[str]:
-    """What cannot work: step 1's and 2's mistakes, and a reference that moves or does not fit."""
+    """Problems with the settings: model, data, and a reference model that would change or does not fit."""
     model, preference, data = settings.model, settings.preference, settings.data
     problems = one_model_problems(preference.kind, settings)
     moves = not (model.lora_dim and settings.lora.only_optimize_lora)
@@ -52,7 +52,7 @@ def check(settings: PreferenceSettings) -> list[str]:
 
 
 def warn(settings: PreferenceSettings) -> list[str]:
-    """What works, but perhaps not as intended."""
+    """Settings that are valid but probably not intended."""
     preference, warnings = settings.preference, []
     if preference.preference_loss == "simpo" and preference.beta < 1:
         warnings.append(

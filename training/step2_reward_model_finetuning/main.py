@@ -24,7 +24,7 @@ from dschat.runs.set_up import data_options, load_splits, one_model_problems, st
 def pairwise(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, centering_coef: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Bradley–Terry loss over the pairs of the whole step, chosen and rejected in one forward pass."""
+    """Bradley–Terry loss normalised by the pairs of the whole step; chosen and rejected share one forward pass."""
     scores = engine(batch["input_ids"], batch["attention_mask"])  # [2B, S]
     chosen, rejected = last_token_scores(scores, batch["attention_mask"]).chunk(2)  # [B], [B]
     real = batch["pair_mask"]

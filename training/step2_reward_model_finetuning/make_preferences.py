@@ -1,14 +1,14 @@
-"""Make preference pairs from a model's own answers: sample several a prompt, have them scored, pair them.
+"""Make preference pairs from a model's own responses: sample several per prompt, score them, build pairs.
 
     python training/step2_reward_model_finetuning/make_preferences.py --model_name_or_path output/sft \\
         --data_path prompts.jsonl --judge my_judge.py:judge --output_dir output/pairs
 
 The judge is a function judge(prompts, responses, rows) -> list of numbers, higher is better; `rows` holds the other
-columns of each prompt's row. Instead of it --reward takes what it takes in step 3: reward models, functions, rules,
-services. Answers that score alike make no pair. OUTPUT_DIR/preferences.jsonl is data for step 2: prompt, chosen,
-rejected and both scores. Several processes share the prompts, and the file is the same for any number of them.
-Held-out rows (--eval_fraction) are not asked. Judged batches are kept as they are made: killed, it goes on with
---resume auto to the same file. A finished file is replaced with --overwrite only.
+columns of each prompt's row. Alternatively --reward accepts the same sources as in step 3: reward models, functions,
+rules, services. Responses with equal scores are not paired. OUTPUT_DIR/preferences.jsonl is data for step 2: prompt,
+chosen, rejected and both scores. Prompts are split over the processes; the file does not depend on their number.
+Held-out rows (--eval_fraction) are skipped. Every scored batch is saved at once: an interrupted run is resumed with
+--resume auto and writes the same file. A finished file is replaced only with --overwrite.
 """
 
 import hashlib
@@ -49,12 +49,12 @@ from dschat.rewards.weighted_sum import (
 from dschat.runs import signals
 from dschat.runs.set_up import data_options, load_splits, model_problems, start
 
-MAX_FAILED_CALLS = 3  # batches in a row without any score, on one process: then the judge is dead
+MAX_FAILED_CALLS = 3  # consecutive batches without any score on one process: then the run stops
 Score = Callable[[Rollout, Answers], list[float | None]]
 
 
 def check(settings: arguments.PairSettings) -> list[str]:
-    """What cannot work: the model against the lengths, the judge and the rewards, the output folder."""
+    """Problems with the settings: model and lengths, judge and rewards, output folder."""
     sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
@@ -124,11 +124,11 @@ def main() -> None:
 def judge_all(
     judge: Callable[[list[int]], JudgedBatch], judged: JudgedBatches, *, prompts: int, batch_size: int
 ) -> list[JudgedBatch]:
-    """Judge every batch that is not judged yet, the ranks in turn; all of them, of all ranks, in no order.
+    """Judge the remaining batches, split over the ranks; returns the judged batches of all ranks, unordered.
 
     Raises:
-        SavedAndLeft: a signal came to any rank; what is judged is on the disk.
-        SettingsError: a rank cannot write, or its judge is dead; what is judged is on the disk.
+        SavedAndLeft: any rank received a signal; judged batches are saved.
+        SettingsError: a rank cannot write, or its judge keeps failing; judged batches are saved.
     """
     to_do = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
     size = groups.data_parallel_size()
@@ -140,11 +140,11 @@ def judge_all(
     with signals.capture_signals() as received, received.listening():
         for number, batches in enumerate(rounds, start=1):
             problem = None
-            if groups.data_parallel_rank() < len(batches):  # some ranks may be left without prompts at the end
+            if groups.data_parallel_rank() < len(batches):  # the last round may have fewer batches than ranks
                 try:
                     batch = judge(batches[groups.data_parallel_rank()])
                     made.append(batch)
-                    if batch.scored:  # a judge that was away is asked again by --resume auto
+                    if batch.scored:  # a batch without scores is not saved: --resume auto retries it
                         judged.append(batch)
                 except (NoScores, OSError) as error:
                     problem = str(error)
@@ -162,7 +162,7 @@ def judge_all(
 
 
 def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
-    """The final file, in the order of the prompts. Raises SettingsError if there is no pair, or no room."""
+    """Write the final file, in the order of the prompts. Raises SettingsError without pairs, or if writing fails."""
     rows = [row for _, row in sorted((pair for batch in batches for pair in batch.pairs), key=itemgetter(0))]
     if not rows:
         raise SettingsError(
@@ -188,12 +188,12 @@ def decisive_settings(
     sampling: arguments.PairArguments, reward: arguments.RewardArguments, devices: arguments.PairDeviceArguments,
     run: arguments.PairRunArguments, prompts: Dataset,
 ) -> dict[str, Any]:  # fmt: skip
-    """What decides about the pairs: a run that goes on must have the same. How batches are cut does not."""
+    """Settings that determine the pairs and must be unchanged on resume; the batch size is not among them."""
     names = ("model_name_or_path", "num_samples_per_prompt", "pairs_per_prompt", "max_prompt_seq_len",
              "max_answer_seq_len", "temperature", "top_k", "top_p", "judge")  # fmt: skip
     settings = {f"--{name}": vars(sampling)[name] for name in names}
     settings |= {"--reward": list(map(without_keys, reward.reward)), "--dtype": devices.dtype, "--seed": run.seed}
-    content = content_digest(prompts) if collectives.is_main() else None  # the main rank decides for all
+    content = content_digest(prompts) if collectives.is_main() else None  # settings are compared on the main rank
     return settings | {
         "the model's weights": weights_sample(Path(sampling.model_name_or_path)), "prompts": len(prompts),
         "the prompts' content": content,
@@ -201,7 +201,7 @@ def decisive_settings(
 
 
 def without_keys(entry: str) -> str:
-    """A reward as settings.json may hold it: a digest for the query string of an address, which may hold a key."""
+    """A reward entry for settings.json: a URL's query string, which may hold a key, is replaced by its digest."""
     address, mark, query = entry.partition("?")
     if not mark or not entry.startswith(("http://", "https://")):
         return entry
@@ -209,7 +209,7 @@ def without_keys(entry: str) -> str:
 
 
 def weights_sample(folder: Path) -> str:
-    """A name of the weights of a local model, of parts of them: training changes all of them. "" for a hub name."""
+    """Digest of parts of a local model's weights, enough to detect training; "" for a hub name."""
     digest = hashlib.sha256()
     files = sorted(path for path in folder.glob("*") if path.suffix in (".safetensors", ".bin", ".json"))
     for path in files:
@@ -227,7 +227,7 @@ def log(text: str) -> None:
 
 
 def judge_of(sampling: arguments.PairArguments) -> Score:
-    """What a judge says; None for an answer that it fails on."""
+    """Scoring by the judge; None for a response that it fails on."""
     judge = load_judge(sampling.judge)
     retry_policy = RetryPolicy(
         seconds=sampling.judge_timeout, retries=sampling.judge_retries, max_failed_calls=MAX_FAILED_CALLS
@@ -239,7 +239,7 @@ def reward_of(
     reward: arguments.RewardArguments, sampling: arguments.PairArguments, devices: arguments.PairDeviceArguments,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Score:  # fmt: skip
-    """The weighted sum of the sources; None where one fails."""
+    """Scoring by the weighted sum of the reward sources; None where one fails."""
     config = frozen_config(
         dtype=devices.dtype, zero_stage=0, micro_batch_size=sampling.per_device_generation_batch_size,
         world_size=groups.data_parallel_size(),
@@ -272,10 +272,10 @@ def sampled_answers(
     actor: HybridEngine, tokenizer: PreTrainedTokenizerBase, batch: dict[str, list], indices: Sequence[int],
     sampling: arguments.PairArguments, stop_ids: Sequence[int], seed: int,
 ) -> tuple[Rollout, Answers]:  # fmt: skip
-    """For each prompt, num_samples_per_prompt answers; the prompt's index in the data seeds them, not its batch.
+    """Sample num_samples_per_prompt responses per prompt, seeded by the prompt's index in the data, not its batch.
 
     Args:
-        batch: of collate_prompts.
+        batch: made by collate_prompts.
     """
     samples = sampling.num_samples_per_prompt
     ids = torch.tensor(indices)[:, None] * samples + torch.arange(samples)  # [prompts, samples]
@@ -296,11 +296,10 @@ def scored_pairs(
     prompts: Sequence[list[Message]], responses: Sequence[str], scores: Sequence[float | None], indices: Sequence[int],
     *, ended: Sequence[bool], at_most: int, seed: int,
 ) -> list[tuple[int, dict[str, Any]]]:  # fmt: skip
-    """(index of the prompt, row of the preference file) for every pair found among the answers to a batch of prompts.
+    """(index of the prompt, row of the preference file) for every pair built from the responses to a batch of prompts.
 
     Args:
-        responses, scores, ended: equally many for each prompt, prompt after prompt; answers without a score make no
-            pair.
+        responses, scores, ended: equally many per prompt, grouped by prompt; responses without a score are not paired.
     """
     samples, pairs = len(responses) // len(prompts), []
     for number, (index, prompt) in enumerate(zip(indices, prompts, strict=True)):
@@ -316,10 +315,10 @@ def scored_pairs(
 def preference_pairs(
     answers: Sequence[str], scores: Sequence[float], *, ended: Sequence[bool], at_most: int, chooser: Random
 ) -> list[dict[str, Any]]:
-    """Pairs of answers whose scores differ, picked at random among all such pairs, no text twice against itself.
+    """Random pairs of non-empty responses whose scores and texts differ.
 
     Args:
-        ended: False for an answer that was cut at the length limit: step 2 then puts no end token after it.
+        ended: False for a response truncated at the length limit: step 2 then appends no end token.
     """
     differing = [
         (better, worse) if scores[better] > scores[worse] else (worse, better)
@@ -336,7 +335,7 @@ def preference_pairs(
 
 
 def repeated(values: Sequence[Any], times: int) -> list[Any]:
-    """Each value so many times."""
+    """Repeat each value `times` times."""
     return [value for value in values for _ in range(times)]
 
 

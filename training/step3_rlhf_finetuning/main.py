@@ -1,4 +1,4 @@
-"""Step 3: policy optimisation of an actor against rewards, with a KL penalty towards the reference model."""
+"""Step 3: RLHF, which optimises an actor against reward sources with a KL penalty to a reference model."""
 
 from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import parse, settings_of_user
@@ -54,7 +54,7 @@ def main() -> None:
         devices=settings.devices, rollouts=rollouts,
         total_steps=iterations * updates_per_iteration, reward_paths=model_paths(entries),
     )  # fmt: skip
-    launch.seed_all(run.seed + collectives.rank())  # initial weights are alike on all ranks, dropout masks are not
+    launch.seed_all(run.seed + collectives.rank())  # initial weights are equal on all ranks, dropout masks differ
     scores = Rewards(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
         retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),

@@ -1,1 +1,1 @@
-"""Whether two mathematical answers are equal."""
+"""Equality of mathematical answers."""

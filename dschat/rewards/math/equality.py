@@ -1,8 +1,7 @@
-"""Whether two short answers are equal: numbers by value, formulas as they are written, and by what they mean.
+"""Equality of short answers: numbers by value, formulas by their normalised text, then by mathematical meaning.
 
-What they mean is for math-verify to decide, but only between formulas that could be equal. It reads several things that
-make answers different as if they were not there (units, bases, primes, the case of letters, the order of a tuple), so
-these are compared here first.
+math-verify compares meaning, but it ignores several differences that matter (units, bases, primes, the case of letters,
+the order of a tuple), so these are compared here first.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from dschat.rewards.math.latex import clean_latex
 from dschat.rewards.math.units import split_unit
 from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
 
-_DECIMALS = 6  # of an irrational number or a fraction that is written as a decimal, beyond leading zeros
+_DECIMALS = 6  # significant decimals required when a decimal approximates an irrational number or a fraction
 _GREEK = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "kappa", "mu", "nu", "rho", "sigma", "tau", "phi", "psi")
 _STAND_INS = [rf"\{name} " for name in _GREEK]
 _LETTER = re.compile(r"\\(?:begin|end|text|mathbb|mathcal)\{[^{}]*\}|\\[A-Za-z]+|([A-Za-z])")
 _BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
-# No products of variables, though they have three letters or less.
+# Words of at most three letters that are not products of variables.
 _WORDS = frozenset({"no", "on", "yes", "odd"})
 
 _math_verify = MathVerifyProcess()
 
 
 def equal_answers(pairs: Sequence[tuple[str, str]]) -> list[bool]:
-    """Whether each (given, wanted) are the same answer; one that takes too long to compare is not.
+    """Whether the answers of each (given, wanted) pair are equal; False where the comparison times out.
 
     Raises:
         ImportError: math-verify is not installed.
@@ -42,7 +41,7 @@ def equal_answers(pairs: Sequence[tuple[str, str]]) -> list[bool]:
 
 
 def decided_by_form(given: str, wanted: str) -> bool | None:
-    """True or False where how they are written decides; None where their meaning has to be compared."""
+    """True or False if the text decides; None if the meaning has to be compared."""
     if plain_math(given) == plain_math(wanted):
         return True
     if max(len(given), len(wanted)) > LONGEST_FORMULA:
@@ -54,7 +53,7 @@ def decided_by_form(given: str, wanted: str) -> bool | None:
         return bool(ours)
     a, b = (exact_number(plain_math(text)) for text in (ours, theirs))
     if a is not None and b is not None:
-        shares = {None: 1, "percent": 100}  # 50% is 50 as it is 0.5
+        shares = {None: 1, "percent": 100}  # 50% equals both 50 and 0.5
         return _close(a, b) or _close(a / shares.get(our_unit, 1), b / shares.get(their_unit, 1))
     based = [_BASED.fullmatch(text) for text in (ours, theirs)]
     if any(based):
@@ -63,15 +62,15 @@ def decided_by_form(given: str, wanted: str) -> bool | None:
 
 
 def _may_mean_the_same(a: str, b: str) -> bool:
-    """False where two cleaned formulas differ in what math-verify overlooks."""
+    """False if two cleaned formulas differ in something that math-verify ignores."""
     if not a or not b or any(re.search(r"[\d.]\s+[\d.]", text) for text in (a, b)):
-        return False  # it would add numbers with a space between them
+        return False  # math-verify would add numbers separated by a space
     if a.count("'") + a.count(r"\prime") != b.count("'") + b.count(r"\prime"):
         return False
     if {_brackets(a), _brackets(b)} == {"set", "tuple"}:
         return False
     words = [re.fullmatch(r"(\\text\{)?([A-Za-z]{2,})\}?", text) for text in (a, b)]
-    if all(words):  # of which math-verify would make products of letters, which commute
+    if all(words):  # math-verify would parse them as commuting products of letters
         letters = [word[2].casefold() for word in words]
         products = not any(word[1] for word in words) and max(map(len, letters)) <= 3 and not _WORDS & set(letters)
         return products or letters[0] == letters[1]
@@ -79,18 +78,18 @@ def _may_mean_the_same(a: str, b: str) -> bool:
 
 
 def _same_in_their_bases(a: str, b: str, based: list[re.Match | None]) -> bool:
-    """Numbers with a base: the same value, or the same digits where one has no base."""
+    """Numbers with a base: equal values, or equal digits if one has no base."""
     if all(based):
         try:
             return int(based[0][1], int(based[0][2])) == int(based[1][1], int(based[1][2]))
-        except ValueError:  # no such base or digit
+        except ValueError:  # invalid base or digit
             return False
     digits = [match[1] if match else text for match, text in zip(based, (a, b), strict=True)]
     return digits[0].casefold() == digits[1].casefold()
 
 
 def _close(a: Fraction, b: Fraction) -> bool:
-    """Equal, or one is a fraction that has no end as a decimal, and the other its rounding to six digits or more."""
+    """Equal, or one is a fraction without a finite decimal, and the other its rounding to at least six digits."""
     if a == b:
         return True
     endless, decimal = (a, b) if _places(b) is not None else (b, a)
@@ -101,7 +100,7 @@ def _close(a: Fraction, b: Fraction) -> bool:
 
 
 def _places(number: Fraction) -> int | None:
-    """Digits after the point; None for a number that has no end as a decimal."""
+    """Digits after the decimal point; None for a number without a finite decimal."""
     places, rest = 0, number.denominator
     for prime in (2, 5):
         power = 0
@@ -119,7 +118,7 @@ def _leading_zeros(number: Fraction) -> int:
 
 
 def _brackets(formula: str) -> str | None:
-    """What the brackets around it make it: a "set", a "tuple" (or interval), or None."""
+    """Kind of the enclosing brackets: "set", "tuple" (or interval), or None."""
     if re.fullmatch(r"\\\{.*\\\}", formula):
         return "set"
     inner = re.fullmatch(r"[(\[](.*)[)\]]", formula)
@@ -134,7 +133,7 @@ def _brackets(formula: str) -> str | None:
 
 
 def _comparison(given: str, wanted: str) -> Comparison:
-    """What math-verify is asked: letters that matter in both cases, tuples and tiny numbers made unmistakable."""
+    """Input for math-verify, rewritten so that letter case, tuple order and tiny numbers count."""
     formulas = []
     for text in (given, wanted):
         formula, unit = split_unit(clean_latex(text))
@@ -142,14 +141,14 @@ def _comparison(given: str, wanted: str) -> Comparison:
     lists = [", " in formula and _brackets(formula) is None and "=" not in formula for formula in formulas]
     for i, other in ((0, 1), (1, 0)):
         if lists[i] and _brackets(formulas[other]) == "tuple":
-            formulas[i] = f"({formulas[i]})"  # or its order would not count
+            formulas[i] = f"({formulas[i]})"  # else math-verify ignores its order
     given, wanted = _with_cases_apart(formulas)
     zeros = max((len(match) for text in formulas for match in re.findall(r"\.(0+)[1-9]", text)), default=0)
     return Comparison(given, wanted, decimals=_DECIMALS + zeros)
 
 
 def _with_cases_apart(formulas: list[str]) -> list[str]:
-    """The formulas with another letter for X where one of them has both X and x, which math-verify takes for one."""
+    """Rename X if one formula has both X and x, which math-verify treats as the same letter."""
     unused = [name for name in _STAND_INS if not any(name.strip() in text for text in formulas)]
     names: dict[str, str] = {}
     for text in formulas:

@@ -1,13 +1,13 @@
-"""LaTeX of short answers in one spelling: what changes no meaning goes, what does stays apart.
+"""Normalises the LaTeX of short answers: removes whatever does not change the meaning.
 
-Two answers that are written differently may still be equal (see math_equality); two that come out alike are equal.
+Answers with equal normalised text are equal; those with different text may still be equal (see math.equality).
 """
 
 from __future__ import annotations
 
 import re
 
-# 12\,345, 12{,}345 and 12,\!345 are single numbers; so is 12,345, unless it may be a pair in brackets.
+# 12\,345, 12{,}345 and 12,\!345 are single numbers; so is 12,345, except in brackets, where it may be a pair.
 _GROUPED = re.compile(r"(?<![\d.,\\])\d{1,3}(?:(?:,?\\!|\\[,;:]|\{,\}|~)+\s*\d{3})+(?!\d)")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!,?\d)")
 _SYMBOLS = {
@@ -37,11 +37,11 @@ _OPENING, _CLOSING = r"(?:^|[-+=<>,(\[{|\s])$", r"^(?:$|[-+=<>,)\]}|\s])"
 
 
 def clean_latex(text: str) -> str:
-    """The formula without dollars, sizes, fonts and spacing.
+    """Remove dollars, sizes, fonts and spacing from a formula.
 
-    \\frac and \\sqrt get braces, numbers lose their thousands separators, commas of lists are ", ", and a space stays
-    where it keeps two numbers, or a command and a letter, apart. \\text{} stays around words, and around a letter that
-    is a unit, as it stands behind a number.
+    \\frac and \\sqrt get braces, thousands separators are removed, commas of lists become ", ", and a space is kept
+    where it separates two numbers, or a command and a letter. \\text{} is kept around words, and around a single
+    letter after a number, which is a unit.
     """
     text = re.sub(r"(?<!\.)\.$", "", text.strip())
     text = _GROUPED.sub(lambda match: re.sub(r"\D", "", match[0]), text)
@@ -55,26 +55,26 @@ def clean_latex(text: str) -> str:
 
 
 def one_line(latex: str) -> str:
-    """Cleaned LaTeX with a/b for \\frac{a}{b}, its parts in brackets unless it would be read alike without them.
+    """Cleaned LaTeX with a/b for \\frac{a}{b}, its parts in brackets unless they are redundant.
 
-    3\\frac{1}{2} and 3 1/2, of digits alone, are 7/2; \\text{} is gone, and {} around a single sign of an exponent.
+    3\\frac{1}{2} and 3 1/2, digits only, become 7/2; \\text{} is removed, and {} around an exponent of one character.
     """
     latex = re.sub(r"([\^_])\{(\w)\}(?!\w)", r"\1\2", latex)
     latex = _MIXED.sub(_improper, latex)
     previous = None
-    while previous != latex:  # from the inside out
+    while previous != latex:  # innermost first
         previous, latex = latex, _FRACTION.sub(_quotient, latex)
     return re.sub(r"\\text\{([^{}]*)\}", r"\1", latex)
 
 
 def _cleaned(token: re.Match) -> str:
-    """What stands for a token in the cleaned text."""
+    """The replacement of a token in the cleaned text."""
     kind, value = token.lastgroup, token[token.lastgroup or 0]
     if kind == "text":
         words = "".join(value.split())
         letters = len(re.findall(r"[A-Za-z]", words))
         unit = letters == 1 and re.search(r"(?:[\d})]|\\pi)(?:\\[,;: ]|\s|~)*$", token.string[: token.start()])
-        return rf"\text{{{words}}}" if letters > 1 or unit else " " * letters + words  # no part of a command before it
+        return rf"\text{{{words}}}" if letters > 1 or unit else " " * letters + words  # apart from a command
     if kind == "command":
         name = _SYNONYMS.get(value, value)
         return f"\\{name}"
@@ -83,14 +83,14 @@ def _cleaned(token: re.Match) -> str:
 
 
 def _without_commas(number: re.Match) -> str:
-    """A number without thousands separators; inside brackets the commas may be those of a list, and stay."""
+    """A number without thousands separators; inside brackets commas may separate a list and are kept."""
     before = number.string[: number.start()]
     depth = len(re.findall(r"[(\[]|\\\{", before)) - len(re.findall(r"[)\]]|\\\}", before))
     return number[0] if depth > 0 else number[0].replace(",", "")
 
 
 def _needed_space(space: re.Match) -> str:
-    """A space behind a command that would run into the letter after it; elsewhere nothing."""
+    """A space between a command and a following letter; elsewhere nothing."""
     before, after = space.string[: space.start()], space.string[space.end() :]
     return " " if re.search(r"\\[A-Za-z]+$", before) and re.match(r"[A-Za-z]", after) else ""
 

@@ -1,4 +1,4 @@
-"""The unit behind an answer: 5\\text{ cm}, 90^\\circ, 50\\%, 3 hours."""
+"""Splits the unit off an answer: 5\\text{ cm}, 90^\\circ, 50\\%, 3 hours."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SPELLINGS = {
     "mph": "mileperhour", "km/h": "kmph kph", "radian": "rad", "acre": "", "hectare": "ha", "gallon": "gal",
 }  # fmt: skip
 _UNITS = {spelling: unit for unit, spellings in _SPELLINGS.items() for spelling in [unit, *spellings.split()]}
-# Words behind a number that change it.
+# Words after a number that change its value.
 _MAGNITUDE = re.compile(
     r"(ten|hundred|thousand|[mbtr]+illion|dozen|half|halve|third|quarter|fifth|sixth|seventh|eighth|ninth|and|or|to|i|e|pi)"
     r"(th)?s?", re.IGNORECASE,
@@ -28,9 +28,9 @@ _BARE = re.compile(
 
 
 def split_unit(latex: str) -> tuple[str, str | None]:
-    """A cleaned formula (see clean_latex) as its value and its unit, in one spelling; None without a unit.
+    """Split a cleaned formula (see clean_latex) into value and normalised unit; None without a unit.
 
-    A single letter behind a number is a variable, unless it is upright: 5m is a product, 5\\text{ m} is a length.
+    A single letter after a number is a variable, unless it is upright: 5m is a product, 5\\text{ m} is a length.
     """
     if match := _PERCENT.fullmatch(latex):
         return match["value"].strip(), "percent"

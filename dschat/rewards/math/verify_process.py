@@ -1,4 +1,4 @@
-"""Formulas compared by math-verify, in a process that can be ended: see math_verify_worker."""
+"""Client of the math-verify subprocess (see verify_worker), which can be killed when a comparison is too slow."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pathlib import Path
 
 import dschat
 
-SECONDS, SHORT_SECONDS = 2.0, 0.3  # of CPU time for a comparison; 10 to 50 ms are usual
-BUDGET = 20.0  # seconds that comparisons of one batch may lose, from then on each may take SHORT_SECONDS
-LAST_RESORT = 120.0  # seconds without any answer of a process whose kernel should have ended it
+SECONDS, SHORT_SECONDS = 2.0, 0.3  # CPU time limit per comparison; 10 to 50 ms are usual
+BUDGET = 20.0  # seconds that timeouts of one batch may total; after that the limit is SHORT_SECONDS
+LAST_RESORT = 120.0  # seconds without output after which the process is killed, if its own limits failed
 
 
 def require_math_verify() -> None:
-    """Raises: ImportError where math-verify is not installed."""
+    """Raise ImportError if math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError("the package math-verify is not installed: pip install -r requirements.txt installs it")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two formulas, and the decimals to which irrational numbers are compared with decimals."""
+    """Two formulas, and the number of decimals for comparing irrational numbers with decimals."""
 
     given: str
     wanted: str
@@ -40,9 +40,9 @@ class Comparison:
 
 
 class MathVerifyProcess:
-    """One process, started at the first comparison and used for all that follow; safe among threads and after a fork.
+    """One process, started at the first comparison and then reused; thread-safe and fork-safe.
 
-    A started program and no fork of this one, which has threads and perhaps a device's context.
+    It is a new program, not a fork of this process, which has threads and perhaps a device context.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class MathVerifyProcess:
         atexit.register(self.close)
 
     def compare(self, comparisons: Sequence[Comparison]) -> list[bool | None]:
-        """Whether math-verify takes each pair for equal; None where finding out took too much time or memory.
+        """Whether math-verify considers each pair equal; None where it exceeded the time or memory limit.
 
         Raises:
             ImportError: math-verify is not installed, or cannot be imported.
@@ -71,7 +71,7 @@ class MathVerifyProcess:
         return results
 
     def close(self) -> None:
-        """End the process; the next comparison starts another one."""
+        """Terminate the process; the next comparison starts a new one."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -79,7 +79,7 @@ class MathVerifyProcess:
             process.stdin.close()
         try:
             process.wait(timeout=1)
-        except subprocess.TimeoutExpired:  # it is busy
+        except subprocess.TimeoutExpired:  # still busy
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -89,13 +89,13 @@ class MathVerifyProcess:
         if self._process is None:
             self._start()
         while select.select([self._process.stdout], [], [], 0)[0] and os.read(self._process.stdout.fileno(), 1 << 12):
-            pass  # what was said unasked, as after the system ended it for want of memory
+            pass  # leftover output, as after an out-of-memory kill
         request = json.dumps([comparison.given, comparison.wanted, comparison.decimals, seconds])
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(request.encode() + b"\n")
             self._process.stdin.flush()
         answer = self._read(LAST_RESORT)
-        if answer not in (b"1", b"0", b"-"):  # the process is gone, or does not end
+        if answer not in (b"1", b"0", b"-"):  # the process has exited, or hangs
             self.close()
         return {b"1": True, b"0": False}.get(answer)
 
@@ -115,7 +115,7 @@ class MathVerifyProcess:
             raise ImportError(f"math-verify cannot be used ({reason}): pip install -r requirements.txt installs it")
 
     def _read(self, seconds: float) -> bytes | None:
-        """The next line of the process; None where it ended, or said nothing for so long."""
+        """The next output line of the process; None if it has exited or the timeout passed."""
         deadline = time.monotonic() + seconds
         line = b""
         while not line.endswith(b"\n"):
@@ -129,5 +129,5 @@ class MathVerifyProcess:
         return line.strip()
 
     def _forget(self) -> None:
-        """In a fork of this program: the process belongs to the original."""
+        """After a fork: the child drops the process, which belongs to the parent."""
         self._lock, self._process = threading.Lock(), None

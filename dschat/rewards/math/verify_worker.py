@@ -1,9 +1,9 @@
 """Runs math-verify in a process of its own: python -m dschat.rewards.math.verify_worker.
 
-Reads JSON lines [given, wanted, decimals, CPU seconds] from standard input, and answers each on standard output: "1"
-(equal), "0" (not), or "-" (cost more than it may). The kernel enforces what a comparison may cost, as neither a signal
-handler nor a thread interrupts a power of large integers: it ends the process that compares, and another one is forked
-from one that has sympy loaded, which takes milliseconds.
+Reads JSON lines [given, wanted, decimals, CPU seconds] from standard input and writes one result line each: "1"
+(equal), "0" (not equal), or "-" (limit exceeded). The kernel enforces the limits, as neither a signal handler nor a
+thread can interrupt a power of large integers: it kills the comparing process, and a new one is forked in milliseconds
+from a parent that has sympy loaded.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import resource
 import select
 import signal
 
-MEMORY = 1 << 30  # bytes that a process may take beyond what it starts with
-WALL_FACTOR = 20  # seconds on a crowded machine for a second of CPU time
-FRESH_AFTER = 2000  # comparisons, as caches grow
-OWNER_CHECK = 5.0  # seconds between two checks whether the owner is alive
-CLOSED, RETIRED, OUT_OF_MEMORY = 10, 11, 12  # exit statuses of a process that compares
+MEMORY = 1 << 30  # bytes that a process may allocate beyond its initial size
+WALL_FACTOR = 20  # wall-clock seconds allowed per second of CPU time, for a loaded machine
+FRESH_AFTER = 2000  # comparisons after which a process is replaced, as caches grow
+OWNER_CHECK = 5.0  # seconds between checks that the owner is alive
+CLOSED, RETIRED, OUT_OF_MEMORY = 10, 11, 12  # exit statuses of a comparing process
 
-# Compared once before the first fork: imports math-verify, and fills the tables of its parser and of sympy, which would
-# cost each new process a second.
+# Compared once before the first fork: imports math-verify and fills parser and sympy caches, which would take each
+# new process a second.
 TYPICAL = (
     ("(x+1)^2", "x^2+2x+1"), (r"\sqrt{12}", r"2\sqrt{3}"), (r"\frac{x^2-1}{x-1}", "x+1"), (r"\sin^2 x+\cos^2 x", "1"),
     (r"(1, 2]", "1 < x \\le 2"), (r"\{1, 2\}", "2, 1"), ("x=5", "5"), ("0.3", r"\frac{1}{3}"), (r"2^{10}", "1024"),
@@ -32,8 +32,8 @@ TYPICAL = (
 
 
 def main() -> None:
-    """Fork a process that compares, and another one where it was ended, until standard input is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner's to handle
+    """Fork a comparing process, and a new one whenever it has exited, until standard input is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # handled by the owner
     logging.disable(logging.CRITICAL)
     owner = os.getppid()
     for given, wanted in TYPICAL:
@@ -48,15 +48,15 @@ def main() -> None:
         if child == 0:
             serve(requests, answers, owner)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if status < 0 or status == OUT_OF_MEMORY:  # below 0: the signal that ended it
+        if status < 0 or status == OUT_OF_MEMORY:  # below 0: killed by that signal
             os.write(answers, b"-\n")
         elif status != RETIRED:
             return
 
 
 def serve(requests: int, answers: int, owner: int) -> None:
-    """Answer one request after the other; never returns."""
-    status = 1  # of what should not happen: the owner finds the pipe closed
+    """Process requests one by one; never returns."""
+    status = 1  # unexpected error: the pipe is closed, which the owner detects
     try:
         limit_memory(MEMORY)
         for _ in range(FRESH_AFTER):
@@ -76,17 +76,17 @@ def serve(requests: int, answers: int, owner: int) -> None:
 
 
 def equal(given: str, wanted: str, decimals: int) -> bool:
-    """Whether math-verify takes two formulas for equal, irrational numbers rounded to so many decimals."""
+    """Whether math-verify considers two formulas equal, irrational numbers rounded to `decimals`."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
-    # Units are split off before, by dschat.rewards.math.units: math-verify also takes the t of 5t for one.
+    # Units were already removed by dschat.rewards.math.units: math-verify would also take the t of 5t for one.
     how = NormalizationConfig(
         basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="all", equations=False
     )
     extraction = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=how)]
     try:
-        # Its own timeouts cannot interrupt what takes long.
+        # math-verify's own timeouts cannot interrupt long integer operations.
         target, gold = (
             parse(f"\\boxed{{{text}}}", extraction, parsing_timeout=None, raise_on_error=False)
             for text in (given, wanted)
@@ -97,7 +97,7 @@ def equal(given: str, wanted: str, decimals: int) -> bool:
 
 
 def limit_memory(beyond: int) -> None:
-    """No more than so many bytes beyond what is used now, where the system knows that limit; no core dumps."""
+    """Limit memory to `beyond` bytes above current use, where the system supports it; disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # not every system has /proc or this limit
         with open("/proc/self/statm") as sizes:
@@ -106,13 +106,13 @@ def limit_memory(beyond: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """End this process, by signals that nothing handles, after so many seconds of CPU time from now; 0: never."""
+    """Kill this process, by unhandled signals, after `seconds` more of CPU time; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, seconds * WALL_FACTOR)
 
 
 def read_request(requests: int, owner: int) -> bytes | None:
-    """The next line; None once the pipe is closed, or its owner is gone (whose other children may hold it open)."""
+    """The next line; None if the pipe is closed or its owner has exited (its other children may keep the pipe open)."""
     line = b""
     while not line.endswith(b"\n"):
         if not select.select([requests], [], [], OWNER_CHECK)[0]:

@@ -1,1 +1,1 @@
-"""A reward model behind HTTP."""
+"""HTTP server for a reward model."""

@@ -1,8 +1,8 @@
-"""The connections of an HTTP server: how many there are, and how long one may keep quiet.
+"""Connection limits and idle timeouts of an HTTP server.
 
-aiohttp waits without end for the header of a first request, and for a client that does not read its answer. Here each
-connection has a deadline whenever the server waits for its client, and a new connection that finds no room takes the
-place of the one that has waited longest: whoever sends a whole request at once is served, however many do not.
+aiohttp has no timeout for the header of a first request, nor for a client that does not read its response. Here each
+connection has a deadline whenever the server waits for its client, and a new connection beyond the limit replaces the
+longest-waiting one: a client that sends a complete request at once is served, no matter how many do not.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Connections:
-    """The open connections of one server; for its event loop's thread only.
+    """The open connections of one server; not thread-safe, use it in the event loop's thread.
 
     Args:
-        most: connections at a time.
-        most_per_client: of one address.
-        seconds: that a connection may take to bring the header of its next request, or to take an answer.
+        most: maximum number of connections.
+        most_per_client: maximum per client address.
+        seconds: timeout for receiving the header of the next request, and for sending a response.
     """
 
     def __init__(self, *, most: int, most_per_client: int, seconds: float) -> None:
         self.most, self.most_per_client, self.seconds = most, most_per_client, seconds
         self._clients: dict[asyncio.BaseTransport, str] = {}  # every connection → its client's address
-        self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # of those waited for, oldest first
+        self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._clients)
 
     def opened(self, transport: asyncio.BaseTransport) -> bool:
-        """Make room for a new connection; False if there is none, and it has been closed."""
+        """Register a new connection, closing another if needed; False if it was refused and closed."""
         client = str((transport.get_extra_info("peername") or ("",))[0])
         if sum(other == client for other in self._clients.values()) >= self.most_per_client:
             fits = self._close_oldest(client)
@@ -49,13 +49,13 @@ class Connections:
         return True
 
     def waits(self, transport: asyncio.BaseTransport | None) -> None:
-        """From now on the server waits for this client."""
+        """Start the deadline: the server waits for this client."""
         if transport in self._clients:
             self.answers(transport)
             self._deadlines[transport] = asyncio.get_running_loop().call_later(self.seconds, self._close, transport)
 
     def answers(self, transport: asyncio.BaseTransport | None) -> None:
-        """From now on the client waits for the server."""
+        """Cancel the deadline: the client waits for the server."""
         deadline = self._deadlines.pop(transport, None)
         if deadline is not None:
             deadline.cancel()
@@ -65,7 +65,7 @@ class Connections:
         self._clients.pop(transport, None)
 
     def middleware(self) -> Any:
-        """For the application: between its header and its answer a request has no deadline here."""
+        """aiohttp middleware that suspends the deadline while a request is processed."""
 
         @web.middleware
         async def without_deadline(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -90,15 +90,15 @@ class Connections:
 
     def _close(self, transport: asyncio.BaseTransport) -> None:
         self.closed(transport)
-        transport.abort()  # also what is still unsent: a client that reads nothing would keep it for ever
+        transport.abort()  # drops unsent data too: a client that never reads would keep the connection open
 
 
 class _Guarded(asyncio.Protocol):
-    """An aiohttp connection that `Connections` knows of."""
+    """An aiohttp connection registered with `Connections`."""
 
     def __init__(self, handler: asyncio.Protocol, connections: Connections) -> None:
         self._handler, self._connections = handler, connections
-        self._transport: asyncio.BaseTransport | None = None  # None: it was refused
+        self._transport: asyncio.BaseTransport | None = None  # None: refused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._connections.opened(transport):
@@ -128,19 +128,19 @@ async def serve(
     app: web.Application, connections: Connections, *, host: str, port: int, shutdown_seconds: float,
     ready: Callable[[str], None], until: asyncio.Event,
 ) -> None:  # fmt: skip
-    """Serve an application until the event is set; then answer what is inside.
+    """Serve an application until the event is set, then finish the open requests.
 
     Args:
-        app: with the middleware of `connections`.
-        shutdown_seconds: that are left to the answers.
-        ready: called with the server's address when it listens.
+        app: must use the middleware of `connections`.
+        shutdown_seconds: time limit for finishing the open requests.
+        ready: called with the server's address once it listens.
 
-    Raises: OSError where the address cannot be listened on.
+    Raises: OSError if it cannot listen on the address.
     """
     runner = web.AppRunner(
         app, access_log=None, shutdown_timeout=shutdown_seconds,
-        handler_cancellation=True,  # a client that leaves takes its rows along
-        auto_decompress=False,  # a small body cannot become a large one
+        handler_cancellation=True,  # a client's disconnect removes its rows from the queue
+        auto_decompress=False,  # a small body must not expand to a large one
     )  # fmt: skip
     await runner.setup()
     try:

@@ -1,4 +1,4 @@
-"""Rows of many requests joined into batches for one thread that works on them."""
+"""Dynamic batching: joins the rows of concurrent requests into batches, processed by one worker thread."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 
 class QueueFull(Exception):
-    """No more rows may wait."""
+    """The queue has no room for the rows."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Row:
     ids: Sequence[int]
     score: asyncio.Future[float]
-    since: float  # of the loop's clock
+    since: float  # event loop time
 
 
 class DynamicBatches:
-    """A bounded queue of rows, and the task that empties it batch by batch.
+    """A bounded queue of rows, and the task that processes it batch by batch.
 
     Args:
         work: token ids of some rows → a score for each; runs in a thread, one call at a time.
-        max_rows: of a batch.
-        max_tokens: of a batch, padded to its longest row; a longer row goes alone.
-        max_wait: seconds that a row waits for others while nothing else is being worked on.
-        max_queue: rows that may wait.
+        max_rows: maximum rows per batch.
+        max_tokens: maximum tokens per batch, padded to its longest row; a longer row is a batch of its own.
+        max_wait: seconds that a row waits for others while the worker is idle.
+        max_queue: maximum number of waiting rows.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class DynamicBatches:
         self._arrived = asyncio.Event()
 
     async def scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The score of each row. A caller that is cancelled takes its waiting rows out of the queue.
+        """The score of each row. Cancelling the caller removes its waiting rows from the queue.
 
         Raises:
-            QueueFull: they do not all fit into the queue; or whatever the work raises.
+            QueueFull: the rows do not all fit into the queue; or any exception of `work`.
         """
         if len(self.waiting) + len(rows) > self.max_queue:
             raise QueueFull(f"{len(self.waiting)} rows are waiting, and {self.max_queue} may")
@@ -54,14 +54,14 @@ class DynamicBatches:
         self._arrived.set()
         try:
             return list(await asyncio.gather(*(row.score for row in mine)))
-        except BaseException:  # the caller is gone, or a part of its rows failed: nobody wants the others
+        except BaseException:  # the caller was cancelled, or some of its rows failed: drop the others
             for row in mine:
                 row.score.cancel()
             self.waiting = deque(row for row in self.waiting if not row.score.cancelled())
             raise
 
     async def run(self) -> None:
-        """Work on what comes until cancelled."""
+        """Process batches until cancelled."""
         loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, thread_name_prefix="scores") as thread:
             while True:
@@ -71,13 +71,13 @@ class DynamicBatches:
                     for row, score in zip(batch, scores, strict=True):
                         if not row.score.done():
                             row.score.set_result(score)
-                except Exception as error:  # whatever the work raises is the answer to this batch, and the next comes
+                except Exception as error:  # an exception of `work` fails this batch only
                     for row in batch:
                         if not row.score.done():
                             row.score.set_exception(error)
 
     async def _next_batch(self) -> list[_Row]:
-        """At least one row, taken from the front of the queue."""
+        """Take at least one row from the front of the queue."""
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()

@@ -1,4 +1,4 @@
-"""A reward model behind HTTP: POST /score for what reward_service asks, GET /health."""
+"""HTTP server for a reward model: POST /score for the requests of reward_client, GET /health."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _limit(default: float, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes; more is refused."""
+    """Limits of a server; requests beyond them are refused."""
 
     max_batch_rows: int = _limit(32, "conversations of a batch")
     max_batch_tokens: int = _limit(32768, "tokens of a batch, padding included; a longer conversation goes alone")
@@ -54,7 +54,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Question:
-    """A request that makes sense: B prompts as chats, B responses, and which of these ended by themselves."""
+    """A valid request: B prompts as chats, B responses, and which of these ended with an EOS."""
 
     messages: list[list[Message]]
     responses: list[str]
@@ -62,15 +62,15 @@ class Question:
 
 
 class TooLarge(ValueError):
-    """A request that makes sense, but asks for too much at a time."""
+    """A valid request that exceeds the size limits."""
 
 
 class TextScorer:
-    """Reads conversations and scores them as RewardModel does.
+    """Tokenises and scores conversations as RewardModel does.
 
     Args:
-        model: of a saved classifier, on its device.
-        max_tokens: longer conversations lose their left part.
+        model: network of a saved classifier, on its device.
+        max_tokens: longer conversations are truncated on the left.
     """
 
     def __init__(self, model: TokenScores, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int) -> None:
@@ -78,9 +78,9 @@ class TextScorer:
         self.device = next(model.parameters()).device
 
     def read(self, question: Question) -> list[Tensor]:
-        """Token ids of each conversation, int32: a fifth of what a list takes while it waits.
+        """Token ids of each conversation, as int32: a fifth of a list's memory while queued.
 
-        Raises: ValueError where the chat template refuses the messages.
+        Raises: ValueError if the chat template rejects the messages.
         """
         return [
             torch.tensor(
@@ -100,11 +100,11 @@ class TextScorer:
 
 
 def read_question(body: bytes, limits: Limits) -> Question:
-    """The question in a body of JSON; fields that the server has no use for are overlooked.
+    """Parse and validate a JSON body; unused fields are ignored.
 
     Raises:
         TooLarge: more messages or characters than the limits allow.
-        ValueError: anything else that is wrong with it.
+        ValueError: the body is invalid.
     """
     try:
         fields = json.loads(body)
@@ -127,7 +127,7 @@ def read_question(body: bytes, limits: Limits) -> Question:
             f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: they must be equally many"
         )
     _refuse_too_large(messages, responses, limits)
-    # Nothing but these two reaches the chat template, which a request's other fields might change.
+    # Only these two keys are passed to the chat template; others could change how it renders.
     chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
     try:
         json.dumps([chats, responses], ensure_ascii=False).encode()
@@ -137,7 +137,7 @@ def read_question(body: bytes, limits: Limits) -> Question:
 
 
 def _refuse_too_large(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
-    """Template and tokenizer take their time for each message and character, and read one request after another."""
+    """Refuse large requests: templating and tokenising time grows with size, and requests are read one by one."""
     count = sum(map(len, messages))
     if count > limits.max_messages:
         raise TooLarge(f"{count} messages, but a request may have {limits.max_messages}: ask in parts, or shorten")
@@ -157,13 +157,13 @@ def _is_chat(value: Any) -> bool:
 
 
 class RewardServer:
-    """Requests on their way to a model and back.
+    """Handles requests: authenticates, validates, tokenises, queues and scores.
 
     Args:
-        token: that every request for scores must bring; None: none has to.
+        token: bearer token required of requests for scores; None: no authentication.
 
     Attributes:
-        requests, held: how many requests are not answered yet, and the bytes of their bodies.
+        requests, held: number of open requests, and the bytes of their bodies.
     """
 
     def __init__(self, scorer: TextScorer, *, limits: Limits, token: str | None) -> None:
@@ -177,10 +177,10 @@ class RewardServer:
             scorer.score, max_rows=limits.max_batch_rows, max_tokens=limits.max_batch_tokens,
             max_wait=limits.max_wait, max_queue=limits.max_queue,
         )  # fmt: skip
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reads")  # tokenizers are not for several threads
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reads")  # tokenizers are not thread-safe
 
     def app(self) -> web.Application:
-        """The application to serve with `self.connections` (see server_connections.serve)."""
+        """The application to serve with `self.connections` (see connections.serve)."""
         app = web.Application(client_max_size=self.limits.max_body, middlewares=[self.connections.middleware()])
         app.add_routes([web.get("/health", self.health), web.post("/score", self.score)])
         app.cleanup_ctx.append(self._running)
@@ -197,15 +197,15 @@ class RewardServer:
         return web.json_response({"status": "ok", "requests": self.requests, "waiting": len(self.batches.waiting)})
 
     async def score(self, request: web.Request) -> web.Response:
-        """Scores, or an error that says whose fault it is; what cannot be kept is refused before it is read."""
+        """Handle POST /score: scores, or a 4xx or 5xx error; bodies beyond the limits are refused before being read."""
         if not self.admits(request.headers.get("Authorization", "")):
             refusal = _error(401, "wrong or missing token: send Authorization: Bearer TOKEN")
-            refusal.force_close()  # whoever has no token keeps no connection either
+            refusal.force_close()  # close unauthenticated connections
             return refusal
         size = request.content_length
         if size is not None and size > self.limits.max_body:
             return _error(413, f"{size} bytes, but a request may have {self.limits.max_body}: ask in parts")
-        size = self.limits.max_body if size is None else size  # one that does not say it may be as long as is allowed
+        size = self.limits.max_body if size is None else size  # without Content-Length assume the maximum
         crowded = max(self.requests, len(self.batches.waiting)) >= self.limits.max_queue
         if crowded or self.held + size > self.limits.max_held:
             return _busy("too much is waiting")
@@ -216,7 +216,7 @@ class RewardServer:
             self.requests, self.held = self.requests - 1, self.held - size
 
     def admits(self, authorization: str) -> bool:
-        """Whether the header has the token; takes as long for a wrong one as for the right one."""
+        """Whether the header has the right token; compared in constant time."""
         if self.token is None:
             return True
         return hmac.compare_digest(authorization.encode(errors="surrogateescape"), f"Bearer {self.token}".encode())
@@ -235,12 +235,12 @@ class RewardServer:
         except (ValueError, web.RequestPayloadError) as mistake:
             return _error(400, str(mistake))
         except ConnectionError:
-            return _error(400, "the connection was lost")  # nobody reads it
+            return _error(400, "the connection was lost")  # not received by the client
         try:
             scores = await self.batches.scores(rows)
         except QueueFull as full:
             return _busy(str(full))
-        except Exception as fault:  # of the model or its device, such as too little memory: the next batch may pass
+        except Exception as fault:  # of model or device, such as out of memory: the next batch may succeed
             logger.exception("a batch could not be scored")
             return _error(500, f"scoring failed ({type(fault).__name__})")
         if not all(map(math.isfinite, scores)):
