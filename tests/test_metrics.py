@@ -2,13 +2,13 @@
 
 import json
 import math
-import resource
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
+from disk_limits import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dschat.distributed import failpoint
@@ -128,17 +128,6 @@ def test_a_sample_with_unusual_line_ends_survives_a_resume(tmp_path):
     log_of(tmp_path, finished_steps=1)
     (sample,) = lines(tmp_path / "samples.jsonl")
     assert sample["response"] == odd
-
-
-@contextmanager
-def files_of_at_most(size: int):
-    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_fills_up_costs_whole_lines_with_one_warning_and_the_run_goes_on(tmp_path, capsys):

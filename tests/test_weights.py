@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import os
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import transformers as hf
+from disk_limits import files_of_at_most
 from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
@@ -142,15 +141,6 @@ def test_a_hub_models_digest_is_its_name_and_commit_without_running_its_code(tmp
     (tmp_path / "models--owner--name" / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert weights_digest("owner/name") == f"owner/name@{commit}"
-@contextmanager
-def files_of_at_most(size: int):
-    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_an_export_that_does_not_fit_leaves_the_one_before_as_it_was_or_nothing(tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from dschat.checkpoints.verified_folder import sync
 
 NAME = ".unfinished"  # where files lie until all of them are written
 LAST = "config.json"  # without it nobody takes a folder for a model
@@ -31,7 +32,7 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in [temporary, *temporary.rglob("*")]:
-            _sync(path)
+            sync(path)
         _move_up(temporary, folder)
         temporary.rmdir()
     finally:
@@ -51,12 +52,4 @@ def _move_up(temporary: Path, folder: Path) -> None:
         if target.is_dir():
             shutil.rmtree(target)
         path.rename(target)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat.checkpoints.verified_folder import sync
 from dschat.distributed import collectives, failpoint
 
 FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.settings.json"
@@ -91,7 +92,7 @@ class JudgedBatches:
                 file.truncate(before)
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
         if is_new:
-            _sync_folder(self.path.parent)
+            sync(self.path.parent)
         failpoint.reached("judged")
 
     def finish(self, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -110,7 +111,7 @@ class JudgedBatches:
         failpoint.reached("pairs_renamed")  # if killed here, resuming rebuilds the same file from the parts
         (self.folder / PART / "settings.json").replace(self.folder / SETTINGS)
         shutil.rmtree(self.folder / PART)
-        _sync_folder(self.folder)
+        sync(self.folder)
         return final
 
     def _begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
@@ -132,7 +133,7 @@ class JudgedBatches:
         temporary = part / ".settings.json.tmp"
         temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
         temporary.rename(part / "settings.json")
-        _sync_folder(self.folder)
+        sync(self.folder)
         return False
 
 
@@ -212,11 +213,3 @@ def _last_byte(path: Path) -> bytes:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read()
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

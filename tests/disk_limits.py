@@ -1,0 +1,15 @@
+"""A disk that is full, for this process alone."""
+
+import resource
+from contextlib import contextmanager
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
