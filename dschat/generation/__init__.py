@@ -1,4 +1,4 @@
-"""The hybrid engine: one decoder for any causal language model, and the switch between training and generation."""
+"""Rollout engine: decoders for causal language models, and the hybrid engine that switches training to generation."""
 
 from dschat.generation.decoder import Decoder
 from dschat.generation.hybrid_engine import HybridEngine
