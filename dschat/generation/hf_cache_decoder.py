@@ -37,7 +37,7 @@ class LiveRows:
         self.takes_logits_to_keep = takes(model, "logits_to_keep")
         columns = ids.shape[1] + max_new_tokens
         self.cache = new_cache(model.config, limit=columns) if cached else None
-        self.width = ids.shape[1]  # columns in the cache after the next forward
+        self.width = ids.shape[1]  # columns up to and including those of the next forward
         # Long, not bool: custom model code often does arithmetic on the mask.
         self.mask = torch.cat([mask, mask.new_ones(len(ids), max_new_tokens)], dim=1).long()  # [R, P+T]
         self.positions = position_ids(mask)  # [R, columns of the next forward]

@@ -99,7 +99,7 @@ class KVPool(Cache):
         self._prompt_places, self._real, self._spans, self._index = places, real, None, None
 
     def extend(self, spans: Tensor, *, longest: int) -> None:
-        """Set the next forward passes to run the newest token of each row; arguments: see attention.decode_attention."""
+        """Set the next forward passes to run the newest token of each row; arguments: see decode_attention."""
         self._spans, self._longest, self._prompt_places, self._index = spans, longest, None, None
 
     def extend_gathered(self, spans: Tensor) -> Tensor:
@@ -121,7 +121,7 @@ class KVPool(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [R, heads, new tokens, width]. The result of a decoding step is for `attend` only."""
+        """key_states, value_states: [R, heads, new tokens, width]. A decoding step's result is for `attend` only."""
         if layer_idx not in self._stored:
             shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
             self.shapes[layer_idx] = shape
@@ -140,7 +140,7 @@ class KVPool(Cache):
         return key_states, value_states
 
     def _gathered(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store the newest keys and values [R, heads, 1, width]; returns those of all contexts, [R, heads, L, width]."""
+        """Store the newest keys and values [R, heads, 1, width]; returns all contexts', [R, heads, L, width]."""
         newest = self._spans[:, 2] + self._spans[:, 3] - 1
         for store, states in zip(self._stored[layer], new, strict=True):
             store.index_copy_(0, newest, states[:, :, 0])

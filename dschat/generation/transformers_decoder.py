@@ -64,7 +64,7 @@ class Limits(StoppingCriteria):
 
 
 class TransformersDecoder:
-    """Same interface as Decoder, except streaming; gives the same rollout up to floating-point ties.
+    """Same interface as Decoder without `stream` and counters; gives the same rollout up to floating-point ties.
 
     Args:
         model: as given; its generation config (repetition penalty, …) is replaced by the defaults.
