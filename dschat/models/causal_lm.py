@@ -29,7 +29,7 @@ def load_causal_lm(
     deepspeed_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before DeepSpeed initialises.
+    """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before creating an engine.
 
     Args:
         path: folder or hub name of a model with weights.

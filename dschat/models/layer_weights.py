@@ -44,7 +44,7 @@ class _Own:
 
 @contextmanager
 def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, each layer's weights are gathered for the duration of its forward; cast weights have no gradient.
+    """Inside, each layer's full weights are gathered for the duration of its forward; for use without gradients.
 
     Under ZeRO-3 all ranks must run the same forwards.
 
