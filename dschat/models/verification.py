@@ -111,7 +111,7 @@ def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str 
 
 
 def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, float]:
-    """Log-probs [n − 1] from the model's own logits for row tokens [1, n] without the first; and the largest |logit|."""
+    """Log-probs [n − 1] of tokens [1, n] except the first, from the model's own logits; and the largest |logit|."""
     mask = torch.ones_like(tokens)
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     return logprobs_of(logits[0, :-1], tokens[0, 1:]).float(), logits.abs().max().item()
