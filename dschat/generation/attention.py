@@ -1,4 +1,4 @@
-"""Attention of one query token per row against a pool of keys and values, each row with its own context."""
+"""Decoding attention: one query token per row against that row's context in the KV pool."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def decode_attention(
 ) -> Tensor:
     """Write each row's newest key and value into the pool, then attend to the row's context.
 
-    The context of a row is two runs of the pool: its prompt, which other rows may share, and its own response, whose
-    last token is the newest. Nothing beyond it is read, so there is no mask and no padding.
+    The context of a row is two runs of the pool: its prompt, which other rows may share, and its own response, which
+    ends with the newest token. Only the context is read, so there is no mask and no padding.
 
     Args:
         query: [R, H, D]; H is a multiple of G, the key-value heads (grouped-query attention).
         new_key, new_value: [R, G, D], [R, G, Dv] of the newest token.
-        keys, values: [N, G, D], [N, G, Dv] contiguous, the pool of one layer; written at the newest token's place.
+        keys, values: [N, G, D], [N, G, Dv] contiguous, the pool of one layer; written at the newest token's index.
         spans: [R, 4] long: start and length of the prompt, start and length (newest token included) of the response.
         scale: multiplies query · key.
-        window: only the last so many tokens are attended to; None: all.
+        window: sliding window: attend only to the last `window` tokens; None: all.
         softcap: c in c · tanh(logit / c); None: none.
-        longest: no row's context is longer; a number of the host, so that nothing waits for the device.
-        kernels: use our own where there are some; else plain torch.
+        longest: upper bound of the context lengths, as a host integer to avoid a device synchronisation.
+        kernels: use the C++ or Triton kernels where available; else plain torch.
 
     Returns:
-        [R, H, Dv] in the query's dtype, sums in float32.
+        [R, H, Dv] in the query's dtype, accumulated in float32.
 
     Source: Ainslie et al. 2023 (arXiv:2305.13245) for grouped queries; Dao 2023 (arXiv:2307.08691) for the online
         softmax of the CUDA kernel.
@@ -52,7 +52,7 @@ def decode_attention(
         )
     newest = spans[:, 2] + spans[:, 3] - 1
     if kernels and query.is_cuda and triton_kernels.available(query):
-        from dschat.generation.cuda import attention  # imports triton, which not every machine has
+        from dschat.generation.cuda import attention  # imports triton, which is optional
 
         attention.write_kv(keys, values, new_key, new_value, newest)
         return attention.decode_attention(
@@ -74,7 +74,7 @@ def plain_attention(
     softcap: float | None = None,
     longest: int,
 ) -> Tensor:
-    """The same by gathering every context into a rectangle: for any device, and what the kernels are compared with."""
+    """The same in plain torch, by gathering padded contexts: for any device, and the reference for the kernels."""
     prompt_start, prompt_length, response_start, response_length = spans.T.unsqueeze(-1)  # each [R, 1]
     place = torch.arange(longest, device=spans.device)  # [L]
     context = prompt_length + response_length

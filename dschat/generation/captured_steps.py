@@ -1,4 +1,4 @@
-"""Captured decoding steps, kept from one request to the next while the tensors that they use stay where they are."""
+"""Cache of captured decoding steps, valid across requests while the tensors they use keep their addresses."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dschat.generation.step import GraphedStep
 
-# Kinds of requests (sampled, greedy, an evaluation, …) whose steps are kept; the one unused for longest goes first.
+# Kinds of requests (sampled, greedy, evaluation, …) whose steps are cached; the least recently used is evicted.
 MOST_KINDS = 4
 
 
 @dataclass
 class CapturedSteps:
-    """A step for each kind of request.
+    """LRU cache with one captured step per kind of request.
 
-    All of them use the same weights, the same pool of keys and values and the same tables of responses: once these lie
-    elsewhere, every recording is void.
+    All steps use the same weights, KV pool and response buffers: if any of these moves, all captures are dropped.
     """
 
     _addresses: Hashable = None
     _kinds: dict[Hashable, GraphedStep] = field(default_factory=dict)
 
     def get(self, kind: Hashable, addresses: Hashable, make: Callable[[], GraphedStep]) -> GraphedStep:
-        """The step for this kind of request, with what was captured before where that is still valid.
+        """The cached step for this kind of request if still valid, else a new one.
 
         Args:
-            kind: everything that a captured step has as a constant.
-            addresses: of everything outside the step that it reads and writes.
-            make: a new step.
+            kind: everything that is a constant of a captured step.
+            addresses: of all external tensors that the step reads and writes.
+            make: creates a new step.
         """
         if addresses != self._addresses:
             self._kinds.clear()
@@ -40,7 +39,7 @@ class CapturedSteps:
             if len(self._kinds) >= MOST_KINDS:
                 del self._kinds[next(iter(self._kinds))]
             step = make()
-        self._kinds[kind] = step  # behind all others: the newest
+        self._kinds[kind] = step  # last: most recently used
         return step
 
     def clear(self) -> None:
@@ -50,5 +49,5 @@ class CapturedSteps:
 
     @property
     def nbytes(self) -> int:
-        """What the captured steps hold."""
+        """Bytes held by the captured steps."""
         return sum(step.nbytes for step in self._kinds.values())

@@ -1,4 +1,4 @@
-"""The rows being decoded: a fixed number of places on the device, filled from a queue and emptied as rows end."""
+"""DecodeBatch: a fixed number of decode slots on the device, filled from a queue and freed as rows end."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from dschat.generation.host_tensors import to_device
 from dschat.generation.kv_pool import UNUSED_TOKEN
 from dschat.generation.request import Responses
 
-# A place without a row attends to one token that nobody reads.
+# An empty slot attends to one dummy token, and its output is ignored.
 NO_ROW_SPAN = (UNUSED_TOKEN, 0, UNUSED_TOKEN, 1)
 
 
 @dataclass
 class DecodeBatch:
-    """The first `used` of S places hold rows, in tensors whose addresses stay.
+    """State of S decode slots, of which the first `used` hold rows; the tensors keep their addresses.
 
     Attributes:
-        tokens: [S] long, the newest token of each row, which the model has not seen yet.
+        tokens: [S] long, the newest token of each row, the input of the next step.
         spans: [S, 4] long, the row's context in the pool, see attention.decode_attention.
-        cells: [S] long, where the row's next token is written, see Responses.
-        ends: [S] long, the cell behind the row's last possible token.
-        live: [S] bool, True while the row goes on.
+        cells: [S] long, flat index at which the row's next token is written, see Responses.
+        ends: [S] long, one past the flat index of the row's last possible token.
+        live: [S] bool, True until the row has ended.
         no_row: [4] long, NO_ROW_SPAN.
-        rows: the prompt's number of each used place, known to the host.
+        rows: prompt index of each used slot, on the host.
     """
 
     tokens: Tensor
@@ -56,13 +56,13 @@ class DecodeBatch:
         return len(self.rows)
 
     def reset(self) -> None:
-        """No rows."""
+        """Empty all slots."""
         self.rows = []
         self.live.fill_(False)
         self.spans[:] = self.no_row
 
     def add(self, rows: list[int], spans: list[tuple[int, int, int]], limits: list[int], responses: Responses) -> slice:
-        """Take rows in whose prompts are in the pool; spans: prompt start and length, response start of each."""
+        """Add rows whose prompts are in the pool; spans: (prompt start, prompt length, response start) of each."""
         places = slice(self.used, self.used + len(rows))
         entries = [(*span, 0, row, limit) for span, row, limit in zip(spans, rows, limits, strict=True)]
         table = to_device(entries, self.tokens.device)  # [n, 6]: span, row, limit
@@ -75,16 +75,16 @@ class DecodeBatch:
         return places
 
     def advance(self, count: int) -> tuple[Tensor, Tensor]:
-        """Make room for the newest token of the first places; tokens [count] and spans [count, 4] to run.
+        """Extend the spans of the first `count` slots by one token; returns tokens [count] and spans [count, 4].
 
-        A row that has ended runs as a place without a row: its own next token would lie in a neighbour's part.
+        An ended row runs as an empty slot: its next token would overwrite pool space of another row.
         """
         live = self.live[:count]
         self.spans[:count, 3] += live
         return self.tokens[:count], torch.where(live.unsqueeze(1), self.spans[:count], self.no_row)
 
     def write(self, places: slice, tokens: Tensor, logprobs: Tensor, responses: Responses, stops: Tensor) -> None:
-        """Note what was drawn for some places, and which rows it ends."""
+        """Store the sampled tokens of some slots and update which rows have ended."""
         live, cells = self.live[places], self.cells[places]
         wanted = torch.where(live, cells, responses.unwanted)
         responses.tokens[wanted] = tokens
@@ -96,12 +96,12 @@ class DecodeBatch:
             live &= ~torch.isin(tokens, stops)
 
     def next_cells(self, places: slice, responses: Responses) -> Tensor:
-        """Where the next tokens of some places go, [n] long."""
+        """Flat indices in Responses of the next tokens of some slots, [n] long."""
         return torch.where(self.live[places], self.cells[places], responses.unwanted)
 
     def leave(self, responses: Responses) -> list[int]:
-        """Let finished rows go, the others close ranks; the rows that left."""
-        live = self.live[: self.used].tolist()  # the only wait for the device
+        """Remove finished rows and compact the others to the front; returns the removed rows."""
+        live = self.live[: self.used].tolist()  # the only host synchronisation
         if all(live):
             return []
         stay = [place for place, goes_on in enumerate(live) if goes_on]

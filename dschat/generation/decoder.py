@@ -1,4 +1,4 @@
-"""Decoding of any causal language model: a queue of prompts, slots that decode, one step a token."""
+"""Decoder: generation for any causal language model by continuous batching over a KV pool."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
 from dschat.generation.scheduler import Rollouts
 
-# What can be switched off, to see what it brings.
+# Optimisations that can be disabled, for ablations and debugging.
 PARTS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
-# A pool, its tables and captured steps that together take less than this are kept between contexts although no buffers
-# are pinned: training does not miss them, and a small model's steps would be captured anew for every rollout.
+# A KV pool, response buffers and captured steps below this size in total are kept between contexts even without pinned
+# buffers: training can spare the memory, and small models avoid a new capture for every rollout.
 KEPT_BYTES = 256 << 20
 
 
 class Decoder:
-    """Decodes with a model as it stands: the caller sees to eval mode, full-size weights and no adapters.
+    """Generates with a model as given: the caller provides eval mode, full (unpartitioned) weights and no adapters.
 
-    A model whose attention goes through transformers' AttentionInterface is decoded over a pool of keys and values; any
-    other by a plain loop, which is slower and says so once.
+    Models whose attention goes through transformers' AttentionInterface decode over a KV pool; others fall back to the
+    slower padded-batch loop of hf_cache_decoder, with one warning.
 
     Attributes:
-        prefilled_tokens: prompt tokens run so far; a prompt that several samples share counts once.
-        decoded_rows: rows fed so far, summed over steps, prefill apart: what decoding has cost.
+        prefilled_tokens: prompt tokens prefilled so far; a prompt shared by several samples counts once.
+        decoded_rows: rows run so far, summed over decoding steps without prefill: the cost of decoding.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Decoder:
         memory_fraction: float = 0.8,
         without: Collection[str] = (),
     ) -> None:
-        """Take a model.
+        """Wrap a model.
 
         Args:
-            slots: most rows decoded at once; None: as many as memory allows.
-            memory_fraction: share of the free memory that keys and values may take, in (0, 1].
-            without: names of PARTS to switch off, to see what they bring.
+            slots: maximum rows decoded at once; None: as many as memory allows.
+            memory_fraction: share of the free memory that the KV pool may use, in (0, 1].
+            without: names from PARTS to disable.
 
         Raises:
-            ValueError: a number out of range, or a part that does not exist.
+            ValueError: a number out of range, or an unknown part.
         """
         problems = []
         if slots is not None and slots < 1:
@@ -79,7 +79,7 @@ class Decoder:
         self._fused: list[FusedLinears] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
-        """Decode one response for each prompt; the arguments are those of Request.
+        """Generate one response per prompt; keyword arguments are the fields of Request.
 
         Raises:
             ValueError: an empty prompt, a number out of range, or more tokens than the model has positions.
@@ -89,16 +89,16 @@ class Decoder:
         return self.run(wanted)
 
     def run(self, request: Request) -> Rollout:
-        """Decode a request that has been checked."""
+        """Generate for a validated request."""
         responses = self._new_responses(request)
         for _ in self._steps(request, responses):
             watchdog.progress()
         rollout = responses.rollout(request)
-        self._responses = responses  # its tensors are where graphs write
+        self._responses = responses  # captured steps write to these tensors
         return rollout
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
-        """Yield the tokens that generate() would return for this one prompt as they come, the EOS included."""
+        """Yield the tokens that generate() would return for this prompt as they are generated, EOS included."""
         wanted = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
         wanted.check(self.model.config)
         responses, told = self._new_responses(wanted), 0
@@ -113,20 +113,20 @@ class Decoder:
         return self.model.get_input_embeddings().weight.device
 
     def _new_responses(self, request: Request) -> Responses:
-        """An empty table, at the place of the last one where that is large enough: captured steps write there.
+        """Empty response buffers, reusing the last ones if large enough: captured steps write to those addresses.
 
-        As long as it is in use, a second request (beside an open stream) gets one of its own.
+        While they are in use (an open stream), another request gets its own.
         """
         last, self._responses = self._responses, None
         return Responses(request, self._device, reuse=last)
 
     @torch.inference_mode()
     def _steps(self, request: Request, responses: Responses, *, streams: bool = False) -> Iterator[int]:
-        """Decode; after each look of the host, the tokens that the first row has so far."""
+        """Decode; yields the first row's token count after each host synchronisation."""
         if self._serves():
             if self._rollouts is None:
                 self._rollouts = Rollouts(self._pooled, **self._options)
-            # A stream that is still open has the pool for itself.
+            # An open stream keeps the pool to itself, so a second request gets its own.
             rollouts = Rollouts(self._pooled, **self._options) if self._rollouts.busy else self._rollouts
             weights = self._weight_addresses() if self._fixed_weights else None
             yield from rollouts.steps(request, responses, self, weights=weights, streams=streams)
@@ -136,7 +136,7 @@ class Decoder:
             )
 
     def _serves(self) -> bool:
-        """Whether the pool gives what the model's own forward gives; tried once, on a few tokens."""
+        """Whether the KV pool reproduces the model's own logits; tested once, on a few tokens."""
         if self._served is None:
             problem = self._pooled.mismatch()
             self._served = problem is None
@@ -152,7 +152,7 @@ class Decoder:
         return self._served
 
     def prepare(self) -> None:
-        """Make of the weights what runs fastest; they must not change until `unprepare`."""
+        """Install fused modules and packed weights; the weights must not change until `unprepare`."""
         self._fixed_weights = True
         if "fusion" in self._options["without"]:
             return
@@ -167,14 +167,14 @@ class Decoder:
             fused.take()
 
     def _weight_addresses(self) -> tuple[int, ...]:
-        """Of everything that a step reads of the model, packed copies included."""
+        """Addresses of all parameters, buffers and packed copies that a step reads."""
         packed = [tensor for fused in self._fused for tensor in (fused.packed, fused.bias) if tensor is not None]
         return tuple(tensor.data_ptr() for tensor in (*self.model.parameters(), *self.model.buffers(), *packed))
 
     def unprepare(self, *, keep: bool = False) -> None:
-        """Let go of what `prepare` made; keep: the buffers stay, for the next time.
+        """Undo `prepare`; keep: keep the packed buffers allocated for the next time.
 
-        The pool and captured steps stay in either case, as long as they are small: see KEPT_BYTES.
+        The pool and captured steps are kept in either case while they are small: see KEPT_BYTES.
         """
         self._fixed_weights = False
         if not keep and (self._fused or self._kept_bytes() > KEPT_BYTES):
@@ -185,12 +185,12 @@ class Decoder:
             vars(module).pop("forward", None)
 
     def _kept_bytes(self) -> float:
-        """What is held for the next request; infinite while a stream is still open."""
+        """Bytes kept for the next request; infinite while a stream is open."""
         if self._rollouts is None:
             return 0
         responses = 0 if self._responses is None else self._responses.nbytes
         return math.inf if self._rollouts.busy else self._rollouts.nbytes + responses
 
     def release(self) -> None:
-        """Let go of the pool, of graphs, and of where they write."""
+        """Free the pool, the captured steps and the response buffers."""
         self._rollouts = self._responses = None

@@ -1,4 +1,4 @@
-"""Drawing tokens by the fastest means the device has."""
+"""Dispatches token sampling to the fastest implementation for the device."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def draw_tokens(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True,
     allow_host_sync: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """sampling.sample_tokens, by a kernel where there is one; the same arguments, the same tokens up to rounding."""
+    """sampling.sample_tokens, by a kernel where available; same arguments, same tokens up to rounding."""
     if kernels and logits.device.type == "cpu" and (library := cpp_kernels.load()):
         return library.sample_tokens(logits, uniform, params)
     whole = not params.top_k and params.top_p == 1  # the Triton kernel does not truncate
     if kernels and logits.is_cuda and (params.greedy or whole) and triton_kernels.available(logits):
-        from dschat.generation.cuda.sampling import sample  # imports triton, which not every machine has
+        from dschat.generation.cuda.sampling import sample  # imports triton, which is optional
 
         return sample(logits, uniform, temperature=params.temperature)
     return sample_tokens(logits, uniform, params, allow_host_sync=allow_host_sync)

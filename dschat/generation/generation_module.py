@@ -1,4 +1,4 @@
-"""A second module of the same architecture for decoding, which borrows its weights from the training module."""
+"""Inference copy of the model for rollouts: same architecture, weights aliased or copied from the training module."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from dschat.models.weights import (
     weight_sources,
 )
 
-ALIGNMENT = 64  # bytes between the starts of two copies: a cache line
+ALIGNMENT = 64  # each copied weight starts on a cache line; bytes
 
 
 class GenerationModule:
-    """A model without hooks, adapters, dropout or checkpointing, empty (on the meta device) except while in use.
+    """A model without hooks, adapters, dropout or activation checkpointing, on the meta device except while in use.
 
-    Filling it aliases the live parameters wherever they are whole and in the right dtype. Weights that adapters change,
-    weights in another dtype, and those of ZeRO-3 (which exist in pieces) are copied into one flat buffer a dtype; where
-    that does not fit into the free memory, each layer's are made when it runs. Training weights are only read.
+    `fill` aliases the training parameters that are unpartitioned and already in the generation dtype. Weights with
+    LoRA adapters, in another dtype, or partitioned by ZeRO-3 are copied into one flat buffer per dtype; if these do not
+    fit into free memory, each layer's weights are materialised when it runs. Training weights are never modified.
 
     Attributes:
-        module: the empty or filled model, of the training model's class and config.
-        layerwise: after fill: whether each layer's weights come when it runs.
+        module: the model on the meta device or filled, of the training model's class and config.
+        layerwise: the per-layer weight loader while it is in use (see LayerwiseWeights), else None.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class GenerationModule:
         memory_fraction: float = 0.8,
         layerwise: bool | None = None,
     ) -> None:
-        """Build the skeleton.
+        """Build the model on the meta device.
 
         Args:
-            model: the training model, adapters inside or not.
-            dtype: of the weights while generating; None keeps each one's own.
-            pin: keep the buffers of copies, and with them the weights' addresses, from one filling to the next.
-            memory_fraction: of the free memory, what copies may take.
-            layerwise: make each layer's copies when it runs; None: where they do not fit.
+            model: the training model, with or without LoRA adapters.
+            dtype: of the weights during generation; None keeps each parameter's dtype.
+            pin: keep the flat buffers, and so the weights' addresses, between calls of `fill`.
+            memory_fraction: share of the free memory that copied weights may use.
+            layerwise: materialise each layer's copies when it runs; None: only if all of them do not fit.
         """
         self.model = model
         self.dtype = dtype
@@ -74,13 +74,13 @@ class GenerationModule:
         self._same = {name: names for names in tied.values() for name in names}
 
     def fill(self) -> PreTrainedModel:
-        """Take the weights of this moment. Under ZeRO-3 a collective: every rank has to call it.
+        """Load the current training weights. A collective under ZeRO-3: all ranks must call it.
 
         Returns:
-            The module, ready to run.
+            The module, ready for inference.
 
         Raises:
-            ValueError: the training model's weights are not those of its class and config.
+            ValueError: the training model's parameter names differ from those of its class and config.
         """
         sources = list(weight_sources(self.model))
         self._check_names(sources)
@@ -104,7 +104,7 @@ class GenerationModule:
                             weight = rooms[name].copy_(self._converted(source, parameter))
                         self._put(name, weight)
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
-            # Rotary frequencies and causal masks, which a state dict may leave out.
+            # Includes non-persistent buffers (rotary frequencies, causal masks), which a state dict omits.
             if plain_name(name) in self._buffers:
                 set_tensor(self.module, plain_name(name), buffer)
         if self.layerwise is not None and not self._runs_by_layers():
@@ -113,11 +113,11 @@ class GenerationModule:
 
     @property
     def holds_copies(self) -> bool:
-        """Whether some weight is a copy of its own and not the training model's tensor."""
+        """Whether any weight is a copy rather than an alias of a training tensor."""
         return bool(self._flat) or self.layerwise is not None
 
     def _runs_by_layers(self) -> bool:
-        """Whether a few tokens run with the weights of each layer alone, tried once; if not, all will be gathered."""
+        """Whether a trial forward works with layerwise weights (cached); if not, all weights will be gathered."""
         if self._layers_suffice:
             return True
         problem = self.layerwise.problem()
@@ -133,7 +133,7 @@ class GenerationModule:
         return self._layers_suffice
 
     def _agreed(self, here: bool, distributed: bool) -> bool:
-        """Whether all ranks say so, where they gather together."""
+        """Whether the condition holds on all ranks; no collective if `distributed` is False."""
         device = next(self.model.parameters()).device
         answer = torch.tensor(int(here), dtype=torch.int32, device=device)
         if distributed:
@@ -141,7 +141,7 @@ class GenerationModule:
         return bool(answer)
 
     def release(self) -> None:
-        """Let go of all weights: every parameter is on the meta device again. Under ZeRO-3 ranks may wait here."""
+        """Free all weights: every parameter returns to the meta device. Layerwise under ZeRO-3, ranks synchronise."""
         try:
             if self.layerwise is not None:
                 self.layerwise.release()
@@ -167,16 +167,16 @@ class GenerationModule:
         return self.dtype if self.dtype is not None and parameter.is_floating_point() else parameter.dtype
 
     def _is_copied(self, source: WeightSource, parameter: nn.Parameter) -> bool:
-        # A ZeRO-3 parameter falls apart again, even if it is whole at the moment.
+        # A ZeRO-3 parameter may be gathered now, but it will be partitioned again.
         return hasattr(parameter, "ds_id") or source.folds(parameter) or parameter.dtype != self._dtype(parameter)
 
     def _converted(self, source: WeightSource, parameter: nn.Parameter) -> Tensor:
-        """The plain weight in the dtype of generation, while what it needs is gathered."""
+        """The weight with LoRA folded in, in the generation dtype; the source's parameters must be gathered."""
         weight = folded_weight(source.layer) if source.folds(parameter) else parameter.detach()
         return weight.to(self._dtype(parameter))
 
     def _copy_layerwise(self, sources: list[WeightSource], copies: dict[str, tuple[torch.Size, torch.dtype]]) -> bool:
-        """Whether copies come layer by layer; all ranks of ZeRO-3 answer the same."""
+        """Whether to copy weights layer by layer; the same on all ranks under ZeRO-3."""
         if self._wants_layerwise is not None or self._flat:
             return bool(self._wants_layerwise)
         device = next(self.model.parameters()).device
@@ -185,7 +185,7 @@ class GenerationModule:
         return not self._agreed(needed <= self.memory_fraction * free_memory(device), partitioned)
 
     def _rooms(self, copies: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-        """A place for each copy in the flat buffer of its dtype; the same places every time."""
+        """A view into the flat buffer of its dtype for each copy; the offsets are the same on every call."""
         device = next(self.model.parameters()).device
         sizes: dict[torch.dtype, int] = defaultdict(int)
         starts = {}
@@ -203,14 +203,14 @@ class GenerationModule:
         }
 
     def _put(self, name: str, weight: Tensor) -> None:
-        """Set a parameter under all its names."""
+        """Set a parameter under all its (tied) names."""
         parameter = nn.Parameter(weight, requires_grad=False)
         for same in self._same[name]:
             set_tensor(self.module, same, parameter)
 
 
 def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter or buffer in its place, by its dotted name, as it is (an alias stays an alias)."""
+    """Set a parameter or buffer by its dotted name without copying it."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
     shelf = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers

@@ -1,4 +1,4 @@
-"""Decoding without a pool, for models whose attention cannot be reached: one padded batch over transformers' caches."""
+"""Fallback decoder for models that cannot run over the KV pool: padded batches with transformers' own caches."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from dschat.generation.trial import TRIAL_TOKENS, distance, takes
 from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
-# A row that leaves saves its share of every later step; letting rows leave costs one copy of the cache that stays,
-# about what one step reads. At a quarter the copies of a whole rollout sum to at most four times its first cache.
+# Removing finished rows saves their share of every later step but copies the remaining cache, about the cost of one
+# step. At a quarter, the copies of a whole rollout sum to at most four times its first cache.
 LEAVE_WHEN_FINISHED = 0.25
 
 
 class LiveRows:
-    """R sequences in flight, with the key-value cache of all of them.
+    """R sequences in flight with their key-value cache.
 
     Attributes:
-        cache: None where the model takes none; every forward then runs all columns again.
+        cache: None if the model does not support one; every forward then recomputes all columns.
     """
 
     def __init__(self, model: PreTrainedModel, ids: Tensor, mask: Tensor, *, max_new_tokens: int, cached: bool) -> None:
-        """Take left-padded prompts ids [R, P] long and mask [R, P] bool; cached: see `cache_mismatch`."""
+        """Start from left-padded prompts ids [R, P] long, mask [R, P] bool; cached: use a cache, see cache_mismatch."""
         self.model = model
         self.takes_positions = takes(model, "position_ids")
         self.takes_logits_to_keep = takes(model, "logits_to_keep")
         columns = ids.shape[1] + max_new_tokens
         self.cache = new_cache(model.config, limit=columns) if cached else None
-        self.width = ids.shape[1]  # columns the model has seen, or sees next
-        # Long, not bool: custom model code often computes with the mask.
+        self.width = ids.shape[1]  # columns up to and including those of the next forward
+        # Long, not bool: custom model code often does arithmetic on the mask.
         self.mask = torch.cat([mask, mask.new_ones(len(ids), max_new_tokens)], dim=1).long()  # [R, P+T]
         self.positions = position_ids(mask)  # [R, columns of the next forward]
         self.ids = ids  # [R, columns of the next forward]
 
     def next_logits(self) -> Tensor:
-        """Run the columns that are new to the model; return the logits after the last one, [R, V]."""
+        """Run the new columns; return the logits after the last one, [R, V]."""
         inputs = {"input_ids": self.ids, "attention_mask": self.mask[:, : self.width], "return_dict": True}
         if self.takes_positions:
             inputs["position_ids"] = self.positions
@@ -55,7 +55,7 @@ class LiveRows:
         return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]
 
     def append(self, tokens: Tensor) -> None:
-        """Give each row its next token [R]; the next forward runs it (all columns again where there is no cache)."""
+        """Append the next token [R] of each row; the next forward runs it (or all columns, without a cache)."""
         new_ids, new_positions = tokens.unsqueeze(1), self.positions[:, -1:] + 1  # [R, 1]
         if self.cache is None:
             new_ids = torch.cat([self.ids, new_ids], dim=1)
@@ -63,7 +63,7 @@ class LiveRows:
         self.ids, self.positions, self.width = new_ids, new_positions, self.width + 1
 
     def select(self, index: Tensor) -> None:
-        """Keep the rows at index [R'] long, in that order; an index may repeat, which copies the row."""
+        """Select rows by index [R'] long, in that order; repeated indices copy the row."""
         self.ids, self.positions, self.mask = self.ids[index], self.positions[index], self.mask[index]
         if self.cache is not None:
             self.cache.reorder_cache(index)
@@ -71,7 +71,7 @@ class LiveRows:
 
 @torch.inference_mode()
 def cache_mismatch(model: PreTrainedModel) -> str | None:
-    """Why the model's steps over transformers' cache are not what it gives for all columns, or None."""
+    """Why decoding with transformers' cache does not match the full forward of this model, or None."""
     if not takes(model, "past_key_values"):
         return "its forward takes no key-value cache"
     embeddings = model.get_input_embeddings()
@@ -91,7 +91,7 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
                 found = rows.next_logits()
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the model's own code, which may want a cache of its own
+        except Exception as error:  # anything the model's own code raises, which may need its own cache class
             return str(error)
     off = distance(found, whole)
     return None if off < most else f"over transformers' cache its logits are off by {off:.2g} of their spread"
@@ -100,7 +100,7 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
 def hf_cache_steps(
     model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None, cached: bool
 ) -> Iterator[int]:
-    """Decode the rows of a request in padded batches; after every token, how many of them the first row has."""
+    """Decode the rows of a request in padded batches; yields the first row's token count after every step."""
     device = responses.tokens.device
     for rows in torch.tensor(queue_order(request)).split(slots or len(request)):
         yield from _batch_steps(model, request, responses, counts, rows.tolist(), device, cached)

@@ -1,4 +1,4 @@
-"""Numbers of the host on their way to the device."""
+"""Asynchronous host-to-device copies of integers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def to_device(values: Tensor | Sequence[int] | Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Integers of the host as a long tensor on the device, copied without waiting for what the device is doing."""
+    """Copy host integers to the device as a long tensor, without synchronising with the device."""
     tensor = torch.as_tensor(values, dtype=torch.long)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # from pageable memory a copy waits
+        tensor = tensor.pin_memory()  # a copy from pageable memory would block
     return tensor.to(device, non_blocking=True)

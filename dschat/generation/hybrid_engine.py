@@ -1,4 +1,4 @@
-"""One object that switches a model between training and generation."""
+"""HybridEngine: generates rollouts with the weights of a model that is being trained."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from dschat.models.weights import pretrained_model
 class HybridEngine:
     """Generates with the weights that are being trained.
 
-        with actor.generation():            # ZeRO-3: every rank enters, the weights are gathered once
-            rollout = actor.generate(...)   # no collective inside: ranks decode at their own pace
+        with actor.generation():            # ZeRO-3: all ranks enter, the weights are gathered once
+            rollout = actor.generate(...)   # no collectives inside: ranks decode independently
 
-    On entry a second, plain module borrows the weights (adapters folded in at full strength, dropout off); on
-    exit it lets them go. The training module is never written to, so it is bit-identical afterwards, and its
-    train/eval mode, hooks and gradient checkpointing stay as they are. Weights that change inside the context may or
-    may not be seen: train outside.
+    On entry a separate inference module aliases or copies the weights (LoRA folded in, dropout off); on exit it
+    releases them. The training module is never modified: parameters stay bit-identical, and train/eval mode, hooks and
+    gradient checkpointing are unchanged. Do not update weights inside the context: copies would not follow.
 
     Attributes:
-        engine: what was wrapped: a DeepSpeedEngine around TokenLogprobs, a TokenLogprobs, or the Hugging Face model.
-        prefilled_tokens, decoded_rows: what all generation so far has run, see Decoder.
+        engine: the wrapped DeepSpeedEngine around TokenLogprobs, TokenLogprobs, or Hugging Face model.
+        prefilled_tokens, decoded_rows: totals over all generation so far, see Decoder.
     """
 
     capabilities = Capabilities(streams=True, reproducible=True)
@@ -49,12 +48,12 @@ class HybridEngine:
 
         Args:
             engine: see the class.
-            dtype: of the weights while generating (bfloat16 rollouts of float32 weights cost a copy); None: no change.
+            dtype: of the weights during generation (bfloat16 rollouts of float32 weights need a copy); None: unchanged.
             slots, memory_fraction, without: see Decoder.
-            pin_buffers: keep the pool of keys and values, and the buffers of weights that had to be copied, from one
-                context to the next. Otherwise only what is small is kept, see decoder.KEPT_BYTES.
-            layerwise: make copies of weights when their layer runs, where they have to be copied; None: where they do
-                not fit into memory_fraction of the free memory. Under ZeRO-3 ranks then decode in step.
+            pin_buffers: keep the KV pool and the buffers of copied weights allocated between contexts. Otherwise only
+                small buffers are kept, see decoder.KEPT_BYTES.
+            layerwise: for weights that must be copied, copy each layer's when it runs; None: only if they do not fit
+                into memory_fraction of the free memory. Under ZeRO-3 ranks then run their forwards in lockstep.
         """
         self.engine = engine
         self.pin_buffers = pin_buffers
@@ -76,9 +75,10 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[HybridEngine]:
-        """Hold full-size weights for as long as the context lasts.
+        """Hold full (unpartitioned) weights for the duration of the context.
 
-        Under ZeRO-3 entering is a collective; nothing else is. An exception inside releases the weights as well.
+        Under ZeRO-3 entering is a collective; with layerwise weights, so are forwards and exit. An exception inside
+        releases the weights too.
 
         Raises:
             RuntimeError: entered twice.
@@ -97,12 +97,12 @@ class HybridEngine:
         finally:
             self._decoder.unprepare(keep=self.pin_buffers)
             if not self.pin_buffers and self._generation_module.holds_copies:
-                self._decoder.release()  # captured steps would keep the copies, which go
+                self._decoder.release()  # captured steps would keep references to the copies
             self._generation_module.release()
             self._generating = False
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
-        """Decode one response for each prompt, inside generation(). The arguments are those of Request.
+        """Generate one response per prompt, inside generation(). Keyword arguments are the fields of Request.
 
         Raises:
             RuntimeError: called outside generation().
@@ -112,7 +112,7 @@ class HybridEngine:
         return self._decoder.generate(prompts, **request)
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
-        """Yield the tokens of one response as they come, the EOS included, inside generation().
+        """Yield the tokens of one response as they are generated, EOS included, inside generation().
 
         Raises:
             RuntimeError: called outside generation().

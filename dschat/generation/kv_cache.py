@@ -1,4 +1,4 @@
-"""The keys and values of the rows being decoded: they grow in place, and finished rows can leave.
+"""KV cache for hf_cache_decoder: grows in place and supports removing finished rows.
 
 transformers' own DynamicLayer concatenates, which copies the whole cache for every token.
 """
@@ -13,10 +13,10 @@ GROWTH = 1.5
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one full-attention layer, in buffers with room to spare.
+    """Keys and values of one full-attention layer, in buffers with spare capacity.
 
-    `keys` and `values` are [B, heads, length, width] views of the filled part, as DynamicLayer has them. The buffers
-    grow by half (so a token is copied twice on average), but never beyond `limit` columns.
+    `keys` and `values` are [B, heads, length, width] views of the filled part, as in DynamicLayer. The buffers grow by
+    half (so a token is copied twice on average), but not beyond `limit` columns unless more tokens are appended.
     """
 
     _layer_type = None
@@ -38,7 +38,7 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         start, stop = self.keys.shape[-2], self.keys.shape[-2] + key_states.shape[-2]
         if start == 0:
-            # The prompts alone, without spare room: how many rows will share them is not known yet.
+            # Prompts without spare capacity: reorder_cache may still repeat rows, for samples of one prompt.
             self.keys, self.values = key_states, value_states
             return self.keys, self.values
         if self.buffers is None or self.buffers[0].shape[-2] < stop:
@@ -54,7 +54,7 @@ class GrowingLayer(DynamicLayer):
         self.buffers = (_with_room(self.keys, room), _with_room(self.values, room))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        # The selected rows are a copy without spare room; the next token makes the new buffers.
+        # The selected rows are a copy without spare capacity; the next token allocates new buffers.
         super().reorder_cache(beam_idx)
         self.buffers = None
 
@@ -67,11 +67,11 @@ def _with_room(states: Tensor, room: int) -> Tensor:
 
 
 def new_cache(config: PreTrainedConfig, *, limit: int) -> DynamicCache:
-    """An empty cache for a model: its full-attention layers grow in place, all others are what transformers makes them.
+    """An empty cache for a model: full-attention layers grow in place, all others are transformers' own.
 
     Args:
-        config: the model's.
-        limit: most columns a layer will ever hold.
+        config: the model's config.
+        limit: maximum number of columns a layer will hold.
     """
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer(limit) if type(layer) is DynamicLayer else layer for layer in cache.layers]

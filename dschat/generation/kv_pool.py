@@ -1,4 +1,4 @@
-"""The keys and values of all rows in flight: one pool of tokens a layer, in which rows own runs of any length."""
+"""KV pool: keys and values of all rows in flight, one token pool per layer with contiguous runs per prompt and row."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from dschat.tensors import position_ids
 
 logger = logging.getLogger(__name__)
 
-DECODING = "dschat_decoding"  # the name under which transformers' models find `attend`
-UNUSED_TOKEN = 0  # a place of the pool that belongs to no row
+DECODING = "dschat_decoding"  # the name under which `attend` is registered with transformers
+UNUSED_TOKEN = 0  # index of the pool that belongs to no row
 
 
 class KVAllocator:
-    """Which places of a pool are free, as runs (start, length) in order; first fit."""
+    """First-fit allocator of contiguous runs in a pool; `free` holds the free runs (start, length) in order."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.free = [(start, stop - start)]
 
     def allocate(self, length: int) -> int | None:
-        """The start of a run of this length, or None where no free run is long enough."""
+        """Allocate a run of this length; returns its start, or None if no free run is long enough."""
         for index, (start, size) in enumerate(self.free):
             if size >= length:
                 self.free[index : index + 1] = [(start + length, size - length)] if size > length else []
@@ -40,17 +40,17 @@ class KVAllocator:
         return None
 
     def free_run(self, start: int, length: int) -> None:
-        """Take a run back; it grows together with free neighbours."""
+        """Free a run and merge it with adjacent free runs."""
         insort(self.free, (start, length))
         index = self.free.index((start, length))
-        for left in (index, index - 1):  # first with the one behind, then with the one before
+        for left in (index, index - 1):  # first the following run, then the preceding one
             if left >= 0 and left + 1 < len(self.free) and sum(self.free[left]) == self.free[left + 1][0]:
                 self.free[left : left + 2] = [(self.free[left][0], self.free[left][1] + self.free[left + 1][1])]
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer keeps of a token."""
+    """Shape of one layer's keys and values for one token."""
 
     heads: int
     width: int
@@ -63,16 +63,16 @@ class LayerShape:
 
 
 class KVPool(Cache):
-    """transformers' Cache interface over a pool: a forward pass either fills in prompts or adds a token to each row.
+    """transformers' Cache interface over a pool: a forward pass either prefills prompts or adds a token to each row.
 
     Attributes:
-        size: places for tokens, a layer; place 0 belongs to no row.
-        shapes: of each layer, once it has run.
-        windows: the sliding window that each layer's attention asked for, while decoding.
+        size: capacity in tokens, per layer; index 0 belongs to no row.
+        shapes: of each layer, set by its first forward.
+        windows: the sliding window that each layer passed to its attention during decoding.
     """
 
     def __init__(self, size: int, *, kernels: bool = True) -> None:
-        """Make room for size tokens; kernels: see attention.decode_attention."""
+        """Create a pool of `size` tokens, allocated on first use; kernels: see attention.decode_attention."""
         super().__init__(layers=[])
         self.size, self.kernels = size, kernels
         self.runs = KVAllocator(UNUSED_TOKEN + 1, size)
@@ -86,27 +86,27 @@ class KVPool(Cache):
         self._index: Tensor | None = None
 
     def clear(self) -> None:
-        """All places are free again."""
+        """Free all runs."""
         self.runs = KVAllocator(UNUSED_TOKEN + 1, self.size)
 
     def fill_in(self, places: Tensor, real: Tensor | None) -> None:
-        """The next forward passes run prompts [U, P], whose tokens are kept.
+        """Set the next forward passes to prefill prompts [U, P] and store their keys and values.
 
         Args:
-            places: [tokens] long, where in the pool.
-            real: [tokens] long, which of the U·P columns, row after row, they are; None: all.
+            places: [tokens] long, pool indices of the prompt tokens.
+            real: [tokens] long, their indices in the flattened [U·P] batch; None: all, there is no padding.
         """
         self._prompt_places, self._real, self._spans, self._index = places, real, None, None
 
     def extend(self, spans: Tensor, *, longest: int) -> None:
-        """The next forward passes run the newest token of each row; arguments as in attention.decode_attention."""
+        """Set the next forward passes to run the newest token of each row; arguments: see decode_attention."""
         self._spans, self._longest, self._prompt_places, self._index = spans, longest, None, None
 
     def extend_gathered(self, spans: Tensor) -> Tensor:
-        """The same for attention of the model's own, which is given each row's whole context, padded on the left.
+        """As `extend`, for the model's own attention, which gets each row's gathered context, left-padded.
 
         Returns:
-            The mask [R, L] bool of the contexts, of which the longest has L tokens.
+            The mask [R, L] bool of the contexts; L is the longest context.
         """
         prompt_start, prompt_length, response_start, response_length = spans.T.unsqueeze(-1)  # each [R, 1]
         context = prompt_length + response_length
@@ -121,7 +121,7 @@ class KVPool(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [R, heads, new tokens, width]. While decoding the answer is for `attend` only."""
+        """key_states, value_states: [R, heads, new tokens, width]. A decoding step's result is for `attend` only."""
         if layer_idx not in self._stored:
             shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
             self.shapes[layer_idx] = shape
@@ -135,12 +135,12 @@ class KVPool(Cache):
             return NewTokens(self, layer_idx, key_states), value_states
         for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
             columns = states.transpose(1, 2).flatten(0, 1)  # [U·P, heads, width]
-            # By index: a mask would have the host wait for the device, twice a layer.
+            # By index: boolean masks would synchronise with the device, twice per layer.
             store.index_copy_(0, self._prompt_places, columns if self._real is None else columns[self._real])
         return key_states, value_states
 
     def _gathered(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Keep the newest keys and values [R, heads, 1, width]; those of all contexts, [R, heads, L, width]."""
+        """Store the newest keys and values [R, heads, 1, width]; returns all contexts', [R, heads, L, width]."""
         newest = self._spans[:, 2] + self._spans[:, 3] - 1
         for store, states in zip(self._stored[layer], new, strict=True):
             store.index_copy_(0, newest, states[:, :, 0])
@@ -150,8 +150,8 @@ class KVPool(Cache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, window: int | None,
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
-        """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]; packed prompts have R tokens in
-        place of rows, [1, H, R, D] and so on."""
+        """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]; packed prompts of R tokens in all
+        have [1, H, R, D] and so on."""
         self.windows[layer] = window
         keys, values = self._stored[layer]
         packed = query.shape[2] > 1
@@ -163,7 +163,7 @@ class KVPool(Cache):
         return out.unsqueeze(0 if packed else 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0 but for gathered contexts: positions are always passed, and masks made of the forward's own columns."""
+        """0 except for gathered contexts: positions are passed explicitly and masks cover the new columns only."""
         return 0 if self._index is None else self._index.shape[1] - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -175,7 +175,7 @@ class KVPool(Cache):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """What travels as `key` through a model's attention to `attend`: the newest keys, and where the others are."""
+    """Passed as `key` through a model's attention to `attend`: the newest keys and a reference to the pool."""
 
     pool: KVPool
     layer: int
@@ -195,10 +195,10 @@ def attend(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """A decoding step's attention for transformers' AttentionInterface.
+    """Decoding attention over the pool, with the signature of transformers' AttentionInterface.
 
     Raises:
-        NotImplementedError: the model asks for something that changes attention and that we do not know.
+        NotImplementedError: the model passes an argument that changes attention and is not supported.
     """
     unknown = [name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None]
     if unknown:
@@ -212,13 +212,13 @@ AttentionInterface.register(DECODING, attend)
 
 
 class PooledModel:
-    """A model whose forwards run over a pool.
+    """Runs a model's prefill and decoding forwards over a KV pool.
 
     Attributes:
-        packs: short prompts can run side by side without padding; known after `mismatch`.
-        gathers: each step gathers the rows' contexts out of the pool for the model's own attention (ALiBi, latents,
-            chunks, masks that slide), where ours does not stand for it; known after `mismatch`.
-        capture_failure: why a decoding step of this model could not be captured, so that it is not tried again.
+        packs: short prompts can be prefilled packed, without padding; set by `mismatch`.
+        gathers: each step gathers the rows' contexts from the pool for the model's own attention, where the pool's
+            attention does not apply (ALiBi, latent or chunked attention, sliding masks); set by `mismatch`.
+        capture_failure: why capturing a decoding step failed; it is not tried again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -230,13 +230,13 @@ class PooledModel:
 
     @property
     def captures(self) -> bool:
-        """Whether steps may be captured: contexts that are gathered change their shape from step to step."""
+        """Whether steps can be captured: gathered contexts change shape at every step."""
         return not self.gathers
 
     def prefill(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
-        """Run prompts, left-padded, and keep their keys and values from `starts` on; the last logits, [U, V].
+        """Prefill prompts, left-padded, storing keys and values from `starts` on; returns the last logits, [U, V].
 
-        All that depends on lengths is computed on the host, so that nothing waits for the device.
+        Everything that depends on lengths is computed on the host, which avoids device synchronisation.
         """
         device = self.model.get_input_embeddings().weight.device
         ids, mask = left_pad(prompts, pad_token_id=0, device=torch.device("cpu"))  # [U, P]
@@ -259,9 +259,9 @@ class PooledModel:
         return out.logits[:, -1]
 
     def prefill_packed(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
-        """The same for prompts one behind the other in one row, each token attending as a row of a decoding step does.
+        """As `prefill`, with prompts packed into one row; each token attends like a row of a decoding step.
 
-        No padding is computed, and short prompts cost less so; for long ones attention by blocks is faster.
+        Without padding this is cheaper for short prompts; for long ones blockwise attention is faster.
         """
         device = self.model.get_input_embeddings().weight.device
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
@@ -287,7 +287,7 @@ class PooledModel:
             config._attn_implementation = usual
 
     def decode(self, pool: KVPool, tokens: Tensor, spans: Tensor, *, longest: int) -> Tensor:
-        """Run the newest token of each row, tokens [R]; the next logits, [R, V]."""
+        """Run the newest token of each row, tokens [R]; returns the next logits, [R, V]."""
         positions = (spans[:, 1] + spans[:, 3] - 1).unsqueeze(1)
         if self.gathers:
             return self._forward(tokens.unsqueeze(1), pool.extend_gathered(spans).long(), positions, pool)
@@ -297,14 +297,14 @@ class PooledModel:
 
     @property
     def bytes_per_token(self) -> int:
-        """What all layers keep of a token; known after `mismatch`."""
+        """KV bytes per token, all layers together; set by `mismatch`."""
         return sum(shape.bytes for shape in self.shapes.values())
 
     @torch.inference_mode()
     def mismatch(self) -> str | None:
-        """Why the pool does not serve this model, or None: a few tokens are run both ways.
+        """Why this model cannot run over the pool, or None; compares logits of a few tokens with the plain forward.
 
-        An architecture is never asked for by name: whatever it does to its attention shows in its logits.
+        Support is tested rather than listed by architecture: any difference in attention changes the logits.
         """
         problems = []
         for self.gathers in (False, True):
@@ -340,7 +340,7 @@ class PooledModel:
             found = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the model's own code, given a cache of ours
+        except Exception as error:  # anything the model's own code raises when given this cache
             if strange := self._strange_layers():
                 return f"it has layers of {strange}, whose state is no keys and values"
             return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
@@ -353,7 +353,7 @@ class PooledModel:
         return self._window_mismatch(pool.windows, has_windows)
 
     def _packs(self, ids: Tensor, mask: Tensor, expected: Tensor, most: float) -> bool:
-        """Whether packed prompts give the same logits, as they do where nothing but attention looks at other tokens."""
+        """Whether packed prompts give the same logits, which holds if only attention mixes tokens."""
         prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
         pool = KVPool(2 * TRIAL_TOKENS + 1)
         try:
@@ -363,7 +363,7 @@ class PooledModel:
         return distance(found, expected) < most
 
     def _window_mismatch(self, windows: dict[int, int | None], has_windows: bool) -> str | None:
-        """Layers that keep something else than keys and values; windows that the trial could not shorten."""
+        """Reports layers with other state than keys and values, and windows that the trial could not test, or None."""
         if strange := self._strange_layers():
             return f"it has layers of {strange}"
         if has_windows or self.gathers:
@@ -375,7 +375,7 @@ class PooledModel:
         return f"its layers {silent} do not tell their attention which window they have" if silent else None
 
     def _strange_layers(self) -> str:
-        """The kinds of layers that the pool may not serve, whatever their logits on a few tokens."""
+        """The layer types that the pool does not support, even if a few tokens give equal logits."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
         served = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if self.gathers else set())
         return ", ".join(sorted(set(kinds) - served))

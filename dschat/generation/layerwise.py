@@ -1,7 +1,7 @@
-"""Weights that do not fit all at once: each layer's are made when it runs, and under ZeRO-3 all ranks run in step.
+"""Layerwise weights for generation with models that do not fit: each layer's weights are materialised when it runs.
 
-A layer is a decoder layer with all its parts (see dschat.models.layer_weights), since models read weights of parts that
-they do not call.
+Under ZeRO-3 all ranks run their forwards in lockstep. A layer is a whole decoder layer (see
+dschat.models.layer_weights), since models read weights of submodules without calling them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TRIAL_TOKENS = 4
 
 
 class LayerwiseWeights:
-    """Lends every layer of a module its weights for the length of its forward.
+    """Materialises the weights of each layer of a module for the duration of its forward.
 
-    Gathering is a collective, so every rank has to run as many forwards as the others: before each forward ranks say
-    whether they have one, and a rank that has none runs a token that nobody wants. `release` waits for the last rank.
+    Gathering is a collective, so all ranks must run the same number of forwards: before each one, an all-reduce finds
+    whether any rank is still generating, and idle ranks run a dummy token. `release` blocks until all ranks are idle.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class LayerwiseWeights:
         dtype: Callable[[nn.Parameter], torch.dtype],
         convert: Callable[[WeightSource, nn.Parameter], Tensor],
     ) -> None:
-        """Take hold of a module.
+        """Install hooks and placeholders.
 
         Args:
-            module: gets placeholders of the weights' shapes, which take no memory, and hooks.
-            sources: where the weights come from.
-            same_names: of each weight: all names under which the module has it.
-            dtype: the weight's dtype while generating.
-            convert: makes a weight out of its source, whose parameters are gathered.
+            module: gets hooks, and placeholders of the weights' shapes that use no memory.
+            sources: the training modules with the parameters.
+            same_names: for each weight, all (tied) names it has in the module.
+            dtype: returns a weight's dtype during generation.
+            convert: makes the generation weight from a source whose parameters are gathered.
         """
         self.module = module
         self.device = next(p.device for source in sources for _, p in source.parameters)
@@ -56,7 +56,7 @@ class LayerwiseWeights:
         for source in sources:
             for name, parameter in source.parameters:
                 for path, _, leaf in (same.rpartition(".") for same in same_names.get(name, ())):
-                    # Not a number: a layer that reads a weight outside its forward must not go unnoticed.
+                    # NaN, so that a layer that reads a weight outside its forward gives NaN logits.
                     blank = torch.full((), torch.nan) if parameter.is_floating_point() else torch.zeros(())
                     empty = blank.to(parameter.device, dtype(parameter))
                     placeholder = nn.Parameter(empty.expand(full_shape(parameter)), requires_grad=False)
@@ -67,7 +67,7 @@ class LayerwiseWeights:
             self._handles += _lend(layer, weights, convert)
 
     def problem(self) -> str | None:
-        """What goes wrong when a few tokens run, or None; every rank has to ask."""
+        """Run a trial forward; returns what failed, or None. All ranks must call this."""
         ids = torch.arange(TRIAL_TOKENS, device=self.device).unsqueeze(0)
         self._following = True
         try:
@@ -75,19 +75,19 @@ class LayerwiseWeights:
                 logits = self.module(input_ids=ids, use_cache=False).logits
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the model's own code, given weights that are not there
+        except Exception as error:  # anything the model's own code raises on placeholder weights
             return f"{type(error).__name__}: {error}"
         finally:
             self._following = False
         return None if logits.isfinite().all() else "its logits are not finite, as they are where a weight is missing"
 
     def abandon(self) -> None:
-        """Take the hooks away, where no rank has run anything yet."""
+        """Remove the hooks without synchronising, for when no rank has generated yet."""
         for handle in self._handles:
             handle.remove()
 
     def release(self) -> None:
-        """Wait until no rank runs forwards any more, then take the hooks away."""
+        """Run dummy forwards until no rank is generating, then remove the hooks."""
         try:
             self._following = True
             while self._someone_works(False):
@@ -110,7 +110,7 @@ class LayerwiseWeights:
 
 @dataclass(frozen=True)
 class Weight:
-    """One weight of a layer: the module that has it, where it comes from, and what stands for it meanwhile."""
+    """One weight of a layer: the owning module, its training source, and its placeholder between forwards."""
 
     owner: nn.Module
     leaf: str
@@ -122,7 +122,7 @@ class Weight:
 def _lend(
     layer: nn.Module, weights: list[Weight], convert: Callable[[WeightSource, nn.Parameter], Tensor]
 ) -> list[RemovableHandle]:
-    """Hooks that put the weights into a layer before its forward and take them away behind it."""
+    """Hooks that set the weights of a layer before its forward and restore the placeholders after it."""
     held = ExitStack()
 
     def take(*_: Any) -> None:

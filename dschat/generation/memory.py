@@ -1,4 +1,4 @@
-"""How much memory is left."""
+"""Free memory of a device, or of this process's share of its host or container."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated; on a CPU this process's share of what its node or container has left."""
+    """Bytes that can still be allocated; on a CPU, this process's share of its node's or container's free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -22,12 +22,12 @@ def free_memory(device: torch.device) -> int:
         lines = MEMINFO.read_text(encoding="ascii").splitlines()
         available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):
-        return 1 << 40  # not Linux: nothing is known, so nothing is bounded
+        return 1 << 40  # not Linux: treated as unbounded
     return min(available, *_container_memory()) // local_ranks()
 
 
 def local_ranks() -> int:
-    """Processes of this run on this node: torchrun names it LOCAL_WORLD_SIZE, the deepspeed launcher LOCAL_SIZE."""
+    """Processes of this run on this node: LOCAL_WORLD_SIZE from torchrun, LOCAL_SIZE from the deepspeed launcher."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
         if os.environ.get(name):
             return int(os.environ[name])
@@ -35,10 +35,10 @@ def local_ranks() -> int:
 
 
 def _container_memory() -> Iterator[int]:
-    """Bytes left below each memory limit of this process's control groups; at least one number.
+    """Bytes left below each cgroup memory limit of this process; yields at least one number.
 
-    Source: the Linux kernel's cgroup-v1/memory.rst and cgroup-v2.rst. File cache that is not in use counts as usage
-    there, but is given up before a limit is hit.
+    Source: the Linux kernel's cgroup-v1/memory.rst and cgroup-v2.rst. Inactive file cache counts as usage there, but
+    is reclaimed before a limit is hit.
     """
     yield 1 << 62
     for group in _memory_groups():
@@ -52,14 +52,14 @@ def _container_memory() -> Iterator[int]:
             used = int((group / usage).read_text(encoding="ascii"))
             stat = (group / "memory.stat").read_text(encoding="ascii").splitlines()
         except OSError:
-            continue  # the root group has no limit, and what is not mounted here has no files
+            continue  # the root cgroup has no limit files; others may not be mounted here
         if most.isdigit():
             reclaimable = next((int(line.split()[1]) for line in stat if line.startswith(cache)), 0)
             yield max(0, int(most) - used + reclaimable)
 
 
 def _memory_groups() -> Iterator[Path]:
-    """Folders of the groups that bound this process's memory, its own and those above it."""
+    """Directories of the memory cgroups of this process and their ancestors."""
     try:
         lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is asked of a decoder, checked once, and the table its answers are written into."""
+"""Generation request with its validation, and the device buffers that the generated tokens are written to."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dschat.generation.sampling import SamplingParams
 from dschat.models.positions import position_limit
 from dschat.tensors import seeded_uniform
 
-# Numbers hashed at once: the hash works on int64 and makes many temporaries.
+# Numbers hashed per call, to bound memory: the hash works on int64 and allocates many temporaries.
 UNIFORM_CELLS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One response is wanted for each prompt.
+    """A request for one response per prompt.
 
-    A row's tokens depend on its prompt, the weights, the sampling, and (seed, iteration, sample id) alone, up to
-    floating-point ties: not on how many rows are decoded at once, nor on the other rows.
+    A row's tokens depend only on its prompt, the weights, the sampling parameters and (seed, iteration, sample id), up
+    to floating-point ties: not on the batch size or on other rows.
 
     Attributes:
-        prompts: B non-empty lists of ids. Equal prompts share one prefill, and its keys and values.
-        max_new_tokens: ≥ 1, the EOS included; or one limit for each prompt.
-        eos_token_ids: ids that end a response; None or empty: none does.
-        pad_token_id: fills what the masks leave out; it may equal an EOS.
-        sampling: the distribution.
-        seed, iteration, sample_ids: name the random numbers; sample_ids [B] long, unique over all ranks, default
+        prompts: B non-empty lists of ids. Equal prompts share one prefill and its keys and values.
+        max_new_tokens: ≥ 1, EOS included; one limit for all prompts or one per prompt.
+        eos_token_ids: ids that end a response; None or empty: responses end only at max_new_tokens.
+        pad_token_id: fills masked positions; it may equal an EOS.
+        sampling: the sampling distribution.
+        seed, iteration, sample_ids: seed the random numbers; sample_ids [B] long, unique over all ranks, default
             0 … B−1. Equal ids draw equal numbers.
     """
 
@@ -49,18 +49,18 @@ class Request:
 
     @property
     def limits(self) -> list[int]:
-        """The most new tokens of each prompt."""
+        """The maximum number of new tokens for each prompt."""
         same = isinstance(self.max_new_tokens, int)
         return [self.max_new_tokens] * len(self) if same else list(self.max_new_tokens)
 
     @property
     def stops(self) -> list[int]:
-        """The ids that end a response."""
+        """The ids that end a response, as a list."""
         ids = self.eos_token_ids
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
     def uniforms(self, device: torch.device) -> Tensor | None:
-        """The numbers in (0, 1) that choose the tokens, [B, T] float32; None where sampling is greedy."""
+        """The uniform numbers in (0, 1) for inverse-CDF sampling, [B, T] float32; None if sampling is greedy."""
         if self.sampling.greedy:
             return None
         names = torch.arange(len(self)) if self.sample_ids is None else self.sample_ids
@@ -69,8 +69,11 @@ class Request:
         return torch.cat([seeded_uniform(self.seed, self.iteration, part, columns) for part in rows])
 
     def check(self, config: PreTrainedConfig) -> None:
-        """Raise one ValueError with everything that is wrong: empty prompts, numbers out of range, too many tokens."""
-        left_pad(self.prompts, pad_token_id=0, device=torch.device("cpu"))  # raises for empty ones
+        """Validate; raises one ValueError listing all problems (numbers out of range, too many tokens, unknown ids).
+
+        Empty prompts raise a ValueError of their own, see left_pad.
+        """
+        left_pad(self.prompts, pad_token_id=0, device=torch.device("cpu"))  # raises for empty prompts
         problems, limits = [], self.limits
         if len(limits) != len(self):
             problems.append(f"max_new_tokens has {len(limits)} limits, but there are {len(self)} prompts")
@@ -80,7 +83,7 @@ class Request:
             problems.append(f"sample_ids has shape {tuple(self.sample_ids.shape)}, but there are {len(self)} prompts")
         positions, kind = position_limit(config)
         longest, limit = max(((len(p), limit) for p, limit in zip(self.prompts, limits)), key=sum)  # noqa: B905
-        # The last token is never fed, so it needs no position.
+        # The last token is never an input, so it needs no position.
         if positions is not None and longest + limit - 1 > positions:
             problems.append(
                 f"the longest prompt has {longest} tokens, with max_new_tokens {limit} that is {longest + limit}, "
@@ -98,20 +101,20 @@ class Request:
 
 
 class Responses:
-    """The tokens drawn so far: a row per prompt, filled from the left.
+    """Output buffers of a request: the tokens generated so far, one row per prompt.
 
-    A step writes token t of row b at cell 1 + b·T + t of the flat tensors; cell 0 takes what nobody wants.
+    A step writes token t of row b at index 1 + b·T + t of the flat tensors; index 0 receives the discarded writes.
 
     Attributes:
-        tokens: [at least 1 + B·T] long. logprobs, uniforms: as many float32; uniforms None where sampling is greedy.
-        counts: [B] long, tokens of each row.
+        tokens: [at least 1 + B·T] long. logprobs, uniforms: same length, float32; uniforms None if sampling is greedy.
+        counts: [B] long, number of tokens of each row.
         columns: T, the largest limit.
     """
 
     unwanted = 0
 
     def __init__(self, request: Request, device: torch.device, *, reuse: Responses | None = None) -> None:
-        """An empty table; reuse: one that is no longer read, whose tensors are taken where they are large enough."""
+        """Allocate empty buffers; reuse: an instance no longer in use, whose tensors are reused if large enough."""
         self.columns = max(request.limits)
         self.cells = len(request) * self.columns
         fits = reuse is not None and len(reuse.tokens) > self.cells and reuse.tokens.device == device
@@ -120,7 +123,7 @@ class Responses:
         self.tokens.fill_(request.pad_token_id)
         self.logprobs.zero_()
         self.counts = torch.zeros(len(request), dtype=torch.long, device=device)
-        # A greedy request keeps it for the sampled one after it, whose captured steps read it there.
+        # A greedy request keeps the buffer: captured steps of later sampled requests read this address.
         self._uniform_buffer = reuse._uniform_buffer if fits else None
         self.uniforms = None
         uniforms = request.uniforms(device)
@@ -132,30 +135,30 @@ class Responses:
             self.uniforms[1 : 1 + self.cells] = uniforms.flatten()
 
     def first_cell(self, rows: Tensor) -> Tensor:
-        """Where the responses of these rows begin."""
+        """Flat index of the first response token of these rows."""
         return 1 + rows * self.columns
 
     def table(self, flat: Tensor) -> Tensor:
-        """Flat cells as [B, T]."""
+        """A flat buffer viewed as [B, T]."""
         return flat[1 : 1 + self.cells].view(-1, self.columns)
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where a step writes and reads."""
+        """Addresses and lengths of the buffers that a step reads and writes."""
         tables = (self.tokens, self.logprobs, self._uniform_buffer)
         return tuple(number for table in tables if table is not None for number in (table.data_ptr(), len(table)))
 
     @property
     def nbytes(self) -> int:
-        """Of all tables."""
+        """Total size of all buffers."""
         return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.counts) if t is not None)
 
     def rollout(self, request: Request) -> Rollout:
-        """The rectangle of prompts and responses; a row ended where its last token is a stop.
+        """Build the padded rollout; a row has ended if its last token is a stop id.
 
         Raises:
-            FloatingPointError: the logits that some token was drawn from are not finite.
-            RuntimeError: a row neither ended nor reached its limit, which no decoder may leave behind.
+            FloatingPointError: a token was drawn from logits that are not finite.
+            RuntimeError: a row neither ended nor reached its limit, which is a bug of the decoder.
         """
         device = self.tokens.device
         longest = int(self.counts.max())
@@ -163,7 +166,7 @@ class Responses:
         columns = torch.arange(longest, device=device)
         mask = columns < self.counts.unsqueeze(1)  # [B, T]
         rows = self.table(self.tokens)
-        # A row that began again after running out of memory may have left tokens behind its end.
+        # A row that restarted after running out of memory may have left tokens beyond its end.
         tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
         last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
         ended = torch.isin(last, torch.tensor(request.stops, dtype=torch.long, device=device))
@@ -179,7 +182,7 @@ class Responses:
         )
 
     def require_finite(self, start: int, stop: int) -> None:
-        """Raise FloatingPointError where tokens start … stop − 1 of the first row come of logits that are not."""
+        """Raise FloatingPointError if tokens start … stop − 1 of the first row were drawn from non-finite logits."""
         logprobs = self.logprobs[1 + start : 1 + stop].unsqueeze(0)
         _require_finite(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
 
@@ -194,12 +197,12 @@ class Responses:
 
 
 def _require_finite(logprobs: Tensor, mask: Tensor) -> None:
-    """Raise FloatingPointError naming the rows that drew a token from logits that are not finite: its log-prob is NaN.
+    """Raise FloatingPointError naming the rows with a token drawn from non-finite logits: its log-prob is NaN.
 
     Args:
         logprobs, mask: [B, T].
 
-    One number is read for the whole rollout: no step waits for it.
+    Called once per rollout, so that no decoding step has to synchronise.
     """
     rows = (~logprobs.isfinite() & mask).any(dim=1)  # [B]
     if bool(rows.any()):
@@ -211,6 +214,6 @@ def _require_finite(logprobs: Tensor, mask: Tensor) -> None:
 
 
 def _some(rows: Tensor) -> str:
-    """Which of rows [B] bool are True, the first few."""
+    """Format the first few indices at which rows [B] bool is True."""
     numbers = rows.nonzero().squeeze(1).tolist()
     return ", ".join(map(str, numbers[:8])) + (f" … ({len(numbers)} of {len(rows)})" if len(numbers) > 8 else "")

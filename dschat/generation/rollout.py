@@ -1,4 +1,4 @@
-"""What a generation returns: prompts and responses in one rectangle, with masks built from lengths."""
+"""The result of generation: padded prompts and responses in one tensor, with masks built from lengths."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Rollout:
         sequences: [B, P+T] long.
         attention_mask: [B, P+T] bool, True on prompt and response tokens.
         response_mask: [B, T] bool, True on response tokens, the EOS that ends a response included.
-        logprobs: [B, T] float32, log-prob of each token under the distribution that was sampled (greedy: under the
-            model's own); 0 where response_mask is False.
-        ended: [B] bool, True where the response ended by an EOS, False where max_new_tokens cut it.
+        logprobs: [B, T] float32, log-prob of each token under the sampling distribution (greedy: under the
+            unmodified model distribution); 0 where response_mask is False.
+        ended: [B] bool, True where the response ended with an EOS, False where it was truncated at max_new_tokens.
     """
 
     sequences: Tensor
@@ -34,25 +34,25 @@ class Rollout:
         return self.sequences.shape[1] - self.response_mask.shape[1]
 
     def responses(self) -> list[list[int]]:
-        """The response of each row as ids, EOS included, padding left out."""
+        """The response token ids of each row, EOS included, without padding."""
         lengths = self.response_mask.sum(dim=1).tolist()
         rows = self.sequences[:, self.prompt_length :].tolist()
         return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def left_pad(prompts: Sequence[Sequence[int]], *, pad_token_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Right-align prompts of mixed lengths.
+    """Left-pad prompts of different lengths.
 
     Args:
         prompts: non-empty lists of ids.
-        pad_token_id: fills the left; it may equal any real token, since the mask comes from the lengths.
-        device: where the result is put.
+        pad_token_id: padding id; it may equal any real token, since the mask is built from the lengths.
+        device: of the returned tensors.
 
     Returns:
         ids: [B, P] long. mask: [B, P] bool, True on prompt tokens.
 
     Raises:
-        ValueError: there is no prompt, or one of them is empty.
+        ValueError: the list is empty, or a prompt is empty.
     """
     empty = [index for index, prompt in enumerate(prompts) if len(prompt) == 0]
     if not prompts or empty:

@@ -1,6 +1,6 @@
-"""From logits to tokens: temperature, top-k, top-p and inverse-CDF sampling with given uniform numbers.
+"""Token sampling: temperature, top-k, top-p and inverse-CDF sampling with given uniform numbers.
 
-The randomness comes in as an argument, so a token is a pure function of its logits and its uniform number.
+The uniform numbers are an argument, so a token is a pure function of its logits and its uniform number.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# top-p first looks for its border among this many tokens: sorting a whole vocabulary costs more than a forward.
+# top-p first searches its cutoff among this many top tokens: sorting the whole vocabulary can cost more than a forward.
 TOP_P_CANDIDATES = 1024
-# Dividing by less takes logits out of float32's range (3.4e38): they would become infinite, and the sampling NaN.
+# Dividing by less overflows float32 (3.4e38): logits would become infinite and probabilities NaN.
 LOWEST_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Which distribution a token is drawn from.
+    """The sampling distribution.
 
     Applied in this order: logits ÷ temperature; the top_k largest; of those, renormalised, the smallest set of largest
-    probabilities whose sum reaches top_p. Tokens that tie with the last one kept are kept too, so that the support is
-    a property of the values and never of a sorting order.
+    probabilities whose sum reaches top_p. Tokens that tie with the last one kept are kept too, so that the support
+    does not depend on the sorting order.
 
     Attributes:
-        temperature: 0 or at least LOWEST_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among equals,
-            top_k and top_p unused.
-        top_k: how many tokens stay, 0 = all.
-        top_p: probability mass that stays, in (0, 1], 1 = all.
+        temperature: 0 or at least LOWEST_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among ties;
+            top_k and top_p are ignored.
+        top_k: number of tokens kept, 0 = all.
+        top_p: probability mass kept, in (0, 1], 1 = all.
 
     Raises:
-        ValueError: listing every value that is out of range.
+        ValueError: lists every value that is out of range.
     """
 
     temperature: float = 1.0
@@ -66,30 +66,30 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, allow_host_sync
         logits: [B, V] float32, temperature already applied.
         top_k: 0 keeps all.
         top_p: 1.0 keeps all.
-        allow_host_sync: sort the whole vocabulary only where that is needed, which the host has to ask the device.
+        allow_host_sync: sort the whole vocabulary only if needed, which takes a host synchronisation to find out.
 
     Returns:
-        [B, V] float32; the argument itself where nothing is cut.
+        [B, V] float32; the argument itself if nothing is truncated.
 
     Source: Holtzman et al. 2020, section 3.1 (arXiv:1904.09751) for top-p.
     """
     vocabulary = logits.shape[-1]
     if 0 < top_k < vocabulary:
         border = logits.topk(top_k, dim=-1).values[:, -1:]  # [B, 1]
-        logits = logits.masked_fill(logits < border, float("-inf"))  # NaN is never less, so it stays, and shows
+        logits = logits.masked_fill(logits < border, float("-inf"))  # NaN compares False, so it is kept and propagates
     if top_p < 1:
-        # Ties at the top-k border may leave more than top_k tokens, so the candidates are not bounded by it.
+        # Ties at the top-k cutoff may leave more than top_k tokens, so top_k does not bound the candidates.
         ordered, mass = _ordered_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if allow_host_sync else vocabulary)
         if ordered.shape[-1] < vocabulary and not bool((mass[:, -1] >= top_p).all()):
             ordered, mass = _ordered_mass(logits, vocabulary)
-        # The border is the first token at which the mass reaches top_p; rounding may leave the whole sum just below.
+        # The cutoff is the first token at which the mass reaches top_p; rounding may leave the total just below it.
         last = (mass < top_p).sum(dim=-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)  # [B, 1]
         logits = torch.where(logits >= ordered.gather(-1, last), logits, float("-inf"))
     return logits
 
 
 def _ordered_mass(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The count largest logits, falling, and the probability of each together with all before it: [B, count]."""
+    """The `count` largest logits in descending order, and their cumulative probabilities: [B, count] each."""
     ordered = logits.topk(count, dim=-1).values
     probabilities = (ordered - logits.logsumexp(dim=-1, keepdim=True)).exp()
     return ordered, probabilities.cumsum(dim=-1, dtype=torch.float64)
@@ -98,19 +98,19 @@ def _ordered_mass(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def sample_tokens(
     logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, allow_host_sync: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: the first whose cumulative probability, in vocabulary order, exceeds the uniform number.
+    """Draw one token per row: the first whose cumulative probability, in vocabulary order, exceeds the uniform number.
 
     Args:
         logits: [B, V] float, any precision.
-        uniform: [B] float strictly between 0 and 1; None where params are greedy.
-        params: the distribution.
+        uniform: [B] float strictly between 0 and 1; None if params are greedy.
+        params: the sampling distribution.
         allow_host_sync: see truncate_logits.
 
     Returns:
         tokens: [B] long. A token of probability 0 is never drawn.
-        logprobs: [B] float32, in nats, under the distribution the token was drawn from (tempered, truncated,
-            renormalised); a greedy token's under the model's own distribution, temperature 1 and untruncated.
-            NaN or infinitely large logits give a NaN log-prob and some token of the vocabulary.
+        logprobs: [B] float32, in nats, under the sampling distribution (tempered, truncated, renormalised); for greedy
+            tokens under the model distribution (temperature 1, untruncated).
+            NaN or +inf logits give a NaN log-prob and an arbitrary token of the vocabulary.
     """
     logits = logits.float()
     if params.greedy:
@@ -120,7 +120,7 @@ def sample_tokens(
         scaled = logits if params.temperature == 1 else logits / params.temperature
         kept = truncate_logits(scaled, top_k=params.top_k, top_p=params.top_p, allow_host_sync=allow_host_sync)
         probabilities = kept.softmax(dim=-1)
-        # float64: in float32 the running sum of a large vocabulary loses the rare tokens, and u·total < total may fail.
+        # float64: a float32 cumulative sum over a large vocabulary loses rare tokens, and u·total < total may fail.
         mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
         threshold = uniform.double().unsqueeze(-1) * mass[:, -1:]  # [B, 1]
         tokens = torch.searchsorted(mass, threshold, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)

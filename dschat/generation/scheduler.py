@@ -1,4 +1,4 @@
-"""Which prompts are decoded when, and where their keys and values lie."""
+"""Continuous batching: schedules prompts into decode slots and allocates their space in the KV pool."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from dschat.generation.memory import free_memory
 from dschat.generation.request import Request, Responses
 from dschat.generation.step import GraphedStep, Step
 
-# Padded prompt tokens of one forward: enough to fill the device, few enough to bound activations.
+# Most prompt tokens (padding included) per prefill forward: enough to fill the device, bounded for activation memory.
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
-# Shortest prompt of a forward as a share of its longest: padding is computed, too.
+# Shortest prompt of a prefill batch as a share of its longest: limits the compute wasted on padding.
 PREFILL_ALIKE = {"cpu": 0.85, "cuda": 0.5}
-# Free slots wait until this share of all is free, so that a refill's prefill serves several rows.
+# Slots are refilled once this share of them is free, so that one prefill batches several prompts.
 REFILL_SHARE = 1 / 8
-# Steps between two looks of the host at which rows have ended: a look waits for the device.
+# Decoding steps between two host reads of which rows have ended: each read synchronises with the device.
 STEPS_PER_HOST_SYNC = {"cpu": 1, "cuda": 8}
 
 
-# Longest prompt that is run token by token beside others, without padding.
+# Longest prompt that is prefilled packed with others, without padding.
 PACKED_PROMPT = 64
-NewPrompt = tuple[tuple[int, ...], tuple[int, list[int]]]  # name; start in the pool, and ids
+NewPrompt = tuple[tuple[int, ...], tuple[int, list[int]]]  # sharing key; start in the pool, token ids
 
 
 class Counts(Protocol):
-    """Where the cost of decoding is counted."""
+    """Counters of the decoding work done."""
 
     prefilled_tokens: int
     decoded_rows: int
@@ -51,10 +51,10 @@ class Prompt:
 
 
 class Rollouts:
-    """Runs requests over a pool that is sized for each; what can be kept for the next one is kept.
+    """Runs requests over a KV pool sized for each; reuses the pool and captured steps for the next where possible.
 
     Args:
-        model: what runs the tokens.
+        model: runs prefill and decoding steps.
         slots, memory_fraction, without: see Decoder.
     """
 
@@ -67,25 +67,25 @@ class Rollouts:
         self.pool: KVPool | None = None
         self.busy = False
         self.captured = CapturedSteps()
-        # The graphs share their memory: they never overlap.
+        # CUDA graphs share one memory pool: they never run concurrently.
         self._graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
-        """What is kept for the next request."""
+        """Bytes kept allocated for the next request."""
         pool = 0 if self.pool is None else self.pool.size * self.model.bytes_per_token
         return pool + self.captured.nbytes
 
     def steps(
         self, request: Request, responses: Responses, counts: Counts, *, weights: Hashable = None, streams: bool = False
     ) -> Iterator[int]:
-        """Decode all rows; after every look of the host the number of tokens that the first row has.
+        """Decode all rows; yields the first row's token count after every host synchronisation.
 
-        Out of memory, the unfinished rows begin again with half the slots: their tokens are the same.
+        If memory runs out, the unfinished rows restart with half the slots and produce the same tokens.
 
         Args:
-            weights: where they lie and stay, so that steps may be captured; None: they may move.
-            streams: whether that number is wanted; else it is 0, since the host would wait for it.
+            weights: fixed addresses of the weights, which allow steps to be captured; None: addresses may change.
+            streams: yield the actual count; otherwise yields 0, which saves a host synchronisation.
 
         Raises:
             torch.OutOfMemoryError: one row alone does not fit.
@@ -119,12 +119,12 @@ class Rollouts:
                 torch.cuda.empty_cache()
 
     def free(self) -> None:
-        """Let go of the pool, and of the captured steps that use it."""
+        """Free the pool and the captured steps that use it."""
         self.pool = None
         self.captured.clear()
 
     def pool_for(self, request: Request, rows: list[int], slots: int) -> KVPool:
-        """A pool with room for what can be in flight at once, as far as memory goes."""
+        """A pool large enough for all rows that can be in flight at once, bounded by the available memory."""
         limits = request.limits
         lengths = {self.name(request, row): len(request.prompts[row]) for row in rows}
         each = sorted((len(request.prompts[row]) + limits[row] for row in rows), reverse=True)
@@ -132,7 +132,7 @@ class Rollouts:
         if self.pool is not None and self.pool.size >= wanted:
             self.pool.clear()
             return self.pool
-        self.free()  # its memory first
+        self.free()  # before measuring the free memory
         affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
         if affordable <= each[0]:
             raise torch.OutOfMemoryError(
@@ -145,12 +145,12 @@ class Rollouts:
     def step_for(
         self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, weights: Hashable
     ) -> tuple[Step, Callable[[int], None]]:
-        """A step over empty slots, and what runs it: captured where that is possible, with the graphs of last time."""
+        """A step over an empty decode batch and a callable that runs it, captured (and reused) where possible."""
         captures = (
             weights is not None and "graphs" not in self.without and can_capture(self.device) and self.model.captures
         )
         if captures:
-            longest = 1 << (longest - 1).bit_length()  # a bound, so that graphs serve other requests too
+            longest = 1 << (longest - 1).bit_length()  # rounded up, so that other requests can reuse the graphs
 
         def make() -> Step:
             return Step(
@@ -169,29 +169,29 @@ class Rollouts:
         return graphed.step, graphed
 
     def name(self, request: Request, row: int) -> tuple[int, ...]:
-        """Rows of the same name share their prompt's prefill, keys and values."""
+        """Sharing key: rows with equal keys share their prompt's prefill, keys and values."""
         prompt = tuple(request.prompts[row])
         return (*prompt, -1 - row) if "sharing" in self.without else prompt
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether steps can be captured there."""
+    """Whether decoding steps can be captured on this device."""
     return device.type in ("cpu", "cuda")
 
 
 def queue_order(request: Request) -> list[int]:
-    """Longest possible responses first, so that no long row starts last; then longest prompts, equal ones together."""
+    """Rows by descending response limit, so that long rows start early; then by prompt length, equal ones adjacent."""
     limits, prompts = request.limits, request.prompts
     return sorted(range(len(request)), key=lambda row: (-limits[row], -len(prompts[row]), tuple(prompts[row])))
 
 
 def first_row_tokens(slots: DecodeBatch, responses: Responses) -> int:
-    """How many tokens the only row of a request has, in flight or ended; meaningless for several rows."""
+    """Tokens generated for a single-row request, in flight or ended; undefined for several rows."""
     return int(slots.cells[0]) - 1 if slots.used else int(responses.counts[0])
 
 
 class _Rollout:
-    """One pass over a queue of rows. After an exception what is not in `finished` has to be run again."""
+    """One pass over a queue of rows. After an exception, rows that are not in `finished` must be run again."""
 
     def __init__(
         self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
@@ -201,12 +201,12 @@ class _Rollout:
         self.model, self.device = owner.model, owner.device
         self.pool = owner.pool_for(request, rows, slots)
         self.rows, self.queue = rows, deque(rows)
-        self.finished: set[int] = set()  # rows whose number of tokens is noted
+        self.finished: set[int] = set()  # rows whose token count has been written
         self.limits = request.limits
         self.prompts: dict[tuple[int, ...], Prompt] = {}
-        self.users = Counter(owner.name(request, row) for row in rows)  # rows not finished yet
-        self.in_flight: Counter[tuple[int, ...]] = Counter()  # of them, those with a place in the pool
-        self.places: dict[int, int] = {}  # of each row in flight: where its response begins in the pool
+        self.users = Counter(owner.name(request, row) for row in rows)  # unfinished rows per prompt
+        self.in_flight: Counter[tuple[int, ...]] = Counter()  # of these, rows with pool space allocated
+        self.places: dict[int, int] = {}  # row in flight → start of its response in the pool
         self.step, self.run_step = owner.step_for(
             request, responses, self.pool, slots=slots, weights=weights,
             longest=max(len(request.prompts[row]) + self.limits[row] for row in rows),
@@ -218,13 +218,13 @@ class _Rollout:
         return [row for row in self.rows if row not in self.finished]
 
     def steps(self) -> Iterator[Callable[[], int]]:
-        """Decode; after each look of the host, what reads how many tokens the first row has."""
+        """Decode; after each host synchronisation yields a callable that reads the first row's token count."""
         steps_per_look = STEPS_PER_HOST_SYNC[self.device.type]
         while self.queue or self.slots.used:
             free = self.slots.count - self.slots.used
             if self.queue and (free == self.slots.count or free >= max(1, REFILL_SHARE * self.slots.count)):
                 self.admit()
-                # Rows may end by their first token. Beside others they cost less than waiting for the device.
+                # Rows may end with their first token; if others are running, decoding those is cheaper than a sync.
                 if steps_per_look == 1 or free == self.slots.count:
                     self.retire()
             yield self.first_row_tokens
@@ -240,10 +240,10 @@ class _Rollout:
         return first_row_tokens(self.slots, self.responses)
 
     def admit(self) -> None:
-        """Fill free slots from the queue, as far as the pool goes; prompts that are new to it run together.
+        """Fill free slots from the queue while the pool has space; prompts not in the pool are prefilled together.
 
         Raises:
-            torch.OutOfMemoryError: nothing is in flight, and yet the next row has no room.
+            torch.OutOfMemoryError: the next row does not fit although no row is in flight.
         """
         rows, fresh = [], {}
         while self.queue and len(rows) < self.slots.count - self.slots.used and self.reserve(self.queue[0], fresh):
@@ -264,12 +264,12 @@ class _Rollout:
         self.step.draw(places, torch.stack([prompt.logits for prompt in prompts]))
 
     def reserve(self, row: int, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> bool:
-        """Take a row's part of the pool; False: there is none, and nothing was taken.
+        """Allocate pool space for a row; returns False, with nothing allocated, if there is none.
 
-        Prompts that no row in flight uses make room; their next row runs them again.
+        Evicts prompts that no row in flight uses; later rows of such a prompt prefill it again.
 
         Args:
-            fresh: takes the prompt in where it is not in the pool: name → where, and ids.
+            fresh: prompts to prefill, extended by this row's if it is not in the pool: key → start in the pool, ids.
         """
         name, prompt, runs = self.owner.name(self.request, row), self.request.prompts[row], self.pool.runs
         while True:
@@ -289,9 +289,9 @@ class _Rollout:
         return True
 
     def evict(self, *, needed: tuple[int, ...]) -> bool:
-        """Give up a prompt that no row in flight uses; False: there is none.
+        """Evict a prompt that no row in flight uses; False if there is none.
 
-        The needed one only where nothing else is in the pool: it may lie so that its own row finds no room beside it.
+        The needed prompt is evicted only from an otherwise empty pool: its position may fragment the free space.
         """
         idle = [name for name in self.prompts if not self.in_flight[name]]
         others = [name for name in idle if name != needed]
@@ -301,12 +301,12 @@ class _Rollout:
         return False
 
     def drop(self, name: tuple[int, ...]) -> None:
-        """Give a prompt's part of the pool back."""
+        """Free a prompt's pool space."""
         prompt = self.prompts.pop(name)
         self.pool.runs.free_run(prompt.start, prompt.length)
 
     def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
-        """Run new prompts, similar lengths together: name → where in the pool, and ids."""
+        """Prefill new prompts (key → start in the pool, ids), batched by similar length."""
         waiting = sorted(fresh.items(), key=lambda item: -len(item[1][1]))
         while waiting:
             waiting = self.prefill_short(waiting)
@@ -320,7 +320,7 @@ class _Rollout:
             self.note(part, self.model.prefill(self.pool, prompts, starts))
 
     def prefill_short(self, waiting: list[NewPrompt]) -> list[NewPrompt]:
-        """Run prompts that are short, of those sorted by falling length, without padding; the others."""
+        """Prefill the short ones of prompts sorted by descending length, packed; returns the remaining ones."""
         if not self.model.packs or "kernels" in self.owner.without:
             return waiting
         long = sum(len(prompt) > PACKED_PROMPT for _, (_, prompt) in waiting)
@@ -334,13 +334,13 @@ class _Rollout:
         return waiting
 
     def note(self, part: list[NewPrompt], logits: Tensor) -> None:
-        """Prompts that have run; logits [U, V] after each."""
+        """Record prefilled prompts with the logits [U, V] after their last tokens."""
         for (name, (start, prompt)), last in zip(part, logits, strict=True):
             self.prompts[name] = Prompt(start, len(prompt), last)
             self.counts.prefilled_tokens += len(prompt)
 
     def retire(self) -> None:
-        """Let finished rows go, with their places in the pool."""
+        """Remove finished rows from the batch and free their pool space."""
         if "compaction" in self.owner.without and bool(self.slots.live[: self.slots.used].any()):
             return
         for row in self.slots.leave(self.responses):

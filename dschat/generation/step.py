@@ -1,4 +1,4 @@
-"""One decoding step, as a function of tensors that stay where they are, and its capture."""
+"""One decoding step on tensors with fixed addresses, and its capture as a CUDA graph or CPU recording."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from dschat.generation.kv_pool import KVPool, PooledModel
 from dschat.generation.request import Responses
 from dschat.generation.sampling import SamplingParams
 
-# A capture costs about as much as this many steps whose kernels are launched one by one: a size with fewer is not worth
-# one, and one with more has lost no more than what a capture costs (the rule for renting skis).
+# A capture costs about as much as this many uncaptured steps. Capturing after that many costs at most twice the optimum
+# (ski-rental rule).
 RUNS_BEFORE_CAPTURE = 4
 
 
 @dataclass(frozen=True)
 class Step:
-    """One token for each of the first rows in flight: forward, draw, note, see who has ended. The host takes no part.
+    """Generates one token for each active slot: forward, sample, store, update ended rows, all on the device.
 
     Attributes:
-        model, pool, slots, responses: what it reads and writes.
-        sampling, stops: how tokens are drawn, and [n] long which of them end a row.
-        longest: no context gets longer.
-        kernels: use our own kernels where there are some.
-        allow_host_sync: drawing may wait for the device where that saves work.
+        model, pool, slots, responses: the state read and written.
+        sampling, stops: sampling parameters; [n] long ids that end a row.
+        longest: upper bound of the context length.
+        kernels: use the C++ or Triton kernels where available.
+        allow_host_sync: sampling may synchronise with the device where that saves work.
     """
 
     model: PooledModel
@@ -46,13 +46,13 @@ class Step:
     allow_host_sync: bool = True
 
     def __call__(self, count: int) -> None:
-        """Run the first count places; those without a row run a token that nobody reads."""
+        """Run the first `count` slots; empty ones run a dummy token whose output is ignored."""
         tokens, spans = self.slots.advance(count)
         logits = self.model.decode(self.pool, tokens, spans, longest=self.longest)  # [R, V]
         self.draw(slice(0, count), logits)
 
     def draw(self, places: slice, logits: Tensor) -> None:
-        """Draw the next token of some places from logits [n, V]."""
+        """Sample the next token of some slots from logits [n, V]."""
         uniform = None
         if self.responses.uniforms is not None:
             uniform = self.responses.uniforms[self.slots.next_cells(places, self.responses)]
@@ -63,9 +63,9 @@ class Step:
 
 
 def graph_batch_sizes(most: int) -> list[int]:
-    """Row counts that are captured: steps of 4 up to 32, then of about a quarter of the last, up to most.
+    """Batch sizes to capture: multiples of 4 up to 32, then growing by about a quarter, up to `most`.
 
-    Rows that nobody needs cost little beside reading the weights, a capture costs several steps.
+    A batch is padded to the next size: padding rows are cheap next to reading the weights, captures are not.
     """
     rungs = [4]
     while rungs[-1] < most:
@@ -74,28 +74,28 @@ def graph_batch_sizes(most: int) -> list[int]:
 
 
 class GraphedStep:
-    """A step that is captured, so that a small model's costs its arithmetic, and not the calls that lead there.
+    """Captures a step per batch size and replays it, which removes kernel-launch and Python overhead.
 
-    A captured step is done again for every later one of its size. On CUDA the first steps of a size run as they are:
-    they compile kernels and make workspaces, and a size that few steps have is not worth a capture. On a CPU a step is
-    recorded as it runs. A model that cannot be captured goes on uncaptured, in later rollouts too.
+    On CUDA the first steps of a size run uncaptured: they compile kernels and allocate workspaces, and rare sizes do
+    not repay a capture. On a CPU the step is recorded as it runs. A model whose step cannot be captured runs uncaptured
+    from then on, in later rollouts too.
 
     Attributes:
-        step: what is captured.
+        step: the step to capture.
     """
 
     def __init__(self, step: Step, *, memory: object = None) -> None:
-        """Take a step; memory: of CUDA graphs, see graph.capture."""
+        """Wrap a step; memory: the CUDA graph memory pool, see graph.capture."""
         self.step = step
         self._sizes = graph_batch_sizes(step.slots.count)
-        self._uncaptured_runs: Counter[int] = Counter()  # of each size
+        self._uncaptured_runs: Counter[int] = Counter()  # per batch size
         self._graphs: dict[int, CapturedGraph | Recording] = {}
         self._records = True
         self._memory = memory
 
     @property
     def nbytes(self) -> int:
-        """What the captured sizes hold."""
+        """Bytes held by all captures."""
         return sum(graph.nbytes for graph in self._graphs.values())
 
     def __call__(self, count: int) -> None:
@@ -134,4 +134,4 @@ class GraphedStep:
             warnings.warn(f"a decoding step cannot be captured, it is launched kernel by kernel: {error}", stacklevel=2)
             self.step(size)
             return
-        self._replay(size)  # capturing alone has run nothing
+        self._replay(size)  # a CUDA capture does not execute the step

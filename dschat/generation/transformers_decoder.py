@@ -1,4 +1,4 @@
-"""Decoding by transformers' own `generate`: slower, but what everyone else's results come from."""
+"""Decoder based on transformers' `generate`: slower, but the reference implementation to compare with."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
 class TokenChooser(LogitsProcessor):
-    """Draws the tokens in `generate`'s place and notes what was drawn; `generate` runs the model and the loop.
+    """Samples the tokens itself and records them with their log-probs; `generate` runs the model and the loop.
 
-    A processor, because `generate` would draw from torch's global generator, whose numbers depend on the batch, and
-    would keep [B, V] scores of every step for log-probs to be had afterwards.
+    It is a LogitsProcessor because `generate` would sample from torch's global generator, whose numbers depend on the
+    batch, and would have to keep the [B, V] scores of every step to provide log-probs.
     """
 
     def __init__(
@@ -36,10 +36,10 @@ class TokenChooser(LogitsProcessor):
         """rows, limits: [R] long; stops: ids that end a response; prompt_length: columns before the response."""
         self.rows, self.limits, self.stops, self.sampling, self.responses = rows, limits, stops, sampling, responses
         self.prompt_length = prompt_length
-        self.live = torch.ones_like(rows, dtype=torch.bool)  # [R], the row has not ended
+        self.live = torch.ones_like(rows, dtype=torch.bool)  # [R], True until the row has ended
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids: [R, P+t], scores: [R, V] → scores that leave the drawn token alone."""
+        """input_ids [R, P+t], scores [R, V] → scores [R, V], −inf except for the sampled token."""
         watchdog.progress()
         position = input_ids.shape[1] - self.prompt_length
         live, responses = self.live, self.responses
@@ -54,7 +54,7 @@ class TokenChooser(LogitsProcessor):
 
 
 class Limits(StoppingCriteria):
-    """Ends each row at its own limit."""
+    """Stops each row at its own max_new_tokens."""
 
     def __init__(self, limits: Tensor, *, prompt_length: int) -> None:
         self.limits, self.prompt_length = limits, prompt_length
@@ -64,11 +64,11 @@ class Limits(StoppingCriteria):
 
 
 class TransformersDecoder:
-    """What Decoder is, by other means: the same arguments give the same rollout, up to floating-point ties.
+    """Same interface as Decoder without `stream` and counters; gives the same rollout up to floating-point ties.
 
     Args:
-        model: as it stands; its own sampling habits (repetition penalty, …) are switched off.
-        slots: most rows decoded at once; None: all of them.
+        model: as given; its generation config (repetition penalty, …) is replaced by the defaults.
+        slots: maximum rows decoded at once; None: all of them.
     """
 
     def __init__(self, model: PreTrainedModel, *, slots: int | None = None) -> None:
@@ -76,7 +76,7 @@ class TransformersDecoder:
         self.model.generation_config = GenerationConfig()
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
-        """Decode one response for each prompt; arguments and result are those of Decoder.generate."""
+        """Generate one response per prompt; arguments and result as in Decoder.generate."""
         wanted = Request(prompts=prompts, **request)
         wanted.check(self.model.config)
         device = self.model.get_input_embeddings().weight.device
@@ -87,7 +87,7 @@ class TransformersDecoder:
         return responses.rollout(wanted)
 
     def _write(self, ids: Tensor, mask: Tensor, rows: Tensor, request: Request, responses: Responses) -> None:
-        """Decode some rows, ids and mask [R, P], into their places."""
+        """Generate some rows, ids and mask [R, P], and write them into `responses`."""
         device = ids.device
         stops = torch.tensor(request.stops, dtype=torch.long, device=device)
         limits = torch.tensor(request.limits, device=device)[rows]

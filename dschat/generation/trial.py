@@ -1,4 +1,4 @@
-"""What decoders try a model with before they trust it."""
+"""Helpers of the trial runs with which decoders validate a model before using it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import inspect
 from torch import Tensor
 from transformers import PreTrainedModel
 
-TRIAL_TOKENS = 12  # of each of the two rows that a model is tried on
+TRIAL_TOKENS = 12  # length of each of the two rows of a trial run
 
 
 def takes(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
+    """Whether the model's forward accepts an argument of this name."""
     return name in inspect.signature(model.forward).parameters
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """How far logits [R, V] are off, as a share of their spread over the vocabulary."""
+    """Relative error of logits [R, V]: L2 distance over the norm of the expected logits, centred over V."""
     expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
     return float((found.float() - expected).norm() / spread)

@@ -1,1 +1,1 @@
-"""Models: loading, log-probs without a logits tensor, scalar heads, LoRA, plain weights of partitioned models."""
+"""Models: loading, chunked log-probs, scalar heads, LoRA, export of partitioned models."""

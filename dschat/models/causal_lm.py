@@ -1,4 +1,4 @@
-"""Causal language models: tokenizer and weights from a folder, log-probs of tokens without a [B, S, V] tensor."""
+"""Causal language models: loading, and token log-probs without a [B, S, V] logits tensor."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def load_causal_lm(
     deepspeed_config: dict[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before giving it to an engine.
+    """Load any AutoModelForCausalLM for training or scoring; wrap it in `TokenLogprobs` before creating an engine.
 
     Args:
         path: folder or hub name of a model with weights.
         dtype: of the parameters.
-        tokenizer: embeddings grow to its size (never shrink), and its EOS and pad ids go into the generation config.
-        dropout: probability in [0, 1) put into every dropout field of the config; None keeps the config's own.
+        tokenizer: embeddings grow to its size (never shrink), and its EOS and pad ids are set in the generation config.
+        dropout: probability in [0, 1) for every dropout field of the config; None keeps the config's values.
         gradient_checkpointing: recompute activations of each layer in backward.
-        deepspeed_config: the config of the engine to come; under ZeRO stage 3 weights are partitioned as they are
-            loaded, which is a collective: all ranks call this together.
-        trust_remote_code: run Python code that the folder or hub name brings along.
+        deepspeed_config: the config of the engine that will wrap the model; under ZeRO stage 3 weights are partitioned
+            while loading, which is a collective: all ranks call this together.
+        trust_remote_code: run Python code that comes with the folder or hub repository.
 
     Raises:
-        ValueError: no model or no weights there, a bad dropout, or a head whose log-probs we would get wrong.
+        ValueError: no model or weights at the path, invalid dropout, or a head that TokenLogprobs does not support.
     """
     model = load_pretrained(
         AutoModelForCausalLM,
@@ -61,9 +61,9 @@ def load_causal_lm(
 
 
 def set_generation_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let plain `generate` of the exported model stop where ours does, beside the ids it stopped at.
+    """Add our stop ids to the generation config, so that `generate` of the exported model stops where rollouts do.
 
-    These are the tokenizer's EOS and the template's end of turn: ChatML has <|im_end|> beside an EOS <|endoftext|>.
+    These are the tokenizer's EOS and the template's end of turn: ChatML has <|im_end|> besides an EOS <|endoftext|>.
     """
     generation = model.generation_config
     configured = generation.eos_token_id
@@ -74,14 +74,14 @@ def set_generation_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     try:
         generation.validate(strict=True)
     except ValueError:
-        # Sampling fields without do_sample: published models have it, and saving a changed config refuses it.
+        # Some published models set sampling fields without do_sample, which makes saving a changed config fail.
         generation.do_sample = True
 
 
 class LogprobHead(nn.Module):
-    """The output projection as log-probs: shares the Parameters of the model's own head.
+    """Output projection that returns log-probs; shares the Parameters of the model's own head.
 
-    It is a module because ZeRO-3 gathers parameters by module call: one call a forward, so the same number of
+    It is a module because ZeRO-3 gathers parameters per module call: one call per forward gives the same number of
     collectives on every rank, however many tokens a rank scores.
     """
 
@@ -115,13 +115,13 @@ class LogprobHead(nn.Module):
 
 
 class TokenLogprobs(nn.Module):
-    """A causal LM that answers with log-probs of its input tokens; the only logits that exist are chunks of rows.
+    """A causal LM whose forward returns log-probs of its input tokens; logits exist only in chunks of rows.
 
     `.model` is the Hugging Face model. Its `forward` is not used, so an engine around this module is enough for
     training and scoring, with any ZeRO stage.
 
     Raises:
-        ValueError: the model has no backbone or no output embedding of its own.
+        ValueError: the model has no separate backbone or no output embedding.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -148,27 +148,27 @@ class TokenLogprobs(nn.Module):
         with_entropy: bool = False,
         packed_positions: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Log p(token i | tokens < i) for the tokens that loss_mask names.
+        """Log p(token i | tokens < i) for the tokens selected by loss_mask.
 
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens.
-            loss_mask: [B, S] bool, True where a token's log-prob is wanted; the first real token of a row has no
-                prediction and counts as False. It may be empty: the result still has a graph, with zero gradients.
+            loss_mask: [B, S] bool, True where a token's log-prob is computed; the first real token of a row has no
+                prediction and counts as False. It may be all False: the result still has a graph, with zero gradients.
             temperature: logits are divided by it.
-            with_entropy: return the entropy of the predicting distribution as well.
-            packed_positions: [B, S] long, for rows of several conversations: restarts at 0 with each, 0 on padding
-                (which is on the right). loss_mask must be False on the first token of each.
+            with_entropy: also return the entropy of the distribution that predicts each token.
+            packed_positions: [B, S] long, for packed rows: restarts at 0 with each conversation, 0 on padding
+                (which is on the right). loss_mask must be False on the first token of each conversation.
 
         Returns:
-            logprobs [B, S] float32 in nats, zero where nothing was wanted; or (logprobs, entropy [B, S]).
+            logprobs [B, S] float32 in nats, zero for tokens not selected; or (logprobs, entropy [B, S]).
         """
         hidden = self.hidden_states(input_ids, attention_mask, packed_positions).flatten(0, 1)  # [B·S, H]
-        # The first real token of a row is predicted by nothing, or by padding: it never counts.
+        # The first real token of a row has no prediction, or one from padding: it is excluded.
         wanted = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
         tokens = wanted.flatten().nonzero().squeeze(1)  # [N]
         labels = input_ids.flatten()[tokens]
-        # tokens - 1: a token is predicted by the state one column before it, in the same row as column 0 is out.
+        # tokens - 1: the hidden state one column earlier predicts a token; same row, since column 0 is excluded.
         found = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
 
         def spread(values: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class TokenLogprobs(nn.Module):
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor, packed_positions: Tensor | None = None
     ) -> Tensor:
-        """Last hidden states [B, S, H], what the output embedding sees; positions count real tokens only."""
+        """Last hidden states [B, S, H], the input of the output embedding; positions count real tokens only."""
         positions = position_ids(attention_mask) if packed_positions is None else packed_positions
         mask: Tensor | None = attention_mask.long()
         if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
@@ -190,14 +190,14 @@ class TokenLogprobs(nn.Module):
 
 
 def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
-    """What the model does to its logits after the projection: (scale, softcap), (1.0, None) for most.
+    """The model's scaling and soft-capping of logits after the projection: (scale, softcap), (1.0, None) for most.
 
-    logits = softcap · tanh(scale · (h Wᵀ + b) / softcap). Read off transformers' modelling files; `verify_head` finds
-    a model that does anything else.
+    logits = softcap · tanh(scale · (h Wᵀ + b) / softcap). Taken from transformers' modelling files; `verify_head`
+    rejects models with any other transform.
     """
     config = model.config.get_text_config()
     scale = 1.0
-    # Cohere. From the model, not the config: MPT's config has a field of that name that nothing reads.
+    # Cohere. From the model, not the config: MPT's config has an unused field of that name.
     if getattr(model, "logit_scale", None) is not None:
         scale *= float(model.logit_scale)
     if getattr(config, "logits_scaling", None) is not None:
@@ -210,19 +210,19 @@ def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
 
 
 def backbone(model: PreTrainedModel) -> nn.Module | None:
-    """The part of a model that makes hidden states of ids; None where it does not stand apart from the head."""
+    """The submodule that maps ids to hidden states; None if it is not separate from the head."""
     if model.base_model is not model:
         return model.base_model
-    # Llama 4 names its backbone otherwise than its class announces.
+    # Llama 4: the backbone's attribute name differs from the class's base_model_prefix.
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     parts = [part for part in model.children() if embeddings in part.modules() and head not in part.modules()]
     return parts[0] if len(parts) == 1 and parts[0] is not embeddings else None
 
 
 def verify_head(model: PreTrainedModel) -> None:
-    """Compare our log-probs with the model's own logits on a few tokens, padded and not; see `verify_logprobs`.
+    """Compare TokenLogprobs with the model's own logits on a few tokens, padded and not; see `verify_logprobs`.
 
     Raises:
-        ValueError: they differ, or the model is no causal language model.
+        ValueError: they differ, or the model is not a causal language model.
     """
     verify_logprobs(model, TokenLogprobs(model))

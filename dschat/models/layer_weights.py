@@ -1,4 +1,4 @@
-"""Weights that are only there while their layer runs: which modules are a model's layers, and what each needs."""
+"""Per-layer gathering of weights: which modules count as layers, and hooks that gather each one for its forward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import nn
 
 from dschat.models.weights import gathered
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # they hold modules and are never called
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # containers, never called
 
 
 def layer_path(module: nn.Module, path: str) -> str:
-    """The path of the module whose call needs the weights at `path`.
+    """The path of the module whose forward needs the weights at `path`.
 
-    That is the decoder layer, the first module below an outermost list; outside of lists the module itself. Layers
-    read weights of their parts without calling them (a Mamba layer its convolution's), and which of its experts a
-    layer calls depends on the tokens, so nothing smaller can be gathered by all ranks in step.
+    That is the decoder layer, the first module below an outermost ModuleList; outside of lists the module itself.
+    Smaller units do not work: layers read weights of submodules without calling them (Mamba's convolution), and which
+    experts a layer calls depends on the tokens, so ranks would gather different modules.
     """
     current, inside_list = module, False
     names = path.split(".") if path else []
@@ -35,7 +35,7 @@ def layer_path(module: nn.Module, path: str) -> str:
 
 @dataclass(frozen=True)
 class _Own:
-    """A parameter of a layer: the module that has it, and its name there."""
+    """A parameter of a layer: its owning module, and its name there."""
 
     owner: nn.Module
     leaf: str
@@ -44,13 +44,13 @@ class _Own:
 
 @contextmanager
 def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, each layer has its whole weights for the length of its forward, without gradients.
+    """Inside, each layer's full weights are gathered for the duration of its forward; for use without gradients.
 
-    Every rank of ZeRO-3 has to run the same forwards.
+    Under ZeRO-3 all ranks must run the same forwards.
 
     Args:
         module: any module, not in a DeepSpeed engine.
-        dtype: floating-point weights are lent in it; None: they stay as they are.
+        dtype: floating-point weights are cast to it for the forward; None: unchanged.
     """
     layers: dict[nn.Module, list[_Own]] = {}
     for path, part in module.named_modules():

@@ -1,4 +1,4 @@
-"""Reading a model and its tokenizer from a folder or the hub: dropout, partitioned weights, embeddings that grow."""
+"""Loads models and tokenizers from a folder or the hub: dropout, ZeRO-3 partitioning, resized embeddings."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin
 
 
 class CustomCodeError(ValueError):
-    """A model that needs Python code of its own, which the user has not allowed to run."""
+    """The model needs custom Python code, which the user has not allowed with --trust_remote_code."""
 
 
 @contextlib.contextmanager
 def custom_code_refused(path: str | Path) -> Iterator[None]:
-    """Inside, transformers' refusal to run a model's own code becomes a CustomCodeError that names the flag."""
+    """Inside, transformers' refusal to run custom model code becomes a CustomCodeError that names the flag."""
     try:
         yield
     except ValueError as problem:
@@ -62,19 +62,19 @@ def custom_code_refused(path: str | Path) -> Iterator[None]:
 def load_tokenizer(
     path: str | Path, *, add_eot_token: bool = False, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load a tokenizer that can end a response and has a chat template.
+    """Load a tokenizer and ensure that it has EOS and pad tokens and a chat template.
 
-    A missing pad token becomes the EOS token: masks are made from lengths here, so the two may be equal. A tokenizer
+    A missing pad token becomes the EOS token: masks are built from lengths, so the two may be equal. A tokenizer
     without a chat template gets the Human/Assistant one.
 
     Args:
         path: folder or hub name.
         add_eot_token: add "<|endoftext|>" and make it the EOS token, as DeepSpeed-Chat's flag did. The model then needs
-            a row for it: pass this tokenizer to `load_causal_lm`.
-        trust_remote_code: run Python code that the folder or hub name brings along.
+            an embedding row for it: pass this tokenizer to `load_causal_lm`.
+        trust_remote_code: run Python code that comes with the folder or hub repository.
 
     Raises:
-        ValueError: no tokenizer files there, a tokenizer without EOS token, or one of custom code that is not trusted.
+        ValueError: no tokenizer files, no EOS token, or custom code that is not trusted.
     """
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -104,7 +104,7 @@ def load_tokenizer(
 
 
 def _conversion_hint(folder: Path) -> str:
-    """The way out where a folder has a SentencePiece model and nothing else, which takes packages to read."""
+    """Hint for a folder with only a SentencePiece model, which needs extra packages to load; else empty."""
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):
         return ""
     models = [name for name in TOKENIZER_FILES if name.endswith(".model") and (folder / name).is_file()]
@@ -116,11 +116,11 @@ def _conversion_hint(folder: Path) -> str:
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The model's config.
+    """Load the model's config.
 
     Raises:
-        ValueError: no config there, one of an architecture that transformers does not know, or of custom code that is
-            not trusted (CustomCodeError).
+        ValueError: no config, an architecture that transformers does not support, or custom code that is not trusted
+            (CustomCodeError).
     """
     try:
         with custom_code_refused(path):
@@ -149,11 +149,11 @@ def load_pretrained(
     """Load a model with transformers' auto class; the arguments are those of `load_causal_lm`.
 
     Args:
-        auto_class: AutoModelForCausalLM or AutoModelForSequenceClassification (gets num_labels = 1).
+        auto_class: AutoModelForCausalLM or AutoModelForSequenceClassification (num_labels is set to 1).
         new_head: parameters outside the backbone may be missing from the weights.
 
     Raises:
-        ValueError: no model or no weights there, parameters missing from them, or a bad dropout.
+        ValueError: no model or weights at the path, missing parameters, or invalid dropout.
     """
     folder = Path(path)
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
@@ -174,7 +174,7 @@ def load_pretrained(
                     path, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
                 )
         except (AttributeError, AssertionError, IndexError, KeyError, TypeError) as error:
-            # Of transformers' code for this architecture, for example RWKV's under ZeRO-3.
+            # Raised by transformers' code for this architecture, for example RWKV's under ZeRO-3.
             under = " under ZeRO stage 3" if is_zero3(deepspeed_config) else ""
             raise ValueError(
                 f"{path}: transformers cannot load a {config.model_type} as {auto_class.__name__.removeprefix('Auto')}"
@@ -186,10 +186,10 @@ def load_pretrained(
             grow_embeddings(model, tokenizer)
             heads = [model.get_output_embeddings()] if auto_class is AutoModelForCausalLM else []
             _require_rows(model, [model.get_input_embeddings(), *heads], tokenizer, path)
-    # An embedding's padding_idx gets no gradient, and pad may equal EOS; masks keep padding out of the loss anyway.
+    # The row at padding_idx gets no gradient, but pad may equal EOS; masks already exclude padding from the loss.
     model.get_input_embeddings().padding_idx = None
     if gradient_checkpointing:
-        # The method's name since transformers 5.23, and its name before.
+        # Renamed in transformers 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return model
@@ -206,7 +206,7 @@ def _require_weights(model: PreTrainedModel, missing: set[str], path: str | Path
 
 
 def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
-    """Put one probability into every dropout field of a config (attention_dropout, resid_pdrop, …), in place.
+    """Set every dropout field of a config (attention_dropout, resid_pdrop, …) to one probability, in place.
 
     Raises:
         ValueError: not in [0, 1).
@@ -230,7 +230,7 @@ def is_zero3(deepspeed_config: dict[str, Any] | None) -> bool:
 
 
 class _WeightsLoaded(tqdm):
-    """A progress bar of transformers' whose every step is a sign of life."""
+    """A transformers progress bar that reports each step to the watchdog."""
 
     def update(self, n: float | None = 1) -> bool | None:
         watchdog.progress()
@@ -244,7 +244,7 @@ class _WeightsLoaded(tqdm):
 
 @contextlib.contextmanager
 def _counting_weights() -> Iterator[None]:
-    """Inside, weights that transformers loads count as progress of this rank."""
+    """Inside, loading of weights by transformers counts as progress for the watchdog."""
     shown = transformers_logging.is_progress_bar_enabled()
     before = transformers_logging.set_tqdm_hook(
         lambda _, args, kwargs: _WeightsLoaded(*args, **kwargs | {"disable": not shown or kwargs.get("disable")})
@@ -257,9 +257,9 @@ def _counting_weights() -> Iterator[None]:
 
 @contextlib.contextmanager
 def partitioned_loading(deepspeed_config: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, `from_pretrained` partitions parameters as it makes them, if the config has ZeRO stage 3.
+    """Inside, `from_pretrained` partitions parameters as it creates them, if the config has ZeRO stage 3.
 
-    transformers looks for a live HfDeepSpeedConfig; it is unset on leaving, so that the next model is not partitioned.
+    transformers checks for a live HfDeepSpeedConfig; it is unset on exit, so that later models are not partitioned.
     """
     if not is_zero3(deepspeed_config):
         yield
@@ -273,10 +273,10 @@ def partitioned_loading(deepspeed_config: dict[str, Any] | None) -> Iterator[Non
 
 
 def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add embedding rows for tokens that the model has none for; models with spare rows keep them.
+    """Add embedding rows for new tokens; models with spare rows keep them.
 
-    New rows are drawn around the mean of the old ones by transformers, from torch's initial seed here: the same on
-    every rank, as ZeRO-3 keeps of each rank's copy that rank's part.
+    transformers initialises new rows around the mean of the old ones. They are drawn from torch's initial seed, equal
+    on all ranks, because ZeRO-3 keeps each rank's partition of its own copy.
     """
     rows = full_shape(model.get_input_embeddings().weight)[0]
     needed = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1)
@@ -292,7 +292,7 @@ def grow_embeddings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
 def _require_rows(
     model: PreTrainedModel, tables: list[torch.nn.Module], tokenizer: PreTrainedTokenizerBase, path: str | Path
 ) -> None:
-    """Every id of the tokenizer has to be one of the model: others end in a fault of the device, or in silence."""
+    """Raise if the tokenizer has ids beyond the embedding rows, which would be a device error or go unnoticed."""
     largest = max(len(tokenizer), max(tokenizer.get_vocab().values()) + 1) - 1
     for table in tables:
         weight = getattr(table, "weight", None)

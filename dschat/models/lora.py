@@ -1,4 +1,4 @@
-"""Low-rank adapters inside a model (LoRA), and the parameter groups an optimizer needs with them."""
+"""LoRA adapters, and optimizer parameter groups with a separate LoRA learning rate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dschat.models.weights import full_shape, pretrained_model
 
 logger = logging.getLogger(__name__)
 
-HEADS = ("score", "classifier")  # of scalar-head models: small, and trained as they are
+HEADS = ("score", "classifier")  # of scalar-head models: always trained, never adapted
 
 
 def add_lora(
@@ -33,21 +33,21 @@ def add_lora(
     alpha: float | None = None,
     dropout: float = 0.0,
 ) -> None:
-    """Put adapters beside linear layers, in place: y = W x + (alpha / dim) · B A x, with B = 0 at first.
+    """Add LoRA adapters to linear layers, in place: y = W x + (alpha / dim) · B A x, with B = 0 initially.
 
-    A is a function of torch's seed and of the layer's place, so ranks with one seed agree on it.
+    A depends only on torch's seed and the layer's order in the model, so it is equal on ranks with the same seed.
 
     Args:
         module: a Hugging Face model, or TokenLogprobs or TokenScores around it; not yet in an engine.
         dim: rank r of A [r, in] and B [out, r], ≥ 1.
-        module_name: part of the names of the layers to adapt ("q_proj", "decoder.layers."), or "all". The output
+        module_name: substring of the names of the layers to adapt ("q_proj", "decoder.layers."), or "all". The output
             embedding and a scalar head are never adapted.
         only_optimize_lora: freeze everything but the adapters (and a scalar head); otherwise all is trained.
         alpha: the numerator of the scaling; None is 2 · dim.
         dropout: on the input of A.
 
     Raises:
-        ValueError: dim < 1, or no layer has this name.
+        ValueError: dim < 1, or no layer matches module_name.
 
     Source: Hu et al. 2021, eq. 3 (arXiv:2106.09685).
     """
@@ -60,10 +60,10 @@ def add_lora(
         r=dim,
         lora_alpha=2 * dim if alpha is None else alpha,
         lora_dropout=dropout,
-        # GPT-2's Conv1D keeps its weight as [in, out].
+        # GPT-2's Conv1D stores its weight as [in, out].
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
-    # PEFT must not know the architecture: it would put experts' fused weights in the place of the layers named here.
+    # Hide the architecture from PEFT: it would replace these target modules by the experts' fused weights.
     holder = nn.Module()
     holder.model = model
     config.target_modules = {f"model.{name}" for name in targets}
@@ -81,12 +81,12 @@ def add_lora(
 def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
     """Full names of the linear layers whose name contains module_name ("all" takes all of them).
 
-    Left out are layers that do more than multiply (a router that returns its choice as well), and those whose weight
-    the module around them reads without calling them (Mamba's kernels): an adapter would not act in training, but in
-    the export. Experts that keep their weights in one fused tensor are no linear layers.
+    Excluded are layers whose forward is not a plain linear map (a router that also returns its choice), and those whose
+    weight the parent module reads directly (Mamba's kernels): the adapter would have no effect in training but would be
+    folded in on export. Experts with one fused weight tensor are not linear layers.
 
     Raises:
-        ValueError: no layer has such a name; the message lists the names there are.
+        ValueError: no layer matches; the message lists the available names.
     """
     output = model.get_output_embeddings()
     layers = [
@@ -116,7 +116,7 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
 
 
 def _is_adaptable(model: PreTrainedModel, name: str) -> bool:
-    """Whether the layer's output is its weight times its input, and all its use."""
+    """Whether the layer is a plain linear map whose weight is used only by its own forward."""
     layer = model.get_submodule(name)
     if not (type(layer).forward is Conv1D.forward or _multiplies(type(layer))):
         return False
@@ -126,21 +126,21 @@ def _is_adaptable(model: PreTrainedModel, name: str) -> bool:
 
 @functools.cache
 def _multiplies(cls: type[nn.Linear]) -> bool:
-    """Whether the forward of a kind of linear layer is x Wᵀ + b, which small numbers show."""
+    """Whether the forward of this nn.Linear subclass is x Wᵀ + b, tested on small random tensors."""
     if cls.forward is nn.Linear.forward:
         return True
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(shape, generator=generator) for shape in ((3, 5), (3,), (2, 5)))
     try:
         out = cls.forward(SimpleNamespace(weight=weight, bias=bias), x)
-    except Exception:  # of its own code, which needs more than these
+    except Exception:  # a custom forward may need other attributes
         return False
     return isinstance(out, torch.Tensor) and torch.allclose(out, nn.functional.linear(x, weight, bias), atol=1e-5)
 
 
 @functools.cache
 def _method_sources(cls: type) -> list[str]:
-    """The code of a module's methods, without that which initialises it."""
+    """Source code of a module's methods, except initialisation."""
     sources = []
     for parent in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         for name, method in vars(parent).items():
@@ -151,7 +151,7 @@ def _method_sources(cls: type) -> list[str]:
 
 
 def _share_adapters(model: PreTrainedModel) -> None:
-    """Layers that share their weight share one adapter too, as there is one weight that it can be folded into."""
+    """Share one adapter between layers with tied weights, since it is folded into a single weight."""
     first: dict[int, LoraLayer] = {}
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
@@ -161,7 +161,7 @@ def _share_adapters(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _seed_adapters(model: PreTrainedModel) -> None:
-    """A uniform in ±1/√in as PEFT has it, but from torch's initial seed, whatever was drawn before on this rank."""
+    """Initialise A uniformly in ±1/√in as PEFT does, but from torch's initial seed, whatever was drawn before."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
@@ -172,10 +172,10 @@ def _seed_adapters(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the model answers as if it had no adapters: their strength is 0; on exit it is what it was.
+    """Inside, the adapters' scaling is 0, which gives the base model's outputs; restored on exit.
 
-    Their layers still run, so that ZeRO-3 gathers the same parameters in the same order as ever, and W x + 0 · B A x is
-    W x to the last bit.
+    The adapter layers still run, so that ZeRO-3 gathers the same parameters in the same order; W x + 0 · B A x equals
+    W x bit for bit.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     strengths = [dict(layer.scaling) for layer in layers]
@@ -191,10 +191,10 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
 def optimizer_groups(
     module: nn.Module, *, learning_rate: float, lora_learning_rate: float | None = None, weight_decay: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Parameter groups of the trainable parameters: no weight decay on biases and norms, LoRA with its own rate.
+    """Parameter groups of the trainable parameters: no weight decay on biases and norms, a separate rate for LoRA.
 
     Args:
-        module: any module; frozen parameters are left out, empty groups too.
+        module: any module; frozen parameters and empty groups are omitted.
         learning_rate: of everything but adapters.
         lora_learning_rate: of adapters; None is learning_rate.
         weight_decay: of parameters with two dimensions or more (as the model defined them, also under ZeRO-3).

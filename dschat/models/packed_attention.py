@@ -1,4 +1,4 @@
-"""Whether, and how, a model keeps the conversations of a packed row apart: found out by trying, whatever its name."""
+"""Attention in packed rows: tests how a model can keep conversations separate, and builds the mask."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _TRIAL = (((9, 15), 0), ((13, 8), 3))
 
 @torch.no_grad()
 def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Set the network's `packs_by_mask` to the way in which packed log-probs are those of conversations alone.
+    """Set the network's `packs_by_mask` so that packed log-probs equal those of the unpacked conversations.
 
-    Most models see positions that restart and block attention between conversations; others compute positions or
-    masks of their own, and are given a mask. Leaves the engine in evaluation mode. All ranks call this together.
+    Most models block attention between conversations where position ids restart; others compute their own positions
+    or masks and need an explicit mask. Leaves the engine in evaluation mode. All ranks call this together.
 
     Args:
-        engine: of TokenLogprobs.
+        engine: around TokenLogprobs.
 
     Raises:
-        ValueError: in neither way (recurrent models, ALiBi models that compute distances from padding masks).
+        ValueError: neither works (recurrent models, ALiBi models that compute distances from padding masks).
     """
     engine.eval()
     network = engine.module
@@ -30,21 +30,21 @@ def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
     tokens = torch.randint(vocabulary, (len(_TRIAL), width), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[i for n in lengths for i in range(n)] + [0] * pad for lengths, pad in _TRIAL])
     tokens, positions = tokens.to(engine.device), positions.to(engine.device)
-    inside = positions > 0  # tokens that something predicts, in packed rows and alone
+    inside = positions > 0  # tokens with a prediction, both packed and alone
     real = torch.ones_like(inside)
     alone, joined = torch.zeros_like(tokens, dtype=torch.float32), engine(tokens, real, inside)
     for row, (lengths, _) in enumerate(_TRIAL):
         for start, stop in zip((0, lengths[0]), (lengths[0], sum(lengths)), strict=True):
             part = (slice(row, row + 1), slice(start, stop))
             alone[part] = engine(tokens[part], real[part], inside[part])
-    # Conversations that see each other differ from those alone by this much; rounding, by far less.
+    # Difference caused by attention across conversations; rounding differences are far smaller.
     leak = (joined - alone).abs().max()
     windowed = getattr(network.model.config.get_text_config(), "sliding_window", None)
-    for by_mask in (False,) if windowed else (False, True):  # our mask has no window in it
+    for by_mask in (False,) if windowed else (False, True):  # packed_attention has no sliding window
         network.packs_by_mask = by_mask
         try:
             difference = (engine(tokens, real, inside, packed_positions=positions) - alone).abs().max()
-        except Exception:  # a mask of a shape that this architecture does not expect: any error of its own code
+        except Exception:  # the architecture may not accept a 4D mask: any error of its own code
             continue
         if difference <= leak / 10:
             return
@@ -55,10 +55,10 @@ def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
 
 
 def packed_attention(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, S, S]: 0 on this and earlier tokens of the same conversation, elsewhere the lowest number.
+    """Additive mask [B, 1, S, S]: 0 on this and earlier tokens of the same conversation, elsewhere the dtype's minimum.
 
     Args:
-        positions: [B, S] long, 0 at the start of each conversation and on padding, so that padding sees itself alone.
+        positions: [B, S] long, 0 at the start of each conversation and on padding, which attends to itself only.
     """
     conversation = (positions == 0).cumsum(dim=-1)  # [B, S]
     visible = (conversation[:, :, None] == conversation[:, None, :]).tril()  # [B, S, S]

@@ -1,4 +1,4 @@
-"""How long a sequence a model can read, so that no token of it depends on other sequences."""
+"""Maximum sequence length of a model, including limits beyond which rows of a batch affect each other (longrope)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from transformers import PreTrainedConfig
 
 
 def position_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
-    """The most positions of a sequence, None where nothing bounds them, and what they are, for a message.
+    """The maximum number of positions, None if unlimited, and what they are, for an error message.
 
-    A model with a vision part has them in the config of its text part. With longrope the limit is where the
-    frequencies change: a model does that for all rows of a batch as soon as one row is longer.
+    Multimodal models have the limit in their text config. With longrope it is the length at which the frequencies
+    change: the model switches them for all rows of a batch as soon as one row is longer.
     """
     text = config.get_text_config()
-    # Not vars(): GPT-2's config knows the name as an alias. XLNet's has -1: no limit.
+    # Not vars(): GPT-2's config has the name as an alias. XLNet's value is -1: no limit.
     limits = [getattr(text, name, None) for name in ("max_position_embeddings", "n_positions")]
     limit = next((int(value) for value in limits if value is not None and value > 0), None)
     changes = [
@@ -30,7 +30,7 @@ def position_limit(config: PreTrainedConfig) -> tuple[int | None, str]:
 
 
 def _rope_parameters(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
-    """The parameters of each kind of layer, or of all."""
+    """RoPE parameter dicts, per layer type or for all layers."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None)
         if isinstance(rope, dict):

@@ -1,4 +1,4 @@
-"""Scalar-head models: a sequence classifier with one output, read at every token (critic) or the last (reward)."""
+"""Scalar-head models for critic and reward: a one-output classifier, applied to every token or the last one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def has_scalar_head(path: str | Path, *, trust_remote_code: bool = False) -> boo
     """True if the folder (or hub name) is a saved classifier, False if it is a model that needs a new head.
 
     Raises:
-        ValueError: no model there, or a classifier with more than one output.
+        ValueError: no model at the path, or a classifier with more than one output.
     """
     return _is_classifier(read_config(path, trust_remote_code=trust_remote_code), path)
 
@@ -55,16 +55,16 @@ def load_scalar_head(
 ) -> PreTrainedModel:
     """Load an AutoModelForSequenceClassification with num_labels = 1; wrap it in `TokenScores`.
 
-    From a saved classifier the head is loaded; from a causal LM's folder it is new: normal with standard deviation
-    1/√(H+1), a function of torch's seed alone. The log says which; `has_scalar_head` answers it beforehand.
+    The head of a saved classifier is loaded; a causal LM gets a new head: normal with standard deviation 1/√(H+1),
+    depending only on torch's seed. The log states which; `has_scalar_head` checks it in advance.
 
     Args:
         path, dtype, tokenizer, dropout, gradient_checkpointing, deepspeed_config, trust_remote_code: as for
-            `load_causal_lm`; the tokenizer's pad id goes into the config, where plain transformers looks for the last
+            `load_causal_lm`; the tokenizer's pad id is set in the config, which transformers uses to find the last
             token.
 
     Raises:
-        ValueError: no model or no weights there, or a classifier with more than one output.
+        ValueError: no model or weights at the path, or a classifier with more than one output.
     """
     had_head = has_scalar_head(path, trust_remote_code=trust_remote_code)
     model = load_pretrained(
@@ -89,15 +89,15 @@ def load_scalar_head(
 
 
 def init_scalar_head(model: PreTrainedModel) -> None:
-    """Draw the weights of a new `score` head: normal, standard deviation 1/√(H+1), zero bias.
+    """Initialise a new `score` head: normal weights with standard deviation 1/√(H+1), zero bias.
 
-    The numbers depend on torch's initial seed and nothing else, so every ZeRO stage and world size starts alike.
+    The values depend only on torch's initial seed, so they are equal for every ZeRO stage and world size.
 
     Source: Stiennon et al. 2020, "Learning to summarize from human feedback", appendix B.1 (arXiv:2009.01325).
     """
     head = getattr(model, "score", None)
     if head is None:
-        return  # encoders keep the initialisation of their own, deeper heads
+        return  # encoders keep the initialisation of their own multi-layer heads
     generator = torch.Generator().manual_seed(torch.initial_seed())
     shape = full_shape(head.weight)
     values = torch.randn(shape, generator=generator) / (shape[1] + 1) ** 0.5
@@ -108,7 +108,7 @@ def init_scalar_head(model: PreTrainedModel) -> None:
 
 
 class TokenScores(nn.Module):
-    """A scalar-head model that answers with a score at every token; `.model` is the Hugging Face classifier."""
+    """A scalar-head model whose forward returns a score per token; `.model` is the Hugging Face classifier."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -117,22 +117,22 @@ class TokenScores(nn.Module):
 
     @property
     def scores_tokens(self) -> bool:
-        """True for decoders, whose head reads single tokens; False for encoders with a pooled head."""
+        """True for decoders, whose head is applied per token; False for encoders with a pooled head."""
         return hasattr(self.model, "score") and self.model.base_model is not self.model
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, whole_sequence: bool = False) -> Tensor:
-        """Scores of all prefixes: column i judges the tokens up to and including i.
+        """Scores of all prefixes: column i scores the tokens up to and including i.
 
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens.
-            whole_sequence: the answer is `sequence_scores`, for callers that must go through an engine's forward.
+            whole_sequence: return `sequence_scores` instead, for callers that must use an engine's forward.
 
         Returns:
-            [B, S] float32, meaningless where attention_mask is False; [B] with whole_sequence.
+            [B, S] float32, undefined where attention_mask is False; [B] with whole_sequence.
 
         Raises:
-            ValueError: the model has no head for single tokens.
+            ValueError: the model has no per-token head.
         """
         if whole_sequence:
             return self.sequence_scores(input_ids, attention_mask)
@@ -152,14 +152,14 @@ class TokenScores(nn.Module):
 
         Args:
             input_ids: [B, S] long, padded on either side.
-            attention_mask: [B, S] bool, True on real tokens, at least one in a row.
+            attention_mask: [B, S] bool, True on real tokens, at least one per row.
 
         Returns:
             [B] float32.
         """
         if self.scores_tokens:
             return last_token_scores(self(input_ids, attention_mask), attention_mask)
-        # Encoders count positions from the left edge: move the real tokens there, the pad id behind them.
+        # Encoders count positions from column 0: move the real tokens to the left and pad on the right.
         order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
         mask = attention_mask.gather(1, order)
         tokens = input_ids.gather(1, order).masked_fill(~mask, self.model.config.pad_token_id or 0)
@@ -177,7 +177,7 @@ def last_token_scores(scores: Tensor, attention_mask: Tensor) -> Tensor:
         [B], the dtype of scores.
 
     Raises:
-        ValueError: a row without a real token has no score.
+        ValueError: a row has no real token.
     """
     if not attention_mask.any(dim=1).all():
         raise ValueError("a row of attention_mask is all False, but an empty sequence has no score: drop such rows.")

@@ -1,4 +1,4 @@
-"""Files that take their places in a folder together: a folder that is cut off in between never looks complete."""
+"""Crash-safe writing of a model folder: files are staged and moved together, so a partial model is never loadable."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import Path
 
 from dschat.checkpoints.verified_folder import sync
 
-NAME = ".unfinished"  # where files lie until all of them are written
-LAST = "config.json"  # without it nobody takes a folder for a model
+NAME = ".unfinished"  # staging directory until all files are written
+LAST = "config.json"  # moved last: without it the folder is not a model
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
 @contextmanager
 def unfinished_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder inside of `folder`, which is made if missing; its files move up when the block ends.
+    """Yield an empty staging directory inside `folder` (created if missing); its files move up when the block ends.
 
-    They are on the disk by then. Files of the same names are replaced, weights of another model that was here are
-    removed. If the block raises, `folder` is as it was and the files are gone; one that was made for them, too.
+    The files are fsynced before the move. Files of the same names are replaced, weights of a previous model are
+    removed. If the block raises, `folder` is unchanged and the staged files are deleted, and `folder` too if new.
 
-    Raises: OSError if the files cannot be written.
+    Raises:
+        OSError: the files cannot be written.
     """
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)

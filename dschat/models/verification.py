@@ -1,4 +1,4 @@
-"""Whether a model is a causal language model whose log-probs we get right, found out by running a few tokens."""
+"""Verifies at load time, on a few tokens, that a model is causal and that TokenLogprobs matches its logits."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from dschat.models.weights import full_shape, gathered, is_partitioned
 from dschat.tensors import logprobs_of
 
 TRIAL_TOKENS = 12
-PREFIX_TOKENS = 7  # of them, in rows of their own that are padded
+PREFIX_TOKENS = 7  # of these, in the padded rows
 
-# Log-probs [B, S] of input_ids [B, S] under an attention mask and a loss mask [B, S].
+# (input_ids, attention_mask, loss_mask), [B, S] each → log-probs [B, S].
 Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
 def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
-    """Compare our log-probs of whole, left-padded and right-padded rows with the model's own logits of one row alone.
+    """Compare TokenLogprobs on unpadded, left-padded and right-padded rows with the model's own logits of one row.
 
-    Weights are gathered and computed with in float32 one layer at a time, so that differences are the model's and not
-    those of rounding. A model that cannot run so is gathered whole and compared in its own dtype. A collective under
-    ZeRO-3. Nothing is checked where weights are not there at all (the meta device).
+    Weights are gathered and cast to float32 one layer at a time, so that differences are not caused by rounding. A
+    model that cannot run this way is gathered as a whole and compared in its own dtype. A collective under ZeRO-3.
+    Models on the meta device are not checked.
 
     Args:
-        model: as it will be trained; its mode stays what it is.
+        model: as it will be trained; its train/eval mode is restored.
         ours: TokenLogprobs of the model.
 
     Raises:
         ValueError: the model cannot be run as a causal language model, its logits for a token depend on later tokens,
-            it does to its logits what `head_transform` does not know, or a row's log-probs depend on padding.
+            it transforms its logits in a way `head_transform` does not cover, or log-probs depend on padding.
     """
     if any(p.is_meta for p in model.parameters()):
         return
@@ -57,7 +57,7 @@ def _problem_by_layers(model: PreTrainedModel, ours: nn.Module) -> str | None:
                 return _problem(model, ours, torch.float32)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # of the model's own code, which may read a weight where it is not lent
+        except Exception:  # the model's own code may read a weight outside its layer's forward
             pass
     with ExitStack() as stack:
         stack.enter_context(gathered(list(ours.parameters())))
@@ -65,7 +65,7 @@ def _problem_by_layers(model: PreTrainedModel, ours: nn.Module) -> str | None:
             return _problem(model, ours, model.dtype)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the model's own code: whatever it is, this is no model for us
+        except Exception as error:  # any error of the model's own code: not supported
             return (
                 f"it cannot be run as a causal language model on a batch of token ids "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
@@ -74,12 +74,12 @@ def _problem_by_layers(model: PreTrainedModel, ours: nn.Module) -> str | None:
 
 
 def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str | None:
-    """What is wrong with the model's log-probs, or None."""
+    """Describes the first failed check, or None."""
     embeddings = model.get_input_embeddings()
     vocabulary, device = full_shape(embeddings.weight)[0], embeddings.weight.device
     tokens = torch.randint(vocabulary, (1, TRIAL_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
     own, largest = _own_logprobs(model, tokens)  # [n - 1]
-    # Logits are rounded to their own precision (2⁻⁸ of their size in bf16, TF32 sums in fp32), some models' twice.
+    # Logits are rounded relative to their magnitude (2⁻⁸ in bf16, TF32 sums in fp32), in some models twice.
     tolerance = max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
     rows, mask = _padded_rows(tokens)
     found = ours(rows, mask, mask).float()  # [3, n]
@@ -111,17 +111,17 @@ def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str 
 
 
 def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, float]:
-    """By the model's own logits, of every token of the row tokens [1, n] but the first; and the largest logit."""
+    """Log-probs [n − 1] of tokens [1, n] except the first, from the model's own logits; and the largest |logit|."""
     mask = torch.ones_like(tokens)
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
     return logprobs_of(logits[0, :-1], tokens[0, 1:]).float(), logits.abs().max().item()
 
 
 def _padded_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The row [1, n], and its beginning padded on the left and on the right: ids and mask [3, n]."""
+    """Batch of the row [1, n] and its prefix left-padded and right-padded: ids and mask [3, n]."""
     padding = tokens.shape[1] - PREFIX_TOKENS
     prefix, mask = tokens[0, :PREFIX_TOKENS], torch.ones_like(tokens, dtype=torch.bool).repeat(3, 1)
-    # Real tokens as padding: one that is let in has an effect.
+    # Real tokens as padding, so that attending to padding changes the result.
     filler = tokens[0, PREFIX_TOKENS:].flip(0)
     mask[1, :padding] = False
     mask[2, PREFIX_TOKENS:] = False
@@ -129,6 +129,7 @@ def _padded_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _small(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
-    """Whether all differences are rounding; in half precision most of them, as a token may go to another expert."""
+    """Whether differences are within tolerance: the maximum in float32, the median in half precision, where rounding
+    may route a token to another expert."""
     size = difference.abs()
     return bool((size.max() if dtype == torch.float32 else size.median()) <= tolerance)

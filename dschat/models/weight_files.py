@@ -1,4 +1,4 @@
-"""Files of weights, looked at before anything is loaded from them."""
+"""Validation and digests of weight files, without loading them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dschat.distributed import watchdog
 
 
 def weight_problems(folder: str | Path) -> list[str]:
-    """What makes the weights of a model folder unusable: damaged or missing files, pickles that carry code."""
+    """Validate the weight files of a model folder; lists damaged or missing files and pickles that contain code."""
     folder = Path(folder)
     problems, pickles = [], set(folder.glob("pytorch_model*.bin"))
     for path in sorted(folder.glob("*.safetensors")):
@@ -43,7 +43,7 @@ def weight_problems(folder: str | Path) -> list[str]:
 
 
 def weights_digest(path: str) -> str:
-    """A name of a model's weights and configuration: the content of a folder's files, the commit of a hub name."""
+    """Identifies a model's weights and config: SHA-256 of a folder's files, or name@commit of a hub model."""
     if not Path(path).is_dir():
         return f"{path}@{Path(cached_file(path, 'config.json')).parent.name}"  # …/snapshots/COMMIT/config.json
     digest = hashlib.sha256()

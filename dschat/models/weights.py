@@ -1,4 +1,4 @@
-"""The weights of a model as plain Hugging Face would name and shape them, whatever ZeRO-3 and LoRA made of them."""
+"""Full weights with plain Hugging Face names, independent of ZeRO-3 partitioning and LoRA; export of the model."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from dschat.models.unfinished_folder import unfinished_folder
 
 
 def is_partitioned(parameter: Tensor) -> bool:
-    """True if ZeRO-3 owns the parameter and its values are spread over the ranks at the moment."""
+    """True if the parameter is managed by ZeRO-3 and currently partitioned over the ranks."""
     return hasattr(parameter, "ds_id") and parameter.ds_status.name != "AVAILABLE"
 
 
 def full_shape(parameter: Tensor) -> torch.Size:
-    """The parameter's shape as the model defined it, also while ZeRO-3 has it partitioned."""
+    """The parameter's full shape, also while ZeRO-3 has it partitioned."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 @contextlib.contextmanager
 def gathered(parameters: list[nn.Parameter], *, modifier_rank: int | None = None) -> Iterator[None]:
-    """Full values of these parameters inside the context; no-op for those that are whole already.
+    """Gather these parameters inside the context; no-op for those not partitioned.
 
-    A collective under ZeRO-3. What is changed inside is lost unless modifier_rank names the rank whose values count.
+    A collective under ZeRO-3. Changes made inside are lost unless modifier_rank is the rank whose values are kept.
     """
     partitioned = [p for p in parameters if is_partitioned(p)]
     if not partitioned:
@@ -47,7 +47,7 @@ def pretrained_model(module: nn.Module) -> PreTrainedModel:
     """The Hugging Face model inside an engine (`.module`) and inside TokenLogprobs or TokenScores (`.model`).
 
     Raises:
-        ValueError: there is none.
+        ValueError: the module contains no PreTrainedModel.
     """
     inner: object = module
     while not isinstance(inner, PreTrainedModel):
@@ -62,18 +62,17 @@ def pretrained_model(module: nn.Module) -> PreTrainedModel:
 
 
 def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over what the state dict of a plain, freshly loaded model would hold.
+    """Iterate over the state dict that the plain Hugging Face model would have.
 
-    Names are those of the Hugging Face model without adapters. A tied parameter comes once, under the name that
-    `from_pretrained` fills the others from (the embedding, not the head). Persistent buffers are included.
+    Names are those of the model without adapters. A tied parameter is yielded once, under the name that
+    `from_pretrained` ties the others to (the embedding, not the head). Persistent buffers are included.
 
-    Under ZeRO-3 each module's parameters are gathered for one step of the iteration: all ranks iterate in step and to
-    the end, and a tensor is valid until the next step (clone it to keep it). A layer with LoRA comes folded, computed
-    in float32 and rounded once into a new tensor; training weights are never written. Everything else is the live
-    parameter itself, an alias.
+    Under ZeRO-3 each module's parameters are gathered for its part of the iteration: all ranks must iterate to the end,
+    and a tensor is valid until the next one (clone it to keep it). LoRA is folded in float32 and rounded once into a
+    new tensor; training weights are never modified. Everything else is an alias of the live parameter.
 
     Args:
-        module: what `pretrained_model` accepts.
+        module: any module that `pretrained_model` accepts.
     """
     for source in weight_sources(pretrained_model(module)):
         with gathered(source.needed):
@@ -84,13 +83,13 @@ def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class WeightSource:
-    """Where some weights of a plain model come from: one module of the training model.
+    """One module of the training model, as the source of weights of the plain model.
 
     Attributes:
         path: the module's plain name.
-        parameters: plain name and training parameter.
-        buffers: plain name and persistent buffer.
-        layer: the LoRA layer that the module's weight has to be folded with, if there is one.
+        parameters: (plain name, training parameter) pairs.
+        buffers: (plain name, persistent buffer) pairs.
+        layer: the LoRA layer to fold into the module's weight, if any.
     """
 
     path: str
@@ -99,18 +98,18 @@ class WeightSource:
     layer: LoraLayer | None
 
     def folds(self, parameter: nn.Parameter) -> bool:
-        """Whether the plain weight is not the parameter itself but this one folded with its adapter."""
+        """Whether the plain weight is this parameter with an adapter folded in."""
         return self.layer is not None and parameter is self.layer.get_base_layer().weight
 
     @property
     def needed(self) -> list[nn.Parameter]:
-        """What has to be gathered to make the weights."""
+        """Parameters to gather in order to compute the weights."""
         adapters = [] if self.layer is None else self.layer.named_parameters()
         return [p for _, p in self.parameters] + [p for n, p in adapters if n.startswith("lora_")]
 
 
 def weight_sources(model: PreTrainedModel) -> Iterator[WeightSource]:
-    """The modules of a model in their order, adapters apart; nothing is gathered."""
+    """The modules of a model in order, without the adapters; gathers nothing."""
     chosen = _names_to_keep(model)
     for path, part in model.named_modules():
         if ".lora_" in f".{path}":
@@ -148,7 +147,7 @@ def folded_weight(layer: LoraLayer) -> Tensor:
 
 
 def _lora_layer(model: PreTrainedModel, path: str) -> LoraLayer | None:
-    """The LoRA layer whose base layer stands at this path; None for anything else, and where it must not be folded."""
+    """The LoRA layer whose base layer is at this path; None for other modules, and if merged or disabled."""
     if not path.endswith(".base_layer"):
         return None
     layer = model.get_submodule(path.removesuffix(".base_layer"))
@@ -157,7 +156,7 @@ def _lora_layer(model: PreTrainedModel, path: str) -> LoraLayer | None:
 
 
 def _names_to_keep(model: PreTrainedModel) -> set[str]:
-    """One name for each parameter object: of tied names the first that is not declared a copy of another."""
+    """One name per parameter object: of tied names, the first that is not declared tied to another."""
     copies = set(model.all_tied_weights_keys)
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -168,22 +167,22 @@ def _names_to_keep(model: PreTrainedModel) -> set[str]:
 
 
 class ExportError(RuntimeError):
-    """A model could not be written; nothing of the attempt is left."""
+    """A model could not be written; the partial output was removed."""
 
 
 def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write a plain Hugging Face folder: safetensors in the training dtype, LoRA folded in, config, tokenizer.
 
-    All ranks call it; rank 0 holds one full copy at most and writes, the others wait until the files are there. They
-    appear together, config.json last: whatever ends the writing, no half of a model is left.
+    All ranks call it; rank 0 holds at most one full copy and writes, the others wait until the files are written. Files
+    are moved into place together, config.json last, so that an interrupted export leaves no partial model.
 
     Args:
-        module: what `pretrained_model` accepts.
-        folder: made if missing; files of the same names are replaced.
-        tokenizer: saved beside the weights, with its chat template.
+        module: any module that `pretrained_model` accepts.
+        folder: created if missing; files of the same names are replaced.
+        tokenizer: saved with the weights, including its chat template.
 
     Raises:
-        ExportError: on every rank, if rank 0 could not write.
+        ExportError: on every rank, if rank 0 failed to write.
     """
     watchdog.phase("export")
     model = pretrained_model(module)
@@ -192,7 +191,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
     state: dict[str, Tensor] = {}
     for name, tensor in full_weights(model):
         if writes:
-            # ZeRO-3 frees what it gathered at the next step; a live CPU parameter needs no copy.
+            # ZeRO-3 frees gathered parameters at the next iteration; a live CPU parameter needs no copy.
             state[name] = tensor.detach().to("cpu", copy=hasattr(tensor, "ds_id"))
         watchdog.progress()
     problem = None
@@ -210,7 +209,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
 def _write_folder(
     model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor]
 ) -> str | None:
-    """Save everything; the answer is None or what went wrong, so that all ranks can be told."""
+    """Write all files; returns None or the error message, which the caller broadcasts to all ranks."""
     try:
         with unfinished_folder(folder) as unfinished:
             failpoint.reached("export_begin")
@@ -218,6 +217,6 @@ def _write_folder(
             failpoint.reached("export_weights")
             tokenizer.save_pretrained(unfinished)
             failpoint.reached("export_written")
-    except Exception as error:  # whatever it is, the other ranks are waiting for the answer
+    except Exception as error:  # any error: the other ranks are waiting for the result
         return f"{type(error).__name__}: {error}"
     return None

@@ -1,4 +1,4 @@
-"""Windows of attention that are longer than what a model is tried on: shortened for the trial."""
+"""Shortens attention windows for trial runs, whose sequences would otherwise be shorter than the window."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 SHORT = 5
-# How the names end under which configs and layers keep them.
+# Suffixes of the attribute names that hold windows in configs and layers.
 WINDOWS = ("window", "window_size", "attention_chunk_size")
 
 
 @contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[bool]:
-    """Inside, windows of attention are shorter than a trial, so that ignoring one shows in its logits.
+    """Inside, attention windows are shorter than a trial sequence, so that ignoring a window changes the logits.
 
-    A window stands in the config, which masks are made from, and often in the attention layers as well.
+    The window is stored in the config, from which masks are built, and often in the attention layers as well.
 
     Yields:
-        Whether the model has any.
+        Whether the model has any windows.
     """
     config = model.config.get_text_config()
     windows = {name: value for name, value in vars(config).items() if _is_window(name, value)}

@@ -1,1 +1,1 @@
-"""C++ kernels and recorded steps of the decoder on CPUs."""
+"""CPU backend of the decoder: C++ kernels, fused modules and step recording."""

@@ -1,6 +1,6 @@
-// What torch is slow at in a decoding step on a CPU: attention of one query token per row against a pool of keys and
-// values, drawing a token from a row of logits, and what takes torch several calls: norms, gates, rotary embeddings.
-// A plain C interface, so that it builds in seconds and does not depend on torch's version. Matrices are row-major;
+// CPU kernels for decoding steps, where torch is slow: attention of one query token per row over the KV pool, sampling
+// a token per row of logits, bf16 linear layers, and fused RMS norms, gated activations and rotary embeddings.
+// Plain C interface, so that it compiles in seconds and does not depend on torch's version. Matrices are row-major;
 // "stride" counts elements.
 #include <algorithm>
 #include <cmath>
@@ -70,7 +70,7 @@ struct Attention {
     float scale, softcap;  // softcap 0: none
 };
 
-// 4 and 16 numbers at once, whatever the processor has for them.
+// Vectors of 4 and 16 elements, compiled to whatever SIMD the processor has.
 typedef float lanes4 __attribute__((vector_size(16)));
 typedef float lanes8 __attribute__((vector_size(32)));
 typedef float lanes16 __attribute__((vector_size(64)));
@@ -99,8 +99,8 @@ inline lanes4 fold(lanes16 x) {
     return quarter[0] + quarter[1];
 }
 
-// out[j] = sum of query[d] * key[j * step + d], for j < 4. The four sums are folded together, which a compiler that
-// sees four reductions does not do.
+// out[j] = sum of query[d] * key[j * step + d], for j < 4. The four sums are reduced together, which compilers do not
+// do for four separate reductions.
 template <typename T>
 inline void four_dots(float* out, const float* query, const T* key, int64_t step, int64_t width) {
     lanes16 sum[4] = {};
@@ -118,14 +118,14 @@ inline void four_dots(float* out, const float* query, const T* key, int64_t step
     std::memcpy(out, &all, sizeof all);
 }
 
-// Ask for memory that is needed soon; it may lie beyond the end.
+// Prefetch memory that is needed soon; the address may be out of bounds.
 template <typename T>
 inline void prefetch(const T* from, int64_t count) {
     for (int64_t i = 0; i < count; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(from + i);
 }
 
-// One row's attention for some key-value heads, whose tokens lie side by side and are read in one stream.
-// WIDTH is the head width where it is known at compile time, else 0.
+// One row's attention for adjacent key-value heads, which are contiguous per token and read in one stream.
+// WIDTH is the head width if fixed at compile time, else 0.
 template <typename T, int WIDTH>
 void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_heads, std::vector<float>& room) {
     const int64_t width = WIDTH ? WIDTH : a.width, value_width = WIDTH ? WIDTH : a.value_width;
@@ -147,7 +147,7 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
             static_cast<const T*>(a.query) + row * a.query_row + (first_head * group + h) * a.query_head;
         for (int64_t d = 0; d < width; ++d) queries[h * width + d] = load(query + d) * a.scale;
     }
-    // The tokens lie in two runs: of the prompt, which rows share, and of the row's own response.
+    // The context is two runs of the pool: the prompt, which rows may share, and the row's own response.
     const int64_t prompt_from = std::min(first, span[1]), response_from = first - prompt_from;
     const int64_t starts[2] = {span[0] + prompt_from, span[2] + response_from};
     const int64_t counts[2] = {span[1] - prompt_from, span[3] - response_from};
@@ -230,7 +230,7 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
     for (int64_t i = 0; i < heads * value_width; ++i) store(out + i, sums[i]);
 }
 
-// The newest token of a row joins the pool.
+// Write the newest token of a row to the pool.
 template <typename T>
 void keep_row(const Attention& a, int64_t row) {
     const int64_t* span = a.spans + 4 * row;
@@ -247,11 +247,11 @@ void keep_row(const Attention& a, int64_t row) {
 
 template <typename T, int WIDTH>
 void attend(const Attention& a, int threads) {
-    // Few rows are shared out by heads, too.
+    // With few rows, threads split the heads as well.
     const int64_t parts = threads > 1 && a.rows < 4 * threads ? a.kv_heads : 1, heads = a.kv_heads / parts;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        // All first: the rows of a prompt attend to each other.
+        // Write all tokens before attending: rows of a packed prompt attend to each other.
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < a.rows; ++row) keep_row<T>(a, row);
         std::vector<float> room;
@@ -275,10 +275,10 @@ void attend(const Attention& a, int threads) {
 }
 
 #ifdef __AVX512BF16__
-constexpr int64_t PANEL = 64;  // columns of a packed weight that lie together: four registers
+constexpr int64_t PANEL = 64;  // contiguous columns of a packed weight: four registers
 constexpr int TILE = 6;        // rows computed at once: with PANEL columns, 24 of the 32 registers
 
-// A packed weight is [panels][in / 2][PANEL][2]: what one instruction multiplies and adds lies side by side.
+// A packed weight is [panels][in / 2][PANEL][2]: the operands of one dot-product instruction are contiguous.
 void pack_panels(uint16_t* packed, const uint16_t* weight, int64_t out_features, int64_t in_features, int threads) {
     const int64_t pairs = (in_features + 1) / 2, panels = (out_features + PANEL - 1) / PANEL;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -293,7 +293,7 @@ void pack_panels(uint16_t* packed, const uint16_t* weight, int64_t out_features,
     }
 }
 
-// ROWS rows of x times one panel, sums in float32.
+// ROWS rows of x times one panel, accumulated in float32.
 template <int ROWS>
 inline void tile(uint16_t* out, const uint16_t* x, const uint16_t* panel, const uint16_t* bias, int64_t in_features,
                  int64_t x_row, int64_t out_row, int64_t columns) {
@@ -335,7 +335,7 @@ inline void tile(uint16_t* out, const uint16_t* x, const uint16_t* panel, const 
 void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const uint16_t* bias, int64_t rows,
               int64_t in_features, int64_t out_features, int64_t x_row, int threads) {
     const int64_t pairs = (in_features + 1) / 2, panels = (out_features + PANEL - 1) / PANEL;
-    const int64_t chunk = 16 * TILE, chunks = (rows + chunk - 1) / chunk;  // rows that stay in the cache meanwhile
+    const int64_t chunk = 16 * TILE, chunks = (rows + chunk - 1) / chunk;  // rows that fit in the cache
 #pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t part = 0; part < chunks; ++part)
         for (int64_t panel = 0; panel < panels; ++panel) {
@@ -347,7 +347,7 @@ void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const ui
                 uint16_t* to = out + row * out_features + panel * PANEL;
                 const uint16_t* from = x + row * x_row;
                 const int64_t left = stop - row;
-                // Seven rows are four and three rather than six and one.
+                // Balance the last tiles: seven rows run as four and three rather than six and one.
                 const int size = left >= TILE && left != TILE + 1 ? TILE : int(std::min<int64_t>(left, 4));
                 switch (size) {
                     case 6: tile<6>(to, from, w, b, in_features, x_row, out_features, columns); break;
@@ -362,7 +362,7 @@ void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const ui
 }
 #endif
 
-// x / sqrt(mean(x^2) + eps) * (weight + shift), sums in float32.
+// x / sqrt(mean(x^2) + eps) * (weight + shift), accumulated in float32.
 template <typename T>
 void rms_norm_rows(T* out, const T* x, const T* weight, int64_t rows, int64_t width, int64_t stride, float eps,
                    float shift, int threads) {
@@ -446,7 +446,7 @@ struct Draw {
 
 constexpr int64_t BLOCK = 1024;  // logits whose probabilities are summed in float32 before double takes over
 
-// The smallest scaled logit that stays under top-k and top-p; ties with it stay too.
+// The smallest scaled logit kept under top-k and top-p; ties with it are kept too.
 float border(const std::vector<float>& scaled, const Draw& draw, std::vector<float>& order) {
     order.assign(scaled.begin(), scaled.end());
     float least = -std::numeric_limits<float>::infinity();
@@ -458,7 +458,7 @@ float border(const std::vector<float>& scaled, const Draw& draw, std::vector<flo
         end = std::partition(order.begin(), end, [least](float x) { return x >= least; });
     }
     if (draw.top_p < 1) {
-        // Candidates are sorted in growing runs: a whole vocabulary is rarely needed.
+        // Sort candidates in growing runs: the whole vocabulary is rarely needed.
         const float largest = *std::max_element(order.begin(), end);
         double total = 0, mass = 0;
         for (auto x = order.begin(); x != end; ++x) total += std::exp(double(*x) - largest);
@@ -491,7 +491,7 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
         largest = std::max(largest, scaled[i]);
         strange |= scaled[i] != scaled[i];
     }
-    if (strange) {  // NaN has no place in an order, so nothing may be sorted
+    if (strange) {  // NaN cannot be ordered, so nothing may be sorted
         draw.tokens[row] = 0;
         draw.logprobs[row] = std::numeric_limits<float>::quiet_NaN();
         return;
@@ -568,7 +568,7 @@ void draw_tokens(int64_t* tokens, float* logprobs, const void* logits, const flo
     is_bf16 ? draw_rows<bf16>(draw, threads) : draw_rows<float>(draw, threads);
 }
 
-// How many numbers a packed weight takes; 0 where this processor does not multiply bf16.
+// Number of elements of a packed weight; 0 if this processor has no bf16 dot product.
 int64_t packed_size(int64_t out_features, int64_t in_features) {
 #ifdef __AVX512BF16__
     return (out_features + PANEL - 1) / PANEL * PANEL * ((in_features + 1) / 2 * 2);

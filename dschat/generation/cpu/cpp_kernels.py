@@ -1,4 +1,4 @@
-"""The C++ operations of a decoding step on a CPU, built with g++ in seconds when first used."""
+"""C++ kernels of a decoding step on a CPU, compiled with g++ on first use (takes seconds)."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from dschat.generation.sampling import SamplingParams
 SOURCE = Path(__file__).with_name("cpp_kernels.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
 DTYPES = (torch.float32, torch.bfloat16)
-# Multiplications below which waking a second thread costs more than it brings.
+# Logits per call below which sampling runs in a single thread, as waking others would cost more than it saves.
 THREAD_WORTH = 1 << 15
-# The same for numbers that are read once.
+# The same threshold for elementwise kernels, and for the number of weights of a linear layer.
 PASS_WORTH = 1 << 15
 
 
 class CPUKernels:
-    """The loaded library; tensors are checked here, since C++ would read past them in silence.
+    """Wrapper of the loaded library; validates tensors, since the C++ code does no bounds checks.
 
     Attributes:
-        recorder: a list that takes every call as it is made, see cpu_graph; None: nothing is recorded.
+        recorder: a list to which every call is appended, see step_recording; None: calls are not recorded.
     """
 
     def __init__(self, library: Path) -> None:
@@ -76,7 +76,7 @@ class CPUKernels:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Put each row's newest key and value into the pool, then attend; see attention.decode_attention."""
+        """Write each row's newest key and value to the pool, then attend; see attention.decode_attention."""
         rows, heads, width = query.shape
         kv_heads, value_width = values.shape[1:]
         query, new_key, new_value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, new_key, new_value))
@@ -102,7 +102,7 @@ class CPUKernels:
         return out
 
     def sample_tokens(self, logits: Tensor, uniform: Tensor | None, params: SamplingParams) -> tuple[Tensor, Tensor]:
-        """sampling.sample_tokens in one pass over each row: the same arguments and results, up to rounding."""
+        """sampling.sample_tokens in one pass over each row: same arguments and results, up to rounding."""
         rows, vocabulary = logits.shape
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         if logits.dtype not in DTYPES:
@@ -122,11 +122,11 @@ class CPUKernels:
 
     @property
     def multiplies_bf16(self) -> bool:
-        """Whether the processor has instructions for `linear`."""
+        """Whether the processor has the bf16 instructions that `linear` needs."""
         return self._packed_size(1, 1) > 0
 
     def pack(self, weight: Tensor, packed: Tensor | None = None) -> Tensor:
-        """A weight [out, in] in bfloat16 as `linear` wants it: flat, in the tensor that is given or a new one."""
+        """Pack a bfloat16 weight [out, in] into the flat layout of `linear`, in the given tensor or a new one."""
         if weight.dtype != torch.bfloat16 or weight.dim() != 2:
             raise ValueError(f"pack: the weight is {weight.dtype} {tuple(weight.shape)}, not a bfloat16 matrix")
         size = self._packed_size(*weight.shape)
@@ -138,7 +138,7 @@ class CPUKernels:
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, bias: Tensor | None, out_features: int) -> Tensor:
-        """x [..., in] times a packed weight's transpose, plus bias [out]: bfloat16, sums in float32; [..., out]."""
+        """x [..., in] times a packed weight's transpose, plus bias [out] → [..., out]; bf16, accumulated in float32."""
         in_features = x.shape[-1]
         fits = packed.shape == (self._packed_size(out_features, in_features),)
         if not (fits and x.dtype == packed.dtype == torch.bfloat16 and (bias is None or bias.shape == (out_features,))):
@@ -169,7 +169,7 @@ class CPUKernels:
         return out
 
     def gated(self, gate: Tensor, up: Tensor, *, gelu: bool = False) -> Tensor:
-        """SiLU(gate) · up, or GELU's tanh form of gate; both [..., D], rows at equal distances.
+        """SiLU(gate) · up, or with the tanh form of GELU instead of SiLU; gate and up are [..., D].
 
         Source: Shazeer 2020 (arXiv:2002.05202), equation 6.
         """
@@ -215,13 +215,13 @@ class CPUKernels:
 
 
 def _threads(numbers: int) -> int:
-    """Threads for a pass over so many numbers."""
+    """Number of threads for an elementwise kernel over this many elements."""
     return torch.get_num_threads() if numbers > PASS_WORTH else 1
 
 
 @functools.cache
 def load() -> CPUKernels | None:
-    """The kernels of this processor, built if they are not there yet; None, with a warning, where they cannot be."""
+    """Load the kernels, compiling them if needed; None, with a warning, if they cannot be built."""
     try:
         library = _folder() / f"cpu_kernels-{_identity()}.so"
         if not is_private_file(library):
@@ -235,7 +235,7 @@ def load() -> CPUKernels | None:
 
 
 def _folder() -> Path:
-    """A private folder where torch builds its extensions (see distributed.launch), or among temporary files."""
+    """A private folder below torch's extension directory (see distributed.launch), or below the temporary directory."""
     chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
     if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
         chosen = os.path.join(sys.prefix, "torch_extensions")
@@ -243,7 +243,8 @@ def _folder() -> Path:
 
 
 def _identity() -> str:
-    """Of source, flags and processor: -march=native code dies on an older one, and the folder may be shared."""
+    """Hash of source, flags, compiler and CPU features: -march=native code may crash on another CPU that shares the
+    folder."""
     info = Path("/proc/cpuinfo")
     flags = next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "") \
         if info.exists() else ""  # fmt: skip
@@ -252,7 +253,7 @@ def _identity() -> str:
 
 
 def _build(library: Path) -> None:
-    """Compile beside and rename: ranks may build at once, and one that is killed leaves nothing half done."""
+    """Compile in a temporary directory and rename: ranks may build concurrently, and a killed build leaves no file."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         built = Path(folder, library.name)
         command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(built)]

@@ -1,7 +1,7 @@
-"""Linear layers of a generation module on a CPU: packed for the processor, and those that share an input run as one.
+"""Packed bf16 linear layers for generation on a CPU; layers that share an input are fused into one product.
 
-A bf16 product with a plain weight packs it anew at every call, and several small ones cost more than a large one. Which
-layers share an input is seen by watching a forward pass, so no architecture is known by name.
+torch repacks a plain bf16 weight at every call, and several small products cost more than one large one. A traced
+forward pass shows which layers share an input, so that no list of architectures is needed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from dschat.generation.cpu.cpp_kernels import CPUKernels
 
 
 class FusedLinears:
-    """Layers that are given the same tensor, as one product; the layers' own `forward` hands out the parts.
+    """Linear layers with the same input, computed as one product; each layer's `forward` returns its part.
 
-    The first layer that meets an input computes all parts; each part is handed out once, so that an input that comes
-    again is computed again.
+    The first layer called with an input computes all parts; each part is returned once, so that a repeated input is
+    computed again.
 
     Attributes:
-        packed: the weights, at an address that stays.
+        packed: the packed weights, at a fixed address.
     """
 
     def __init__(self, layers: list[nn.Linear], library: CPUKernels) -> None:
@@ -37,7 +37,7 @@ class FusedLinears:
         self.parts: dict[int, Tensor] = {}
 
     def take(self) -> None:
-        """Pack the weights of this moment, and stand in for the layers."""
+        """Pack the current weights and replace the layers' forwards."""
         weights = [layer.weight for layer in self.layers]
         self.packed = self.library.pack(weights[0] if len(weights) == 1 else torch.cat(weights), self.packed)
         if self.layers[0].bias is not None:
@@ -47,7 +47,7 @@ class FusedLinears:
             layer.forward = self._forward_of(place)
 
     def release(self, *, keep: bool = False) -> None:
-        """Give the layers their own forward back; keep: the buffers stay, for the next `take`."""
+        """Restore the layers' own forwards; keep: keep the buffers for the next `take`."""
         self.input, self.parts = None, {}
         if not keep:
             self.packed = self.bias = None
@@ -76,7 +76,7 @@ class FusedLinears:
 
 
 def fusable(model: PreTrainedModel) -> CPUKernels | None:
-    """The kernels that multiply faster than torch, where there are some: for bf16 weights on a CPU that has it."""
+    """The kernels if the model has bf16 weights on a CPU with bf16 instructions, else None."""
     weight = model.get_input_embeddings().weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return None
@@ -86,11 +86,11 @@ def fusable(model: PreTrainedModel) -> CPUKernels | None:
 
 @torch.inference_mode()
 def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
-    """The plain linear layers of a model, those that are given the same tensor side by side; a forward is watched."""
-    met: list[tuple[nn.Linear, Any]] = []  # inputs are held, so that no address is given twice
+    """The nn.Linear layers of a model, grouped by the input tensor they receive in a traced forward."""
+    met: list[tuple[nn.Linear, Any]] = []  # inputs are kept alive, so that ids are unique
 
     def note(layer: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        met.append((layer, inputs[0] if inputs else object()))  # an input given by name is shared with nobody
+        met.append((layer, inputs[0] if inputs else object()))  # keyword inputs are not grouped
 
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(note) for layer in layers]
@@ -102,5 +102,5 @@ def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
     groups: dict[tuple[int, bool], list[nn.Linear]] = {}
     for layer, given in met:
         groups.setdefault((id(given), layer.bias is None), []).append(layer)
-    once = {layer for layer in layers if sum(other is layer for other, _ in met) == 1}  # a layer met twice stays alone
+    once = {layer for layer in layers if sum(other is layer for other, _ in met) == 1}  # layers called once
     return [group for group in groups.values() if once.issuperset(group)]

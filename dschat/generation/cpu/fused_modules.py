@@ -1,8 +1,8 @@
-"""Norms, gated feed-forward layers and rotary embeddings of a generation module on a CPU, each by one C++ kernel.
+"""Fused C++ forwards for RMS norms, gated feed-forward layers and rotary embeddings during generation on a CPU.
 
-torch takes five to ten calls for each, and at the size of a decoding step the calls cost more than the arithmetic. What
-a kernel can stand for is found by trying both on random numbers, so no architecture is known by name, and whatever
-differs stays as it is. A trial covers calls of one kind: in use, any other call runs the module's own code.
+torch takes five to ten calls for each, whose overhead exceeds the arithmetic at the size of a decoding step. Whether a
+kernel can replace a module is tested on random inputs, without a list of architectures; modules that differ are left
+unchanged. A trial covers one call signature: any other call runs the module's own code.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from dschat.generation.cpu import cpp_kernels
 from dschat.generation.cpu.cpp_kernels import CPUKernels
 
-ROTARY = "apply_rotary_pos_emb"  # what transformers' models call the function that rotates queries and keys
+ROTARY = "apply_rotary_pos_emb"  # name of the rotary function in transformers' modelling files
 TRIAL_ROWS = 3
 
 
 @torch.inference_mode()
 def faster_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
-    """Forwards that give what the modules' own give, up to rounding; empty where there are no kernels."""
+    """Replacement forwards equal to the modules' own up to rounding; empty if there are no kernels."""
     if model.device.type != "cpu" or model.dtype not in cpp_kernels.DTYPES or (library := cpp_kernels.load()) is None:
         return {}
     found = {}
-    rotations: dict[type, Rotary] = {}  # one for all layers of a class, so that it is tried once
+    rotations: dict[type, Rotary] = {}  # one per layer class, so that each is tested once
     for module in model.modules():
         forward = _norm(module, library) or _gated(module, library) or _rotating(module, library, rotations)
         if forward is not None:
@@ -38,7 +38,7 @@ def faster_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
 
 
 def _norm(module: nn.Module, library: CPUKernels) -> Callable | None:
-    """For a root-mean-square norm, its weight taken as it is or plus one."""
+    """Forward for an RMS norm that multiplies by weight or by 1 + weight; None for other modules."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or module._modules or weight is None or weight.dim() != 1:
         return None
@@ -53,7 +53,7 @@ def _norm(module: nn.Module, library: CPUKernels) -> Callable | None:
             return library.rms_norm(x, module.weight, eps=eps, shift=shift)
 
         with _weight(module, random[0]):  # weights of zeros or ones would hide the shift
-            # With small numbers eps counts as much as they do.
+            # With small inputs, eps is as large as the mean square, so a wrong eps is detected.
             same = all(_same(plain, kernel, scale * x) for scale in (1.0, 4 * eps**0.5))
         if same:
             return OneInput(plain, kernel, width=len(weight), dtype=weight.dtype)
@@ -61,7 +61,7 @@ def _norm(module: nn.Module, library: CPUKernels) -> Callable | None:
 
 
 def _gated(module: nn.Module, library: CPUKernels) -> Callable | None:
-    """For down(act(gate(x)) * up(x)) with SiLU or GELU's tanh form."""
+    """Forward for down(act(gate(x)) * up(x)) with SiLU or the tanh form of GELU; None for other modules."""
     linears = [child for child in module.children() if isinstance(child, nn.Linear)]
     if len(linears) != 3 or any(linear.weight.dtype not in cpp_kernels.DTYPES for linear in linears):
         return None
@@ -82,9 +82,9 @@ def _gated(module: nn.Module, library: CPUKernels) -> Callable | None:
 
 
 class OneInput:
-    """A module's forward: a kernel for calls like those of the trial, with one tensor; else the module's own code.
+    """A module's forward: the kernel for calls like the trial's, with one tensor; else the module's own code.
 
-    A norm may be given a gate as well, or residuals in another dtype than its weight: the trial covers neither.
+    For example a norm may also get a gate, or an input of another dtype than its weight: the trial covers neither.
     """
 
     def __init__(self, plain: Callable, kernel: Callable[[Tensor], Tensor], *, width: int, dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class OneInput:
 
 
 def _rotating(module: nn.Module, library: CPUKernels, rotations: dict[type, Rotary]) -> Callable | None:
-    """For attention whose code calls the usual function: the same code, with another function under its name."""
+    """For attention that calls apply_rotary_pos_emb: its forward with that name bound to Rotary; else None."""
     forward = type(module).forward
     code = getattr(forward, "__code__", None)
     if code is None or ROTARY not in code.co_names or ROTARY not in forward.__globals__:
@@ -114,15 +114,15 @@ def _rotating(module: nn.Module, library: CPUKernels, rotations: dict[type, Rota
 
 
 class Rotary:
-    """Stands for a model's function: a kernel for calls on whose kind a trial shows the same; else the function.
+    """Replaces a model's rotary function: the kernel for kinds of calls that pass a trial; else the function itself.
 
-    Architectures call functions of this name with one tensor or two, angles as tensors or complex numbers, positions
-    beside them: only four tensors of the shapes below are given to the kernel.
+    Architectures call functions of this name with one tensor or two, real or complex angles, or extra positions: the
+    kernel is used only for the four tensors described in `_rotates`.
     """
 
     def __init__(self, plain: Callable, library: CPUKernels) -> None:
         self.plain, self.library = plain, library
-        self._same: dict[tuple[int, torch.dtype], bool] = {}  # of each head width and dtype
+        self._same: dict[tuple[int, torch.dtype], bool] = {}  # per (head width, dtype)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if kwargs or not _rotates(*args):
@@ -130,7 +130,7 @@ class Rotary:
         q, k, cos, sin = args
         kind = q.shape[-1], q.dtype
         if kind not in self._same:
-            # Real angles would not do: at position 0 every form is the same.
+            # Tested on random cos and sin, not the call's own: at position 0 every variant gives the same.
             self._same[kind] = self._agrees(*kind)
         if not self._same[kind]:
             return self.plain(q, k, cos, sin)
@@ -142,7 +142,7 @@ class Rotary:
         cos, sin = _random(2, 5, width, like=like), _random(2, 5, width, like=like)
         try:
             expected = self.plain(q, k, cos, sin)
-        except Exception:  # foreign code given what it may not expect: any error of its own
+        except Exception:  # the model's function may not accept these inputs: any error
             return False
         if not isinstance(expected, tuple | list) or len(expected) != 2:
             return False
@@ -163,13 +163,13 @@ def _rotates(*args: object) -> bool:
 
 
 def _random(*shape: int, like: Tensor) -> Tensor:
-    """Normal numbers of their own, so that the caller's random state stays as it is."""
+    """Normal numbers from a separate generator, so that the global random state is unchanged."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(like.dtype)
 
 
 @contextmanager
 def _weight(module: nn.Module, values: Tensor) -> Iterator[None]:
-    """Inside, the module has another weight."""
+    """Inside, the module's weight is replaced by `values`."""
     own = module.weight
     module._parameters["weight"] = nn.Parameter(values, requires_grad=False)
     try:
@@ -181,13 +181,13 @@ def _weight(module: nn.Module, values: Tensor) -> Iterator[None]:
 def _same(plain: Callable, kernel: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     try:
         expected = plain(x)
-    except Exception:  # a module that takes something else than one tensor: any error of its own code
+    except Exception:  # the module may not take a single tensor: any error of its own code
         return False
     return isinstance(expected, Tensor) and _close(kernel(x), expected)
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    """Within rounding of each other, which for bfloat16 is 1/256; zeros prove nothing."""
+    """Equal within a relative L2 error of 1e-5 (float32) or 1e-2 (bfloat16); all-zero outputs do not count."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
     off, size = (found.double() - expected.double()).norm(), expected.double().norm()

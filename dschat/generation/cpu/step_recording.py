@@ -1,6 +1,6 @@
-"""What CUDA graphs are on a GPU, for a CPU: a step's operations recorded once, then run again without Python's part.
+"""Records a decoding step's operations on a CPU and replays them without Python overhead, like a CUDA graph.
 
-Every tensor that a recorded run made is kept, so views need no work, and each operation writes where it wrote before.
+All tensors created by the recorded run are kept, so views need no work, and each operation writes to its old output.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.generation.cpu import cpp_kernels
 
-# More than this is not kept for one recording: with so much arithmetic the calls do not matter.
+# Most tensor memory kept per recording: above this, arithmetic dominates the call overhead.
 MOST_BYTES = 256 << 20
 
 
 def record(run: Callable[[], None]) -> Recording | None:
-    """Run a function; return what does its tensor operations again, on the same tensors.
+    """Run a function and record its tensor operations, for replay on the same tensors.
 
-    None where that would not be the same, since the function reads a number out of a tensor, or not worth it, since it
-    makes more than MOST_BYTES of tensors.
+    Returns None if a replay could differ, because the function reads values of a tensor into Python, or if it creates
+    more than MOST_BYTES of tensors.
     """
     library, recorder = cpp_kernels.load(), Recorder()
     if library is not None:
@@ -44,7 +44,7 @@ def record(run: Callable[[], None]) -> Recording | None:
 
 @dataclass(frozen=True)
 class Recording:
-    """Operations that can be done again; see Recorder."""
+    """Recorded operations, replayed by calling it; see Recorder."""
 
     calls: list[Callable[[], Any]]
     kept: list[Tensor]
@@ -56,13 +56,13 @@ class Recording:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes operations as they run.
+    """Records operations as they run.
 
     Attributes:
-        calls: what has to be called to do it all again.
-        kept: the tensors that were made: none may be freed, or another would get its place.
-        bytes: of the tensors that were made, as long as they are kept.
-        reads: a number was read out of a tensor, so that Python may have gone another way because of it.
+        calls: the calls that replay the run, in order.
+        kept: the tensors created: kept alive so that their memory is not reused.
+        bytes: total size of the created tensors.
+        reads: True if a tensor value was read into Python, which may have changed the control flow.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         self.reads |= _reads(func) or any(tensor.dtype == torch.bool for tensor in _indices(func, args))
         out = func(*args, **kwargs)
-        if self.bytes > MOST_BYTES:  # nothing comes of it, so nothing is held
+        if self.bytes > MOST_BYTES:  # the recording will be discarded, so free it
             self.calls.clear()
             self.kept.clear()
             return out
@@ -95,25 +95,25 @@ class Recorder(TorchDispatchMode):
 
 @functools.cache
 def _reads(func: OpOverload) -> bool:
-    """Whether an operation lets Python see values: as a number, a shape, or a list (which resolves signs first)."""
+    """Whether an operation exposes values to Python: as a number, a shape, or a list (tolist calls resolve_neg)."""
     if func is torch.ops.aten.index.Tensor:
-        return False  # unless a mask is among the indices, which only the call shows
+        return False  # except with a boolean mask as index, which is checked per call
     numbers = any("Tensor" not in str(result.type) for result in func._schema.returns)
     return numbers or torch.Tag.dynamic_output_shape in func.tags or func is torch.ops.aten.resolve_neg.default
 
 
 def _indices(func: OpOverload, args: tuple) -> list[Tensor]:
-    """What an indexing operation indexes with; a mask among it makes a shape of values."""
+    """The index tensors of an indexing operation; with a boolean mask the output shape depends on values."""
     return tensors(args[1]) if func is torch.ops.aten.index.Tensor else []
 
 
 def _place(tensor: Tensor) -> int:
-    """Where a tensor's memory begins."""
+    """Start address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
 def tensors(given: Any) -> list[Tensor]:
-    """The tensors among an operation's arguments or results: single ones, and those in lists."""
+    """The tensors in an operation's arguments or results, lists and tuples flattened."""
     if isinstance(given, Tensor):
         return [given]
     if isinstance(given, list | tuple):
@@ -122,7 +122,7 @@ def tensors(given: Any) -> list[Tensor]:
 
 
 def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[], Any]:
-    """A call that does an operation again and writes the result where it was written the first time."""
+    """A call that repeats an operation and writes the result to its original output tensors."""
     if isinstance(out, Tensor) and (writes := _out_variant(func)) is not None:
         return partial(writes, *args, **kwargs, out=out)
     made = tensors(out)
@@ -136,7 +136,7 @@ def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[]
 
 @functools.cache
 def _out_variant(func: OpOverload) -> OpOverload | None:
-    """The overload with the same arguments and one more, `out`."""
+    """The overload with the same arguments plus `out`, or None."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     packet = func.overloadpacket
     for name in packet.overloads():

@@ -1,1 +1,1 @@
-"""Triton kernels and CUDA graphs of the decoder."""
+"""CUDA backend of the decoder: Triton kernels and CUDA graphs."""

@@ -1,7 +1,7 @@
-"""Attention of one new token a row against a flat pool of keys and values, and writing that token into the pool.
+"""Triton kernels for decoding attention of one new token per row over the KV pool, and for writing it to the pool.
 
-The pool of a layer holds the tokens of all rows, one after the other; a row owns two spans of it, its prompt's (which
-other rows may share) and its response's. Importing this needs triton; triton_kernels.available() says whether it works.
+The pool of a layer holds the tokens of all rows; a row uses two spans of it, its prompt's (which other rows may share)
+and its response's. Importing this module needs triton: check triton_kernels.available() first.
 
 Source: Dao et al. 2023, "Flash-Decoding for long-context inference" (the split over the context, and its combination);
 Dao 2023, algorithm 1 (arXiv:2307.08691), for the running maximum and sum of a split.
@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers of a block of keys, by their bytes. Two blocks in flight, keys and values of each, are then 64 KiB of shared
-# memory in half precision: every GPU since Ampere has that much, an H100 three times. Float32 has no tensor cores to
-# feed; its products are made in registers, which larger blocks spill.
+# Elements per block of keys, by element size. In half precision, two blocks in flight of keys and values use 64 KiB of
+# shared memory, which every GPU since Ampere has (an H100 three times). Float32 uses no tensor cores; its products stay
+# in registers, which larger blocks would spill.
 TILE_NUMBERS = {2: 8192, 4: 2048}
-# Enough programs to fill every processor once, and again while the first ones end.
+# Programs per streaming multiprocessor: several, so that processors stay busy while the first programs finish.
 PROGRAMS_PER_PROCESSOR = 4
-# A split costs one partial result (a value vector in float32) to write and to read: it must cover more than that.
+# A split writes and reads a partial result (one float32 value vector), so it must cover enough tokens to pay for it.
 SMALLEST_SPLIT = 128
 MOST_SPLITS = 64
 UNLIMITED = 2**31 - 1
@@ -40,11 +40,11 @@ def decode_attention(
     splits: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attend from one token of each row to that row's context; H = KVH·G query heads, G to each head of the pool.
+    """Attend from one token of each row to that row's context; H = KVH·G query heads, G per KV head.
 
-    The context of row r is its prompt span, then its response span, the last token of which is the querying token
-    itself: nothing in it is masked but what the window leaves out. Sums are float32. No device data is looked at, so
-    the call can be captured in a CUDA graph. A row's result depends on `splits`, by rounding, and on no other row.
+    The context of row r is its prompt span, then its response span, which ends with the query token itself; only the
+    window masks tokens. Accumulates in float32. The host reads no device data, so the call can be captured in a CUDA
+    graph. A row's result depends on `splits` (by rounding) but not on other rows.
 
     Args:
         query: [R, H, D] float16, bfloat16 or float32.
@@ -52,15 +52,15 @@ def decode_attention(
             these and of query is contiguous; the others have any stride.
         spans: [R, 4] long: prompt start, prompt length, response start, response length, in tokens of the pool. Either
             length may be 0; a row with neither gets zeros.
-        longest: upper bound of the context lengths. It chooses the number of splits and bounds nothing else.
+        longest: upper bound of the context lengths. Used only to choose the number of splits.
         scale: multiplies query·key.
-        window: only the last so many tokens of the context count; None: all.
-        softcap: logits become softcap·tanh(logits / softcap); None: they stay.
-        splits: parts that each row's context is cut into, worked on side by side; None: choose_splits().
+        window: sliding window: attend only to the last `window` tokens of the context; None: all.
+        softcap: logits become softcap·tanh(logits / softcap); None: unchanged.
+        splits: number of parts of each row's context processed in parallel; None: choose_splits().
         out: [R, H, Dv] to write into, last dimension contiguous; None: a new tensor in the query's dtype.
 
     Returns:
-        [R, H, Dv], out where it is given.
+        [R, H, Dv]; `out` if given.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit, or a window or number of splits below 1.
@@ -74,18 +74,18 @@ def decode_attention(
     if splits is None:
         splits = choose_splits(rows, kv_heads, longest=min(longest, window), processors=_processors(query.device))
 
-    # Tensor cores multiply tiles of 16, and tiles are powers of two: heads and widths are padded to the next.
+    # Tensor cores multiply tiles of at least 16, and tiles are powers of two: heads and widths are padded up.
     key_tile, value_tile = (max(16, triton.next_power_of_2(w)) for w in (width, value_width))
     widest = max(key_tile, value_tile)
     head_tile = 32 if group > 16 and widest <= 128 and keys.element_size() == 2 else 16
     token_tile = min(128, max(16, TILE_NUMBERS[keys.element_size()] // widest))
     common = {"SPLITS": splits, "TOKEN_TILE": token_tile, "VALUE_WIDTH": value_width, "VALUE_TILE": value_tile}
 
-    partial = statistics = out  # not touched where there is nothing to combine
+    partial = statistics = out  # unused if there is nothing to combine
     if splits > 1:
         partial = query.new_empty(rows, heads, splits, value_width, dtype=torch.float32)
         statistics = query.new_empty(rows, heads, splits, 2, dtype=torch.float32)  # maximum and sum
-    # Rows come first in the grid, so samples of one prompt run at the same time and find its keys in the L2 cache.
+    # Rows are the first grid dimension, so samples of one prompt run concurrently and share its keys in the L2 cache.
     _attend[(rows, kv_heads * triton.cdiv(group, head_tile), splits)](
         query, keys, values, spans, out, partial, statistics,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
@@ -102,17 +102,17 @@ def decode_attention(
 
 
 def choose_splits(rows: int, kv_heads: int, *, longest: int, processors: int) -> int:
-    """How many parts to cut each context into, so that rows · kv_heads · parts programs fill the processors.
+    """Number of splits per context, chosen so that rows · kv_heads · splits programs fill the device.
 
-    No row attends to more than `longest` tokens; the device has so many `processors` (streaming multiprocessors).
+    longest: maximum number of attended tokens; processors: number of streaming multiprocessors.
     """
     wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, max(1, rows * kv_heads))
-    # A power of two, because each value is a kernel of its own to compile.
+    # A power of two, because each value compiles a separate kernel.
     return min(triton.next_power_of_2(min(wanted, triton.cdiv(longest, SMALLEST_SPLIT))), MOST_SPLITS)
 
 
 def write_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, destination: Tensor) -> None:
-    """Put one token of each row into the pool, in place: keys[destination[r]] = new_keys[r], likewise the values.
+    """Write one token of each row into the pool, in place: keys[destination[r]] = new_keys[r], likewise the values.
 
     Args:
         keys: [N, KVH, D], values: [N, KVH, Dv]: the pool of a layer.
@@ -141,7 +141,7 @@ def write_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor,
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, out: Tensor, window: int | None,
            splits: int | None) -> None:  # fmt: skip
-    """Raise one ValueError with everything that is wrong with a call of decode_attention."""
+    """Validate the arguments of decode_attention; raises one ValueError listing all problems."""
     problems = []
     (rows, heads, width), (tokens, kv_heads, _) = query.shape, keys.shape
     if keys.shape[2] != width or heads % kv_heads or values.shape[:2] != (tokens, kv_heads):
@@ -176,18 +176,18 @@ def _processors(device: torch.device) -> int:
 
 @triton.jit
 def _attended(spans, span_stride, row, window, SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr):
-    """The attended stretch [first, context) of a row's context, and how much of it a split covers."""
+    """The attended range [first, context) of a row's context, and the number of tokens per split."""
     prompt_length = tl.load(spans + row * span_stride + 1).to(tl.int32)
     context = prompt_length + tl.load(spans + row * span_stride + 3).to(tl.int32)
     first = tl.maximum(context - window, 0)
-    # Whole blocks: what rounding up adds to the first splits, the last ones do not have to start for.
+    # Rounded up to whole blocks: the first splits cover more, and trailing splits may be empty.
     part = tl.cdiv(tl.cdiv(context - first, SPLITS), TOKEN_TILE) * TOKEN_TILE
     return first, context, part, prompt_length
 
 
 @triton.jit
 def _dot(a, b, total):
-    if INTERPRETED:  # The interpreter would multiply the bit patterns of bfloat16.
+    if INTERPRETED:  # the interpreter would multiply the bit patterns of bfloat16
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision="ieee")
 
@@ -264,11 +264,11 @@ def _combine(
     SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_TILE: tl.constexpr,
     SPLIT_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Bring the splits of one row and head to their common maximum and add them."""
+    """Rescale the splits of one row and head to their common maximum and add them."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     first, context, part, _ = _attended(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
     split, dv = tl.arange(0, SPLIT_TILE), tl.arange(0, VALUE_TILE)
-    # Splits beyond the context have written nothing: what stands in their place must not be read.
+    # Splits beyond the context wrote nothing: their entries are uninitialised.
     real = split * part < context - first
     place = (row * tl.num_programs(1) + head) * SPLITS + split  # [S]
     top = tl.load(statistics + place * 2, mask=real, other=float("-inf"))
@@ -289,7 +289,7 @@ def _write(
     new_key_stride, new_key_head_stride, new_value_stride, new_value_head_stride, destination_stride,
     WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row."""
+    """Write one head of one row."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     token = tl.load(destination + row * destination_stride)
     d = tl.arange(0, TILE)

@@ -1,4 +1,4 @@
-"""Capture of a function's CUDA work as a graph; a capture that fails leaves the process as it was."""
+"""CUDA graph capture of a function; a failed capture restores the current stream."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """A graph that can be launched.
+    """A captured CUDA graph.
 
     Attributes:
-        replay: launches it on the current stream.
-        nbytes: device memory that the capture reserved.
+        replay: launches the graph on the current stream.
+        nbytes: device memory reserved by the capture.
     """
 
     replay: Callable[[], None]
@@ -24,25 +24,25 @@ class CapturedGraph:
 
 
 def capture(run: Callable[[], None], *, memory: Any, cuda: Any = torch.cuda) -> CapturedGraph:
-    """Capture what a function launches; nothing of it runs before the graph is launched.
+    """Capture the kernels that a function launches; they run only when the graph is replayed.
 
     Args:
-        run: is called once; it must not wait for the device.
-        memory: a handle of torch.cuda.graph_pool_handle; graphs that never overlap may share one.
-        cuda: torch.cuda, or what stands in for it.
+        run: called once; it must not synchronise with the device.
+        memory: from torch.cuda.graph_pool_handle(); graphs that never run concurrently may share one.
+        cuda: torch.cuda, or a substitute for tests.
 
     Raises:
-        RuntimeError: the function cannot be captured. The current stream is the one from before.
-        torch.OutOfMemoryError: there is no room for the function's tensors.
+        RuntimeError: the function cannot be captured. The current stream is restored.
+        torch.OutOfMemoryError: not enough memory for the function's tensors.
     """
     graph = cuda.CUDAGraph()
-    cuda.empty_cache()  # as torch.cuda.graph does, so that the difference is the graph's own
+    cuda.empty_cache()  # as torch.cuda.graph does; the difference below is then the graph's memory
     reserved = cuda.memory_reserved()
     try:
         with _current_stream_kept(cuda), cuda.graph(graph, pool=memory):
             run()
     except RuntimeError as error:
-        if isinstance(error.__context__, torch.OutOfMemoryError):  # hidden by the end of the capture that it broke
+        if isinstance(error.__context__, torch.OutOfMemoryError):  # masked by the error of ending the broken capture
             raise error.__context__ from None
         raise
     return CapturedGraph(graph.replay, max(0, cuda.memory_reserved() - reserved))
@@ -50,7 +50,7 @@ def capture(run: Callable[[], None], *, memory: Any, cuda: Any = torch.cuda) -> 
 
 @contextmanager
 def _current_stream_kept(cuda: Any) -> Iterator[None]:
-    """torch.cuda.graph leaves its own stream current where it cannot begin or end a capture."""
+    """Restore the current stream: torch.cuda.graph leaves its own current if a capture fails to begin or end."""
     stream = cuda.current_stream()
     try:
         yield

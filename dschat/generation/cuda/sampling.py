@@ -1,7 +1,7 @@
-"""Inverse-CDF sampling in two launches that read the logits once, and one block of them twice.
+"""Inverse-CDF sampling in two Triton kernels that read the logits once, and one block of them twice.
 
-The law is that of sampling.sample_tokens() without top-k and top-p. Importing this needs triton;
-triton_kernels.available() says whether it works.
+The distribution is that of sampling.sample_tokens() without top-k and top-p. Importing this module needs triton: check
+triton_kernels.available() first.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Tokens of the vocabulary a program: 32 a thread of four warps.
+# Vocabulary tokens per program: 32 per thread with four warps.
 VOCABULARY_TILE = 4096
 
 
 def sample(logits: Tensor, uniform: Tensor | None, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: the first whose cumulative probability, in vocabulary order, exceeds the uniform number.
+    """Draw one token per row: the first whose cumulative probability, in vocabulary order, exceeds the uniform number.
 
-    The vocabulary is cut into blocks, whose masses say in which of them the uniform number falls; there the search
-    goes on with what it exceeds the blocks before by. A block's mass is a float32 sum, everything cumulative float64.
-    No device data is looked at, so the call can be captured in a CUDA graph.
+    The vocabulary is split into blocks. Their probability masses determine the block that contains the uniform number;
+    the search continues inside it with the remainder. Block masses are float32 sums, cumulative sums are float64.
+    The host reads no device data, so the call can be captured in a CUDA graph.
 
     Args:
         logits: [R, V] float, any precision, the last dimension contiguous.
-        uniform: [R] float strictly between 0 and 1; None where the temperature is 0.
-        temperature: ≥ 0; 0 is greedy: the most likely token, the lowest id among equals.
+        uniform: [R] float strictly between 0 and 1; None if the temperature is 0.
+        temperature: ≥ 0; 0 is greedy: the most likely token, the lowest id among ties.
 
     Returns:
         tokens: [R] long. A token of probability 0 is never drawn.
-        logprobs: [R] float32, in nats, under the tempered distribution; a greedy token's under temperature 1. NaN
-            logits give a NaN log-prob and some token of the vocabulary.
+        logprobs: [R] float32, in nats, under the tempered distribution; for greedy tokens at temperature 1. NaN
+            logits give a NaN log-prob and an arbitrary token of the vocabulary.
 
     Raises:
-        ValueError: a negative temperature, no uniform numbers to draw with, or logits with gaps.
+        ValueError: a negative temperature, missing uniform numbers, or logits not contiguous along the vocabulary.
     """
     rows, vocabulary = logits.shape
     greedy = temperature == 0
@@ -68,19 +68,20 @@ def _tempered(logits, row_stride, row, block, temperature, VOCABULARY: tl.conste
     """One block of a row's logits ÷ temperature, −inf beyond the vocabulary: [TILE] float32."""
     token = block * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * row_stride + token, mask=token < VOCABULARY, other=float("-inf"))
-    # Rounded as torch rounds it on a CPU: the plain division of a GPU is off by up to two units in the last place.
+    # Correctly rounded, as torch does on a CPU: plain GPU division is off by up to 2 ulp.
     return tl.div_rn(x.to(tl.float32), temperature)
 
 
 @triton.jit
 def _weights(x, top):
-    """e^(x − top), 0 at −inf even where all of the block is: [TILE] float32."""
+    """e^(x − top), 0 at −inf even if the whole block is −inf: [TILE] float32."""
     return tl.where(x == float("-inf"), 0.0, tl.exp(x - top))
 
 
 @triton.jit
 def _first(wanted, weights, COUNT: tl.constexpr):
-    """The first index that is wanted; should rounding or NaN leave none, the last with a weight; else 0."""
+    """The first index with `wanted` and a positive weight; if rounding or NaN leave none, the last with a positive
+    weight; else 0."""
     index = tl.arange(0, COUNT)
     last = tl.max(tl.where(weights > 0, index, 0), axis=0)
     return tl.minimum(tl.min(tl.where(wanted & (weights > 0), index, COUNT), axis=0), last)
@@ -103,7 +104,7 @@ def _draw(
     logits, uniform, tops, sums, tokens, logprobs, row_stride, uniform_stride, temperature,
     GREEDY: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_TILE: tl.constexpr, VOCABULARY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The block in which one row's uniform number falls, then the token."""
+    """Find the block that contains one row's uniform number, then the token in it."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_TILE)
     block_tops = tl.load(tops + row * BLOCKS + index, mask=index < BLOCKS, other=float("-inf"))
@@ -119,7 +120,7 @@ def _draw(
         target = tl.load(uniform + row * uniform_stride).to(tl.float64) * total
         block = _first(tl.cumsum(masses, axis=0) > target, masses, BLOCK_TILE)
         before = tl.sum(tl.where(index < block, masses, 0.0), axis=0)
-        # As a share of the block: its mass above and the sum of its weights below are rounded differently.
+        # As a fraction of the block's mass: its float32 mass and the float64 sum of its weights round differently.
         share = (target - before) / tl.sum(tl.where(index == block, masses, 0.0), axis=0)
         x = _tempered(logits, row_stride, row, block, temperature, VOCABULARY, TILE)
         weights = _weights(x, tl.max(x, axis=0)).to(tl.float64)

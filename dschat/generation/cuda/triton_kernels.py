@@ -1,11 +1,11 @@
-"""Whether the Triton kernels of the decoder can run here: the one thing to ask before importing them.
+"""Availability check for the decoder's Triton kernels, to be called before importing them.
 
-triton_attention.py and triton_sampling.py import triton at their top, which is an optional package; this file does not:
+attention.py and sampling.py in this package import triton, an optional dependency; this module does not:
 
     if triton_kernels.available(query, keys):
         from dschat.generation.cuda.attention import decode_attention
 
-Inside a CUDA graph Triton can launch only what it has compiled already: run each call once before capturing it.
+Triton cannot compile during CUDA graph capture: run each call once before capturing it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import torch
 from torch import Tensor
 
-# Ampere: the first generation whose tensor cores take bfloat16.
+# Ampere: the first generation with bfloat16 tensor cores.
 OLDEST_CAPABILITY = (8, 0)
 
 
@@ -25,12 +25,12 @@ def available(*tensors: Tensor) -> bool:
     """Whether triton is installed and can run on these tensors.
 
     Args:
-        tensors: those that a kernel would be given.
+        tensors: the arguments of a kernel call.
 
     Returns:
-        True where all of them are on CUDA devices of compute capability ≥ 8.0, or where the environment has
-        TRITON_INTERPRET=1: then the kernels run in Python, on tensors of any device. That is for tests: it is slow, and
-        triton reads the variable while it is first imported, so it has to be set before.
+        True if all of them are on CUDA devices of compute capability ≥ 8.0, or if the environment has
+        TRITON_INTERPRET=1: then the kernels are interpreted in Python, on tensors of any device. That is slow and meant
+        for tests; the variable must be set before triton is first imported.
     """
     if not _triton_is_installed():
         return False
