@@ -24,7 +24,7 @@ Encode = Callable[[str], list[int]]
 
 _NONCE = secrets.token_hex(8)  # random per process: no data can contain it
 _BRACKETED = re.compile(r"[<\[{(|＜【｜].*[>\]})|＞】｜]", re.DOTALL)  # bracketed markers, unlike "\n" or "  "
-_THOUGHT = re.compile(r"</?(think|thinking|thought|reasoning)>|\[/?THINK\]")  # models generate these: answers may contain them
+_THOUGHT = re.compile(r"</?(think|thinking|thought|reasoning)>|\[/?THINK\]")  # answers may contain them
 
 
 class ControlTokens:
@@ -66,7 +66,7 @@ class ControlTokens:
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def reveal(self, rendered: str) -> str:
-        """Undo `hide` in rendered text: the template's control tokens get private names, contents their original strings."""
+        """Rendered text of hidden messages, with the template's tokens by private names and contents restored."""
         spelled = {placeholder: token for token, placeholder in self._placeholders.items()}
         return self._written.sub(lambda found: spelled.get(found[0]) or self.private[found[0]], rendered)
 

@@ -213,7 +213,7 @@ class Encoder:
     def _prompt_room(self, prompt: int, response: int) -> int:
         """Tokens left for the prompt when prompt and response together exceed max_tokens.
 
-        A response that alone exceeds max_tokens is truncated anyway, so the prompt gets half.
+        A response of max_tokens or more is truncated anyway, so the prompt gets up to half.
         """
         return self.max_tokens - response if response < self.max_tokens else min(prompt, self.max_tokens // 2)
 
