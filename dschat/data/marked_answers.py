@@ -9,7 +9,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{…} or \\fbox{…} of a text holds, braces inside it included; None without a closed one."""
+    """Content of the last \\boxed{…} or \\fbox{…} of a text, nested braces included; None without a closed one."""
     opened: list[int | None] = []  # start of each box still open; None for other braces
     last = (-1, -1)
     for brace in _BRACES.finditer(text):

@@ -12,7 +12,7 @@ from .datasets import DataSplits
 
 
 def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
-    """Unpaired rows with a column `mismatched_ids`: a row's prompt and the response of the next row with another prompt.
+    """Add a column `mismatched_ids`: a row's prompt and the response of the next row with another prompt.
 
     The pairing depends on the rows alone, not on the batches, so reference log-probs can be precomputed. The rows wrap
     around: the last training row is followed by the first held-out one. The column is held in memory, 4 bytes a token.

@@ -34,7 +34,7 @@ def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 
     Returns: the items of each row, longest first; every item is in one row.
 
-    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the optimal number of rows, plus a constant.
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the optimum, plus a constant.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
