@@ -58,7 +58,7 @@ class ReasoningTask:
             raise ValueError(f"{self.name}: the generator ended with exit status {child.returncode}; see its output")
 
     def identity(self) -> list[str]:
-        """Fingerprint that changes when the rows may have changed."""
+        """Changes when the rows may have changed."""
         return [importlib.metadata.version("reasoning-gym"), self.name, repr(task_of(self.name).config)]
 
 

@@ -1,4 +1,4 @@
-"""Answers after a chat template that opens a thought itself: its generation prompt ends with "<think>\\n".
+"""Training targets for reasoning templates, whose generation prompt opens a thought ("<think>\\n").
 
 The model then generates the rest of the thought, its end tag, and the answer (DeepSeek-R1, Qwen3-Thinking). Answers
 in the data may contain the whole thought, the part after the opening tag, or none.
