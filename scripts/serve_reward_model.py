@@ -163,7 +163,7 @@ async def serve_until_signal(server: RewardServer, *, host: str, port: int, shut
 
 
 def allow_files(wanted: int) -> int:
-    """Raise the limit of open files to `count` if the system allows; returns the limit."""
+    """Raise the limit of open files to `wanted` if the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
