@@ -191,7 +191,7 @@ def continuous_batching(setting: Setting, case: Case) -> Iterator[Ready]:
 def deepspeed_rollout(setting: Setting, case: Case, *, graphs: bool = False) -> Iterator[Ready]:
     """DeepSpeed's HybridEngineRollout: around its hybrid engine where that can be built, else around a plain engine.
 
-    It can end single rows only by EOS, so it decodes all rows to the longest limit; with CUDA graphs it decodes greedily.
+    Single rows can end only by EOS, so it decodes all rows to the longest limit; with CUDA graphs it is greedy only.
     """
     from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
     from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig

@@ -199,7 +199,7 @@ def rows_of(kind: str, examples: Sequence[Example], *, seed: int) -> list[dict]:
 def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Example, Example]]:
     """Pairs (example, other example whose reply is the rejected one), in the order of `examples`.
 
-    Examples are sorted by reply length and split into blocks. Within a block, the replies are permuted so that none gets
+    Examples are sorted by reply length and split into blocks. Within a block, replies are permuted so that none gets
     its own, one of the same conversation or topic, or the same words. A block without such a permutation in 200 draws
     is skipped.
     """
