@@ -1,4 +1,4 @@
-"""Contents that spell control tokens stay text; everything else is encoded as ever."""
+"""Control-token strings inside contents are encoded as text; everything else is encoded as before."""
 
 import json
 from collections import Counter

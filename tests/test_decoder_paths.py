@@ -1,4 +1,4 @@
-"""Tokens through everything a rollout may run: captured steps, fused layers, slots, weights layer by layer."""
+"""Tokens on all rollout paths: captured steps, fused layers, decode batches, layerwise weights."""
 
 import pytest
 import torch

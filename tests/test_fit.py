@@ -1,4 +1,4 @@
-"""Evaluation of the one-model steps; training itself is tested by running the steps (test_steps.py)."""
+"""Evaluation of the single-model steps; training itself is tested by running the steps (test_steps.py)."""
 
 import pytest
 import torch

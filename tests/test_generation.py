@@ -1,4 +1,4 @@
-"""The decoder against transformers' generate and against full forwards, on tiny random models of many architectures."""
+"""The decoder against transformers' generate and full forward passes, on tiny random models of many architectures."""
 
 import warnings
 

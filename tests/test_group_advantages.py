@@ -1,4 +1,4 @@
-"""Advantages without a critic, penalties and the price of KL: by hand, and against loops over plain lists."""
+"""Critic-free advantages, penalties and the KL coefficient: by hand, and against loops over plain lists."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Judged batches on disk: nothing that was judged is lost, nothing half written is taken, nothing finished replaced."""
+"""Judged batches on disk: no judged batch is lost, no partial one is used, no finished file is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dependencies point down only, and the pure modules need torch alone."""
+"""Import rules: dependencies point downwards only, and the pure modules need torch alone."""
 
 import ast
 import subprocess

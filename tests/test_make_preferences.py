@@ -1,4 +1,4 @@
-"""The tool of step 2 that samples answers, lets a judge score them and pairs them."""
+"""Step 2's make_preferences.py: sampling answers, scoring them with a judge, and pairing."""
 
 import importlib.util
 import json

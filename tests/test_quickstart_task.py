@@ -1,4 +1,4 @@
-"""The quickstart's world: its gold reward, its data, its model."""
+"""The quickstart's task: its gold reward, its data, its model."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained page from whatever files are there."""
+"""The report of a run: a self-contained page from whatever files exist."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Reward sources as users name them: how entries are read, how functions are called, what a service may answer."""
+"""Reward sources: parsing of entries, calls of functions, and valid responses of a service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores of a reward model, with the actor's tokenizer or its own, judges from files, and sums of sources."""
+"""Scores of a reward model, with the actor's tokenizer or its own, reward functions from files, weighted sums."""
 
 import json
 import math

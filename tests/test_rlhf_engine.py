@@ -1,4 +1,4 @@
-"""The four models and the average: what is trained, what never moves, and the same on two ranks as on one."""
+"""The four models and the EMA: which are trained, which stay fixed, and equality on one and two ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rollouts that run out of memory, of room in the pool, or into NaN: every row is there, or an error says why."""
+"""Rollouts that run out of memory or KV pool, or produce NaN: all rows are returned, or an error explains why."""
 
 import functools
 import random

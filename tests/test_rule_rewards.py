@@ -1,4 +1,4 @@
-"""Rules that score texts, each against values worked out by hand."""
+"""Rule-based rewards against values computed by hand."""
 
 import importlib.util
 

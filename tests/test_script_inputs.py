@@ -1,4 +1,4 @@
-"""Programs of scripts/ with bad input: status 2, one message with flag, file or line, no traceback, nothing made."""
+"""Programs of scripts/ with bad input: status 2, one message with flag, file or line, no traceback, no output."""
 
 from __future__ import annotations
 

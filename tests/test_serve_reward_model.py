@@ -1,4 +1,4 @@
-"""The reward server: the scores of RewardModel, and a house that stays in order whoever calls."""
+"""The reward server: equal to the scores of RewardModel, and robust to bad clients."""
 
 from __future__ import annotations
 

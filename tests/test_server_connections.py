@@ -1,4 +1,4 @@
-"""Connections that bring nothing are closed, and whoever sends a whole request is served beside any number of them."""
+"""Idle connections are closed, and complete requests are served whatever the number of other connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot work is found before anything is loaded: every bad input of every step, by the check that main runs."""
+"""Validation before loading: every invalid input of every step, through the check that main runs."""
 
 import runpy
 import shutil

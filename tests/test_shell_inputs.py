@@ -1,4 +1,4 @@
-"""Shell scripts: bad input is one message and status 2, before anything is made; what others made is not removed."""
+"""Shell scripts with bad input: one message and status 2 before any output; foreign files are not removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/smollm2: what becomes of conversations, on made-up ones."""
+"""scripts/smollm2: data preparation on synthetic conversations."""
 
 import argparse
 import hashlib

@@ -1,4 +1,4 @@
-"""Masked statistics, log-probs and counter-based numbers against oracles that share no code with them."""
+"""Masked statistics, log-probs and counter-based random numbers against independent oracles."""
 
 import math
 import socket

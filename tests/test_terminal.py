@@ -1,4 +1,4 @@
-"""Text of strangers on a terminal: printed, not obeyed."""
+"""Untrusted text on a terminal: control characters are escaped."""
 
 import pytest
 

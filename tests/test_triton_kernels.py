@@ -1,4 +1,4 @@
-"""The Triton kernels of generation: right where they can run, and compiled for GPUs where they cannot."""
+"""The Triton kernels of generation: correct where they can run, compiled for GPUs where they cannot."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, whatever kills their writer."""
+"""Folders are complete or absent, whenever their writer is killed."""
 
 import os
 import subprocess
