@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_transformers_generate_with_and_without_an_eos(name)
     assert rollout.responses() == expected
     assert not rollout.ended.any()
 
-    eos = expected[2][4]  # greedy decoding really says it, in mid-response
+    eos = expected[2][4]  # greedy decoding really generates it, in mid-response
     rollout = sampled(decoder, sampling=GREEDY, eos_token_ids=[96, eos], pad_token_id=eos)
     expected = [cut_at(cut_at([row], eos), 96)[0] for row in expected]
     assert rollout.responses() == expected

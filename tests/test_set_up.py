@@ -48,7 +48,7 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 
 
 def mistakes(step: str, materials: Path, output: Path, **settings) -> list[str]:
-    """What main would list; [] if it would start. Values that begin with "@" are files of the materials."""
+    """The problems main would list; [] if it would start. Values with "@" are files of the materials."""
     named = {
         name: materials / value[1:] if isinstance(value, str) and value.startswith("@") else value
         for name, value in settings.items()

@@ -22,7 +22,7 @@ METRICS = {
         "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",
     },
 }  # fmt: skip
-CUTS = [  # processes, ZeRO stage, accumulation; the first is the yardstick
+CUTS = [  # processes, ZeRO stage, accumulation; the first is the reference
     (1, 0, 1), (1, 2, 1), (1, 3, 1), (2, 0, 1), (2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 3, 2),
 ]  # fmt: skip
 
