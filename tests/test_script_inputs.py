@@ -35,7 +35,7 @@ def script(name: str) -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location(f"script_{name.replace('/', '_')}", path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look theirs up
+        sys.modules[spec.name] = module  # dataclasses look up their module
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
