@@ -15,7 +15,7 @@ LENGTHS = [3, 9, 1, 7, 5, 2, 8, 4, 6, 10, 11]
 
 
 class Scale(nn.Module):
-    """Stands where an engine stands: a module that knows its device."""
+    """Engine stub: a module with a device."""
 
     device = torch.device("cpu")
 

@@ -55,7 +55,7 @@ ARCHITECTURES = {
 }
 # One token, equal prompts, ids 0 and 1 that serve as pad and EOS elsewhere.
 PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [0, 0]]
-EOS = list(range(0, 97, 7))  # so many that some response ends early
+EOS = list(range(0, 97, 7))  # enough stop tokens that some response ends early
 GREEDY = SamplingParams(temperature=0)
 
 
