@@ -1,9 +1,9 @@
-"""Talk with an exported model in the terminal.
+"""Interactive chat with an exported model in the terminal.
 
     python scripts/chat.py OUTPUT_DIR [--temperature 0.7] [--system "Be brief."]
 
-Ctrl-C stops the answer that is being written, Ctrl-C at the prompt leaves. /reset forgets the conversation, /quit
-leaves. Lines may be piped in: each is one turn.
+Ctrl-C interrupts the current answer, Ctrl-C at the prompt exits. /reset clears the conversation, /quit exits. Lines may
+be piped in: each is one turn.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
 
 
 class StreamedText:
-    """Token ids in, printable text out, without ever printing half a character.
+    """Incremental detokenizer that never emits part of a character.
 
-    A byte-level token may hold part of a character; it decodes to U+FFFD until the rest has come. So text is held
-    back while it ends with U+FFFD, and each piece is the difference of two decodings that start at the same
-    earlier token, because a tokenizer may write a token differently at the start of a text (no leading space).
+    A byte-level token may be part of a character, which decodes to U+FFFD until it is complete. So text is buffered
+    while it ends with U+FFFD, and each piece is the difference of two decodings that start at the same earlier token,
+    because a tokenizer may decode a token differently at the start of a text (no leading space).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._start = 0  # both decodings begin at this token
-        self._printed = 0  # tokens whose text has been handed out
+        self._start = 0  # both decodings start at this token
+        self._printed = 0  # tokens whose text has been returned
 
     def add(self, token_id: int) -> str:
-        """Text that this token completes; empty while a character is still incomplete."""
+        """Text completed by this token; empty while a character is incomplete."""
         self.ids.append(token_id)
         piece = self._unprinted()
         if not piece or piece.endswith("\ufffd"):
@@ -54,7 +54,7 @@ class StreamedText:
         return piece
 
     def finish(self) -> str:
-        """What was held back: bytes that never became a character come out as U+FFFD."""
+        """The buffered rest; bytes of an incomplete character become U+FFFD."""
         piece = self._unprinted()
         self._printed = len(self.ids)
         return piece
@@ -68,13 +68,13 @@ class StreamedText:
 
 
 class Conversation:
-    """Messages so far, and the ids of a prompt that fits into the model's positions.
+    """The message history, truncated so that prompts fit into the model's positions.
 
     Args:
         system: system message kept at the start, or None.
-        positions: of the model; None: no limit known.
-        max_new_tokens: room to keep for the answer, at most half the positions.
-        parse_special_tokens: control tokens that lines spell are meant as such; by default lines are plain text.
+        positions: of the model; None: no limit.
+        max_new_tokens: tokens reserved for the answer, at most half the positions.
+        parse_special_tokens: encode control-token strings in lines as control tokens; by default as plain text.
     """
 
     def __init__(
@@ -92,19 +92,19 @@ class Conversation:
         self.positions = positions
         self.max_new_tokens = max_new_tokens
         self.turns: list[list[Message]] = []  # each [user] or [user, assistant]
-        self.count = 0  # turns ever begun: names the random numbers of an answer
+        self.count = 0  # turns started so far: seeds the sampling of each answer
 
     def reset(self) -> None:
         self.turns = []
 
     def ask(self, text: str) -> tuple[list[int], int, int]:
-        """Append a user message; the oldest turns are dropped until prompt and answer fit.
+        """Append a user message; drops the oldest turns until prompt and answer fit.
 
         Returns:
-            prompt ids, room for new tokens, number of turns dropped.
+            prompt ids, maximum number of new tokens, number of turns dropped.
 
         Raises:
-            ValueError: this message alone does not fit, or the chat template refuses it; it is not kept.
+            ValueError: this message alone does not fit, or the chat template rejects it; it is not added.
         """
         turns = [*self.turns, [{"role": "user", "content": text}]]
         limit = None if self.positions is None else self.positions - min(self.max_new_tokens, self.positions // 2)
@@ -125,7 +125,7 @@ class Conversation:
         return ids, room, dropped
 
     def answered(self, text: str) -> None:
-        """Keep the answer; an empty one removes its question, because templates want the roles to alternate."""
+        """Append the answer; an empty one removes its user message, because templates require alternating roles."""
         if text.strip():
             self.turns[-1].append({"role": "assistant", "content": text.strip()})
         else:
@@ -137,7 +137,7 @@ class Conversation:
 
 
 def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, stops: list[int], out: TextIO) -> str:
-    """Print an answer as its tokens come, and return it; Ctrl-C ends it there and keeps what has been printed."""
+    """Stream an answer to the terminal and return it; Ctrl-C stops it and keeps the printed part."""
     streamed, answer = StreamedText(tokenizer), ""
 
     def show(piece: str) -> None:
@@ -160,7 +160,7 @@ def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, s
 
 
 def lines_of(source: TextIO, *, out: TextIO) -> Iterator[str]:
-    """Lines until end of input, /quit, or Ctrl-C at the prompt; asks for them only when someone sits there."""
+    """Lines until end of input, /quit, or Ctrl-C at the prompt; prompts only on a terminal."""
     interactive = source.isatty()
     if interactive:
         with contextlib.suppress(ImportError):
@@ -186,7 +186,7 @@ def chat(
     sampling: dict[str, Any],
     out: TextIO,
 ) -> None:
-    """Answer every line until there are no more. `sampling`: keywords of HybridEngine.stream."""
+    """Answer every input line. `sampling`: keywords of HybridEngine.stream."""
     tokenizer = conversation.tokenizer
     with engine.generation():
         for line in lines:
@@ -234,13 +234,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="replace")  # bytes that are no text in the console's encoding
+        sys.stdin.reconfigure(errors="replace")  # bytes that are invalid in the console's encoding
     with exit_on_mistake("chat"):
         return run(options)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Load the model and talk until there are no more lines; the exit status."""
+    """Load the model and chat until the input ends; returns the exit status."""
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:

@@ -1,10 +1,10 @@
-"""Run an update of step 3 again, in one process, from what `--dump_step N` wrote, and show where numbers part.
+"""Replay an update of step 3 in one process, from the files of `--dump_step N`, and show where tensors differ.
 
     python scripts/replay.py output/ppo/dump/step-00000007
 
-Each line compares a tensor of the run with its replay in float32: the largest difference, where it is (rank, row,
-column), and the size of the numbers. The first line over --tolerance is where to look. Dropout is off in the replay, so
-that runs with --actor_dropout part at logprobs; gradients of adapters are those of the whole weights there.
+Each line compares a tensor of the run with its float32 replay: largest absolute difference, its position (rank, row,
+column), and largest magnitude. Start debugging at the first line over --tolerance. The replay runs without dropout, so
+runs with --actor_dropout differ from logprobs on; for LoRA, its gradients are those of the full weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len":
 
 
 def settings_of(folder: Path) -> tuple[dict[str, Any], PPOArguments]:
-    """What the run wrote of its flags. Raises ValueError that names the file, where it is not a dump's."""
+    """The flags saved in the dump. Raises ValueError with the file name if it is not a dump."""
     path = folder / "settings.json"
     if not path.is_file():
         raise ValueError(f"{folder} holds no settings.json: name a folder that --dump_step wrote")
@@ -53,7 +53,7 @@ def settings_of(folder: Path) -> tuple[dict[str, Any], PPOArguments]:
 
 
 def tensors_of(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file. Raises ValueError that names it."""
+    """Load the tensors of a file. Raises ValueError with the file name if that fails."""
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -74,7 +74,7 @@ def experiences(folder: Path, processes: int) -> list[Experience]:
 
 
 def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> list[tuple[str, Tensor, Tensor]]:
-    """What the run computed and what comes out now: name, theirs, ours."""
+    """Run the update and return (name, tensor of the run, tensor of the replay)."""
     settings, ppo = settings_of(folder)
     metrics = read_json(folder / "metrics.json")
     ranks = experiences(folder, settings["processes"])
@@ -119,7 +119,7 @@ def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = Fals
                 sums["value_loss"] += float(off)
             for name, tensor in found.items():
                 if f"{name}.{number}" not in theirs:
-                    continue  # --actor_freeze_steps: the run made no step of the actor
+                    continue  # --actor_freeze_steps: the run did not update the actor
                 mask = part.response_mask if tensor.dim() else torch.ones((), dtype=torch.bool, device=device)
                 rows.append(
                     (f"rank {rank} {name}.{number}", theirs[f"{name}.{number}"] * mask.cpu(), (tensor * mask).detach())
@@ -136,7 +136,7 @@ def grad_norm(model: nn.Module) -> float:
 
 
 def line(name: str, theirs: Tensor, ours: Tensor, tolerance: float) -> tuple[str, bool]:
-    """One line of the table, and whether the numbers part there."""
+    """One line of the table, and whether the tensors differ by more than the tolerance."""
     theirs, ours = theirs.double().cpu(), ours.double().cpu()
     off = (theirs - ours).abs()
     off = torch.where(off.isnan(), torch.inf, off)
@@ -148,7 +148,7 @@ def line(name: str, theirs: Tensor, ours: Tensor, tolerance: float) -> tuple[str
 
 
 def device_of(name: str) -> torch.device:
-    """A type for argparse: a device that is there."""
+    """argparse type: a device that is available."""
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:

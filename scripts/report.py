@@ -1,8 +1,8 @@
-"""Turns the folders of one or several runs into one self-contained HTML page.
+"""Generate a self-contained HTML report from the output folders of one or several runs.
 
     python scripts/report.py OUTPUT_DIR [OUTPUT_DIR ...] [-o report.html]
 
-Each folder holds `run.json`, `metrics.jsonl` and `samples.jsonl`; what is missing or cut off is named on the page.
+Each folder holds `run.json`, `metrics.jsonl` and `samples.jsonl`; missing or truncated files are listed on the page.
 Runs of the same kind (same `name` in run.json) share their plots, so that seeds and settings can be compared.
 """
 
@@ -22,7 +22,7 @@ from dschat.arguments.script_inputs import exit_on_mistake, new_file, number_typ
 TEMPLATE = Path(__file__).with_name("report_template.html")
 PHASES = ("train", "eval")
 
-# metric: (title, unit). The order is the order of the plots; a metric that is not here is plotted after these.
+# metric: (title, unit). The order is the order of the plots; other metrics are plotted after these.
 LEARNING = {
     "judge": ("Judge", "mean score, watched only"),
     "score": ("Score", "mean per response"),
@@ -59,13 +59,13 @@ RUNNING = {
     "seconds_scoring": ("Scoring", "seconds"),
     "seconds_update": ("Update", "seconds"),
 }
-# From tokens on these are sizes, not results.
+# Starting with tokens: sizes, not results.
 NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
 
 
 @dataclass
 class Run:
-    """What could be read of one output folder."""
+    """The contents of one output folder, as far as they could be read."""
 
     folder: Path
     info: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Run:
 
 
 def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
-    """The objects of a jsonl file. A line that is none is skipped and noted; the last may be still being written."""
+    """The objects of a jsonl file. Invalid lines are skipped and reported; the last may be incomplete."""
     if not path.is_file():
         notes.append(f"{path.name} is {'a folder' if path.is_dir() else 'missing'}")
         return []
@@ -124,7 +124,7 @@ def read_run(folder: Path) -> Run:
         run.notes.append(f"run.json cannot be read ({error.strerror})")
     run.metrics = read_jsonl(folder / "metrics.jsonl", run.notes)
     samples = folder / "samples.jsonl"
-    if samples.exists() or not run.name.startswith(("step1", "step2")):  # those two sample nothing
+    if samples.exists() or not run.name.startswith(("step1", "step2")):  # these steps write no samples
         run.samples = read_jsonl(samples, run.notes)
     return run
 
@@ -135,7 +135,7 @@ def number_of(value: Any) -> float | None:
         return None
     try:
         return float(value) if math.isfinite(value) else None
-    except OverflowError:  # a whole number beyond floats
+    except OverflowError:  # an integer too large for float
         return None
 
 
@@ -156,7 +156,7 @@ def curves_of(run: Run) -> dict[str, dict[str, list[list[float | None]]]]:
 
 
 def panels_of(runs: list[Run]) -> list[dict]:
-    """One panel a metric, with a line for each run and phase, in the order of the catalogue."""
+    """One panel per metric, with a line for each run and phase, in catalogue order."""
     curves = [(run, curves_of(run)) for run in runs]
     found = {metric for _, run_curves in curves for metric in run_curves}
     known = LEARNING | RUNNING
@@ -177,7 +177,7 @@ def panels_of(runs: list[Run]) -> list[dict]:
 def before_and_after(samples: list[dict], *, limit: int) -> list[tuple[dict, dict | None]]:
     """Pairs (first, last) of samples with the same prompt, evaluation samples preferred.
 
-    Where a prompt was sampled at one step only its pair has None as second member; such pairs come last.
+    If a prompt was sampled at one step only, the second member is None; such pairs come last.
     """
     usable = [s for s in samples if isinstance(s.get("prompt"), str) and isinstance(s.get("response"), str)]
     chosen = [s for s in usable if s.get("phase") == "eval"] or usable
@@ -266,12 +266,12 @@ def page(runs: list[Run], *, samples: int = 24) -> str:
         section(name, group, index=index, samples=samples) for index, (name, group) in enumerate(groups.items())
     )
     data = json.dumps([panels_of(group) for group in groups.values()], allow_nan=False)
-    # "<" must not stand in a script element as it is: a label "</script>" would end it.
+    # Escape "<" inside the script element: a label "</script>" would end it.
     embedded = data.replace("<", "\\u003c")
     title = html.escape(" → ".join(groups))
     template = TEMPLATE.read_text(encoding="utf-8")
     parts = {"TITLE": title, "DATA": embedded, "BODY": body}
-    # One pass, so that a prompt which holds "{{DATA}}" stays what it is.
+    # One pass, so that "{{DATA}}" inside a prompt is not replaced.
     return re.sub(r"\{\{(TITLE|DATA|BODY)\}\}", lambda found: parts[found[1]], template)
 
 
@@ -287,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
-    """The page of these runs, and what is missing of them on the console; the exit status."""
+    """Write the page for these runs and print what is missing; returns the exit status."""
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         for note in run.notes:
@@ -296,7 +296,7 @@ def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
         print("nothing to report: give the --output_dir of a run, the folder that holds metrics.jsonl")
         return 2
     output.parent.mkdir(parents=True, exist_ok=True)
-    # Half of a surrogate pair in a sample is no UTF-8.
+    # A lone surrogate in a sample cannot be encoded as UTF-8.
     output.write_text(page(runs, samples=samples), encoding="utf-8", errors="backslashreplace")
     print(f"wrote {output}")
     return 0

@@ -3,10 +3,10 @@
     DSCHAT_REWARD_TOKEN=... python scripts/serve_reward_model.py output/reward --host 0.0.0.0 --port 8000
 
 POST /score takes {"messages": [[{"role": "user", "content": "..."}], ...], "responses": ["...", ...]} and, if some
-responses were cut, "ended": [true, false, ...]; it answers {"scores": [...]}. GET /health says how many requests and
-conversations wait. Requests are joined into batches. What is too large, or too much, is refused: 413, 503 with
-Retry-After. Connections that bring no request are closed, the oldest first where there are too many. SIGTERM lets what
-has been taken in be answered, then ends.
+responses were truncated, "ended": [true, false, ...]; it returns {"scores": [...]}. GET /health returns the number of
+queued requests and conversations. Requests are batched. Too large requests get 413, requests beyond the queue 503 with
+Retry-After. Idle connections are closed, the oldest first if there are too many. On SIGTERM, accepted requests are
+answered before the server exits.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from dschat.rewards.reward_model import longest_sequence
 from dschat.rewards.server.connections import serve
 from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer
 
-OTHER_FILES = 128  # that the process has open beside its connections
+OTHER_FILES = 128  # file descriptors besides the connections
 
 
 def load_scorer(
     path: str, *, dtype: torch.dtype, device: str, max_tokens: int, trust_remote_code: bool = False
 ) -> TextScorer:
-    """The saved classifier and its tokenizer.
+    """Load the saved classifier and its tokenizer.
 
     Args:
-        max_tokens: 0: as many as the model can read.
-        trust_remote_code: run Python code that the model brings along.
+        max_tokens: 0: the model's maximum.
+        trust_remote_code: run Python code from the model folder.
 
-    Raises: ValueError if there is none, it has no scalar head, or max_tokens is negative.
+    Raises: ValueError if there is no model, it has no scalar head, or max_tokens is negative.
     """
     if max_tokens < 0:
         raise ValueError(f"--max_tokens {max_tokens}: must be at least 0")
@@ -76,7 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
-    """A line for each setting that cannot work."""
+    """One line for each invalid setting."""
     found = []
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         found.append(f"--host {host}: others can reach it, so set the environment variable {TOKEN_VARIABLE}")
@@ -91,7 +91,7 @@ def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
 
 
 def check_address(host: str, port: int) -> None:
-    """Raise ValueError if nobody can listen there: found before the model is loaded."""
+    """Raise ValueError if the address cannot be bound; checked before the model is loaded."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
@@ -106,7 +106,7 @@ def check_address(host: str, port: int) -> None:
             if error.errno == errno.EADDRINUSE:
                 raise ValueError(f"--port {port}: is in use; end the program that has it, or name another") from error
             problems.append(error.strerror)
-    if len(problems) == len(found):  # of localhost, one address of several may be missing
+    if len(problems) == len(found):  # localhost may resolve to addresses that are not all available
         raise ValueError(f"--host {host} --port {port}: cannot listen there ({problems[0]})")
 
 
@@ -117,10 +117,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def serve_model(options: argparse.Namespace) -> int:
-    """Load the model and serve it until a signal comes; the exit status."""
+    """Load the model and serve it until a signal arrives; returns the exit status."""
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
     room = allow_files(limits.max_connections + OTHER_FILES) - OTHER_FILES
-    if limits.max_connections > room:  # beyond the limit of files, accepting a connection would fail for everyone
+    if limits.max_connections > room:  # at the file limit, accept() fails for every client
         print(f"warning: --max_connections {limits.max_connections}: this system allows {room}", file=sys.stderr)
         limits = dataclasses.replace(limits, max_connections=max(room, 1))
     accelerator = get_accelerator()
@@ -163,7 +163,7 @@ async def serve_until_signal(server: RewardServer, *, host: str, port: int, shut
 
 
 def allow_files(wanted: int) -> int:
-    """Let this process open so many files, or as many as the system allows; how many that are."""
+    """Raise the limit of open files to `wanted` if the system allows; returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)

@@ -1,6 +1,6 @@
-"""Two iterations of every algorithm, and an evaluation, on any number of ranks: `python algorithm_ranks.py FOLDER`.
+"""Rank program: two iterations of every algorithm, and an evaluation: `python algorithm_ranks.py FOLDER`.
 
-The first rank writes what came out to FOLDER/algorithms.pt; tests compare it with one process.
+The first rank writes the results to FOLDER/algorithms.pt; tests compare them with one process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
 
 
 def scenario(root: Path, algorithm: str) -> dict[str, Any]:
-    """Batches of all ranks together are the same for 1 and 2 ranks."""
+    """Global batches are the same for 1 and 2 ranks."""
     ranks = collectives.world_size()
     stage, accumulation, changes = CASES[algorithm]
     stage, accumulation = (stage, accumulation) if ranks > 1 else (0, 1)
@@ -49,7 +49,7 @@ def scenario(root: Path, algorithm: str) -> dict[str, Any]:
         found["trained"] += [float(collectives.sum_over_ranks(part.trained.sum())) for part in parts]
         if trainer.ppo.ref_refresh_interval:
             trainer.engine.refresh_reference()
-    if algorithm == "grpo":  # 7 rows in batches of 4: on 2 ranks the last leaves a rank with a row less
+    if algorithm == "grpo":  # 7 rows in batches of 4: on 2 ranks, one rank has a row less in the last batch
         rows = eval_rows(trainer, QUESTIONS[:7])
         found["evaluation"], samples = evaluate(
             trainer, rows, batch_size=4 // ranks, max_batches=0, num_samples=3, success_score=0.2, answer="text"

@@ -1,4 +1,4 @@
-"""Tiny random models of the causal language models that transformers has, built from the fields of their configs."""
+"""Tiny random models of transformers' causal language models, built from the fields of their configs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LATENT = {"num_key_value_heads": 4}
 _PADDED = {"pad_token_id": 1}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
 _CONV = {"layer_types": ["conv", "full_attention"] * 2}
-# What a config needs beside, and what makes a model show all it can do.
+# Additional fields that a config needs, or that enable optional parts of a model.
 _OWN = {
     "bart": {"pad_token_id": 0},
     "bamba": {"attn_layer_indices": [1, 3]},
@@ -111,7 +111,7 @@ def tiny_config(kind: str, **changes: object) -> transformers.PreTrainedConfig:
 
 
 def tiny_architecture(kind: str, **changes: object) -> transformers.PreTrainedModel:
-    """A random causal language model in evaluation mode; vectors are shaken, so that norms are not all ones."""
+    """A random causal language model in eval mode; vectors are perturbed, so that norm weights are not all ones."""
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(kind, **changes)).eval()
     with torch.no_grad():

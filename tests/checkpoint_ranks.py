@@ -1,4 +1,4 @@
-"""A program of two ranks for test_checkpoint.py: `checkpoint_ranks.py FOLDER`, a run's output folder."""
+"""Two-rank program for test_checkpoint.py: `checkpoint_ranks.py FOLDER`, a run's output folder."""
 
 import random
 import sys
@@ -23,7 +23,7 @@ def also(folder: Path) -> None:
 
 def main() -> None:
     launch.join(seed=1)
-    launch.seed_all(collectives.rank())  # ranks may stand at different places of their random numbers
+    launch.seed_all(collectives.rank())  # ranks may have different random states
     np.random.randn()  # leaves a second normal number cached
     first = checkpoint.save(FOLDER, 1, engines={}, state={"step": 1, "rows": 9}, keep=5, also=also)
     expected = draw()
@@ -34,7 +34,7 @@ def main() -> None:
     assert draw() == expected
     assert collectives.all_gather_objects(expected)[0] != collectives.all_gather_objects(expected)[1]
     collectives.barrier()
-    # Damage is seen by the main rank, and every rank gets its answer.
+    # The main rank detects the damage and broadcasts the result.
     if collectives.is_main():
         for path in FOLDER.glob("checkpoints/*/state.json"):
             path.write_text("{}")

@@ -1,11 +1,11 @@
-"""What every test shares: quiet threads, no network, a reason for skipped GPU tests, a tiny tokenizer and Llama."""
+"""Shared fixtures and settings: thread limits, offline mode, skip reasons of GPU tests, tiny tokenizer and Llama."""
 
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Before torch is imported anywhere: it reads these once. Programs that the tests start inherit them.
+# Set before torch is imported, which reads these once; subprocesses of the tests inherit them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -1,6 +1,6 @@
-"""Dynamic sampling on any number of ranks: `python dynamic_ranks.py FOLDER`, models and reward.py in it.
+"""Rank program: dynamic sampling: `python dynamic_ranks.py FOLDER`, with models and reward.py inside.
 
-The first rank writes what every case dealt out to FOLDER/dynamic.json; tests compare it with one process.
+The first rank writes the minibatches of every case to FOLDER/dynamic.json; tests compare them with one process.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.training_loop import PPORun
 
 SIZE, SLOTS = 3, 8  # responses to a prompt, prompts of an iteration
-QUESTIONS = [f"What is {i} plus {i * i}?" for i in range(20)]  # two iterations and a rest that is left out
-# Which prompts score alike, whatever is answered: by the number of their row
+QUESTIONS = [f"What is {i} plus {i * i}?" for i in range(20)]  # two iterations and a skipped rest
+# Prompts whose responses all get the same score: by row number
 CASES: dict[str, dict[str, Any]] = {
     "a third": {"reward": "third", "dynamic_sampling": 3},
     "nearly all": {"reward": "most", "dynamic_sampling": 2},
@@ -67,7 +67,7 @@ def make_run(root: Path, case: str) -> PPORun:
 
 
 def scenario(root: Path, case: str) -> dict[str, Any]:
-    """What three iterations deal out: (score, trained, advantage) of every row of all ranks, minibatch by minibatch."""
+    """Three iterations: (score, trained, advantage) of every row of all ranks, minibatch by minibatch."""
     run = make_run(root, case)
     found: dict[str, Any] = {"minibatches": [], "prompts_consumed": [], "samples": [], "sums": []}
     for number in range(3):

@@ -1,4 +1,4 @@
-"""A program of one or two ranks for test_engines.py: optimizer steps against plain torch on the whole batch."""
+"""Program of one or two ranks for test_engines.py: optimizer steps against plain torch on the whole batch."""
 
 import itertools
 from functools import partial

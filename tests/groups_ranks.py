@@ -1,4 +1,4 @@
-"""Ranks of test_groups.py: the groups that four ranks make, and what is summed over them."""
+"""Rank program of test_groups.py: the process groups of four ranks, and reductions over them."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A program of several ranks for test_launch.py: `launch_ranks.py CASE FOLDER`."""
+"""Multi-rank program for test_launch.py: `launch_ranks.py CASE FOLDER`."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ def main_first() -> None:
             if collectives.is_main():
                 raise KeyError("the first one fails")
     except KeyError:
-        assert collectives.is_main()  # and the other one was let go
+        assert collectives.is_main()  # and the other rank continued
 
 
 def mistake() -> None:
@@ -59,7 +59,7 @@ def fault() -> None:
 
 
 def fault_of_one() -> None:
-    """Rank 1 fails while rank 0 does something that knows nothing of it, and while rank 2 waits for both."""
+    """Rank 1 fails while rank 0 runs unrelated code and rank 2 waits for both."""
     launch.join(seed=5)
     collectives.barrier()
     if collectives.rank() == 1:
@@ -77,7 +77,7 @@ def mistake_of_one() -> None:
 
 
 def terminated() -> None:
-    """A signal to one rank before the loop, which would capture it, has begun."""
+    """A signal to one rank before the training loop, which would capture it, has started."""
     launch.join(seed=5)
     collectives.barrier()
     if collectives.rank() == 1:
@@ -87,7 +87,7 @@ def terminated() -> None:
 
 
 def gathered() -> None:
-    """What is gathered for the main rank only, and what comes from it."""
+    """Collectives that gather to the main rank only, and broadcasts from it."""
     launch.join(seed=5)
     found = collectives.gather_lists_to_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
     assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if collectives.is_main() else [])

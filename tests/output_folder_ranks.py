@@ -1,4 +1,4 @@
-"""Two ranks for test_output_folder.py: first with one folder, then each with its own, as on two nodes."""
+"""Two-rank program for test_output_folder.py: first with one folder, then with one per rank, as on two nodes."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The relatives of PPO once more, in plain torch and transformers: one unpadded row at a time, nothing of dschat in it.
+"""Reference implementation of the other algorithms in plain torch and transformers: one unpadded row at a time.
 
-Settings are a plain dict with the names of the flags; rows and forward passes are those of plain_ppo.
+Settings are a dict with the flag names; rows and forward passes are those of plain_ppo. Does not import dschat.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: P
         if algorithm == "remax":
             baseline = worth(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
         centred = rewards.clone()
-        centred[-1] -= baseline  # where the score stands
+        centred[-1] -= baseline  # the token that carries the score
         returns = [sum(s["gamma"] ** (k - t) * centred[k] for k in range(t, length)) for t in range(length)]
         return torch.stack(returns)
     if algorithm == "rloo":
@@ -116,7 +116,7 @@ def _per_token(new: Tensor, row: Row, s: Settings) -> Tensor:
 
 
 def losses(rows: list[Row], actor: PreTrainedModel, s: Settings) -> tuple[Tensor, Tensor]:
-    """The policy loss alone, and all that is minimised, over the rows that are learnt from."""
+    """The policy loss, and the total loss, over the trained rows."""
     tokens = sum(len(row.response) for row in rows)
 
     def mean(values: list[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""PPO once more, in plain torch and transformers: one unpadded row at a time, nothing of dschat in it."""
+"""Reference implementation of PPO in plain torch and transformers: one unpadded row at a time, without dschat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Settings:
 
 @dataclass
 class Row:
-    """One conversation: P prompt ids, T response ids, and what is known of each response token."""
+    """One conversation: P prompt ids, T response ids, and tensors per response token (`known`)."""
 
     prompt: Tensor
     response: Tensor
@@ -39,7 +39,7 @@ def logprobs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[Tens
 
 
 def score(classifier: PreTrainedModel, ids: Tensor) -> Tensor:
-    """[1]: the head at the last id. The classifier's own forward would look for the last id that is not the pad id."""
+    """[1]: the head at the last id. The classifier's own forward would use the last id that is not the pad id."""
     return classifier.score(classifier.base_model(ids[None]).last_hidden_state[0, -1])
 
 
@@ -80,7 +80,7 @@ def whitened(rows: list[Row]) -> list[Tensor]:
 
 def losses(rows: list[Row], actor: PreTrainedModel, critic: PreTrainedModel, advantages: list[Tensor],
            settings: Settings) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Policy and value loss over all tokens of the rows, weighed by what is known as "weights" (1 where nothing is)."""
+    """Policy and value loss over all tokens of the rows, weighted by `known["weights"]` (default 1)."""
     tokens = sum(len(row.response) for row in rows)
     policy, value = torch.zeros(()), torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):

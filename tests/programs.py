@@ -1,8 +1,8 @@
-"""Programs of several processes for tests, without the seconds that each process takes to import torch and DeepSpeed.
+"""Runs multi-process programs for tests from a fork server, to avoid importing torch and DeepSpeed in every process.
 
 `python tests/programs.py` imports what the steps import and waits. For every JSON line on its standard input it forks
-one process a rank, which runs a script as `__main__` in the environment that torchrun would give it (one rank alone
-gets none: that is plain `python`). `Programs` is the other end, for tests; conftest.py has it as a fixture.
+one process per rank, which runs a script as `__main__` in the environment that torchrun would set (a single rank gets
+none, as with plain `python`). `Programs` is the client for tests; conftest.py provides it as a fixture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RUNG_OUT = 300  # seconds until a program counts as hung
 
 
 class Programs:
-    """Starts programs, one at a time. Use it as a context manager."""
+    """Client of the fork server; runs one program at a time. Use it as a context manager."""
 
     def __enter__(self) -> Programs:
         # A test that joined a group in this process has left its rank and port in the environment.
@@ -49,12 +49,12 @@ class Programs:
 
     def run(self, script: Path, argv: list[Any], *, processes: int = 1, log: Path, code: int | None = 0,
             kill_when: Callable[[], bool] | None = None, environment: dict[str, str] | None = None) -> str:  # fmt: skip
-        """Run a script on so many processes to its end; what it printed is the answer and the content of `log`.
+        """Run a script on this many processes to its end; returns its output, which is also written to `log`.
 
         Args:
             code: the exit status that every process must have; None: every process must fail somehow.
-            environment: what every process has in its environment, besides.
-            kill_when: asked all the time; when it says True, SIGKILL ends every process, and that must have worked.
+            environment: additional environment variables of every process.
+            kill_when: polled; when it returns True, every process gets SIGKILL and must die from it.
         """
         order = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log),
                  "environment": environment or {}}  # fmt: skip
@@ -76,7 +76,7 @@ class Programs:
 
 
 def _runs(pid: int) -> bool:
-    """True while the process is neither gone nor a zombie that its parent has yet to ask for."""
+    """True while the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -91,7 +91,7 @@ def _free_port() -> int:
 
 def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the protocol
     # Imported once for all programs, before any thread or process group exists: such a process can be forked.
     import deepspeed  # noqa: F401
     import peft  # noqa: F401
@@ -146,7 +146,7 @@ def _be_rank(order: dict[str, Any], environment: dict[str, str]) -> None:
 
 
 def _codes(pids: list[int]) -> list[int]:
-    """Exit statuses; as launchers do, the others are ended soon after one failed, and all when they hang."""
+    """Exit statuses; like launchers, terminates the others soon after one fails, and all of them on a timeout."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + RUNG_OUT
     while len(codes) < len(pids):

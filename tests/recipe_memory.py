@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU of a recipe, by the arithmetic that training/step3_rlhf_finetuning/README.md writes down."""
+"""Bytes on the fullest GPU of a recipe, by the formulas of training/step3_rlhf_finetuning/README.md."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def frozen(shape: Shape, *, stage: int, gpus: int, offload: bool) -> float:
 
 
 def activations(shape: Shape, *, sequences: int, tokens: int, checkpointing: bool) -> float:
-    """What a forward pass keeps for backward, and one chunk of logits (1,024 rows, bf16 and three float32 copies)."""
+    """Activations saved for backward, and one chunk of logits (1,024 rows, bf16 and three float32 copies)."""
     layer = 34 * shape.hidden + 8 * shape.mlp  # bytes a token
     kept = layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
     return sequences * tokens * kept + 1024 * shape.vocabulary * 14
 
 
 def rollout(shape: Shape, *, sequences: int, tokens: int, stage: int, lora: int) -> float:
-    """A whole copy of the actor where its live weights are in pieces or need adapters folded in, and the KV cache."""
+    """A full copy of the actor if its weights are partitioned or need LoRA merging, and the KV cache."""
     copy = BF16 * shape.parameters if stage == 3 or lora else 0
     return copy + sequences * tokens * 2 * BF16 * shape.kv * shape.layers

@@ -1,4 +1,4 @@
-"""Two rollouts scored and normalised by the ranks of a run, as a JSON file: reward_ranks.py FOLDER."""
+"""Rank program: scores and normalises two rollouts, written as JSON: reward_ranks.py FOLDER."""
 
 import json
 import sys

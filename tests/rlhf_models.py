@@ -1,4 +1,4 @@
-"""The models of RLHF, tiny and random: their folders, and engine and trainer over them as step 3 builds them."""
+"""Tiny random RLHF models: their folders, and engine and trainer built as in step 3."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a", "Of course", "Is 
 
 @contextmanager
 def group_of_one() -> Iterator[None]:
-    """This process as a run of one rank; environment and process group are gone afterwards."""
+    """This process as a run of one rank; resets environment and process group afterwards."""
     before = dict(os.environ)
     try:
         launch.join(seed=0)
@@ -46,8 +46,8 @@ def group_of_one() -> Iterator[None]:
 def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> Path:
     """root/actor and root/reward.
 
-    A sixth of the vocabulary ends a response, so that some do end. Embeddings have over 10,000 weights, so that they
-    are partitioned under ZeRO-3, while all other parameters are small enough to stay.
+    A sixth of the vocabulary are stop tokens, so that some responses end. Embeddings have over 10,000 weights, so that
+    ZeRO-3 partitions them, while all other parameters stay below its persistence threshold.
     """
     tokenizer = make_tokenizer(eos="<|im_end|>", pad="<pad>", template=CHATML)
     for seed, (name, auto) in enumerate(
@@ -108,9 +108,9 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
 def relative_distance(
     found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> float:
-    """How far training ended from where it should have, as a share of the way it should have gone.
+    """Distance between actual and expected weights, relative to the distance of the expected update.
 
-    Not weight by weight: Adam makes whole steps of gradients that are nothing but rounding.
+    Not compared per weight: Adam takes full steps even on gradients that are pure rounding error.
     """
     assert found.keys() == expected.keys() == start.keys()
     found, expected, start = ({name: x.detach() for name, x in w.items()} for w in (found, expected, start))
@@ -120,7 +120,7 @@ def relative_distance(
 
 
 def prompts_of(trainer: DeepSpeedPPOTrainer, questions: Sequence[str] = QUESTIONS) -> dict[str, list]:
-    """What collate_prompts makes of these questions."""
+    """These questions as a batch of collate_prompts."""
     messages = [[{"role": "user", "content": question}] for question in questions]
     return {
         "prompts": [encode_prompt(trainer.tokenizer, chat) for chat in messages],
@@ -142,7 +142,7 @@ def eval_rows(trainer: DeepSpeedPPOTrainer, questions: Sequence[str]) -> Dataset
 def one_iteration(
     trainer: DeepSpeedPPOTrainer, questions: Sequence[str], *, minibatch_size: int, ppo_epochs: int
 ) -> tuple[list[Experience], list[dict[str, float]]]:
-    """As step 3 goes through an iteration: this rank's rollout batches and the metrics of every update."""
+    """One iteration as in step 3: this rank's rollout batches and the metrics of every update."""
     batch = trainer.rollouts.per_device_generation_batch_size
     share = rank_share(
         range(len(questions)), rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=batch

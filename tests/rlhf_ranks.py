@@ -1,6 +1,6 @@
-"""Evaluation, an iteration of PPO and the moving average on any number of ranks: `python rlhf_ranks.py FOLDER STAGES`.
+"""Rank program: evaluation, an iteration of PPO and the EMA: `python rlhf_ranks.py FOLDER STAGES`.
 
-On several ranks the first one writes what came out to FOLDER/<stage>.pt; tests compare it with one process.
+On several ranks the first one writes the results to FOLDER/<stage>.pt; tests compare them with one process.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from dschat.rlhf.evaluation import evaluate
 
 
 def number_of(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-    """A judge that knows every row apart."""
+    """A judge with a different score for every row."""
     return [2.0 ** row["number"] for row in rows]
 
 
 def scenario(root: Path, stage: int) -> dict[str, Any]:
-    """Batches of all ranks together are the same for 1 and 2 ranks."""
+    """Global batches are the same for 1 and 2 ranks."""
     ranks = collectives.world_size()
     trainer = make_trainer(
         root, actor_zero_stage=stage, critic_zero_stage=stage, judge=number_of, enable_ema=True, ema_decay=0.5,
@@ -42,7 +42,7 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
     found["one batch on each device"] = len(samples)
     _, found["updates"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=2)
     honest = trainer.ppo, trainer.rollouts
-    # The decoder's own log-probs, of a truncated distribution: a gap that is more than rounding.
+    # The decoder's log-probs of a truncated distribution: a mismatch larger than rounding.
     trainer.ppo, trainer.rollouts = replace(honest[0], old_logprobs="rollout"), replace(honest[1], top_k=4)
     _, found["updates of the decoder's"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=1)
     trainer.ppo, trainer.rollouts = honest

@@ -1,4 +1,4 @@
-"""The training commands that a shell script would really run: it runs, with stand-ins for every program it starts."""
+"""Extracts the training commands a shell script runs, by running it with stubs for all programs it starts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Command:
         return self.program.parent.name
 
     def parsed(self, *more: str) -> Any:
-        """The settings, with more flags laid over. Raises SettingsError as the program would."""
+        """The parsed settings, with additional flags. Raises SettingsError like the program."""
         name = self.program.stem if self.program.stem == "make_preferences" else self.step
         return parse(SETTINGS[name], [*self.arguments, *more], description="")
 
@@ -71,10 +71,10 @@ class Command:
 
 
 def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
-    """Run a bash script's text in `folder`, where the repository's own folders are linked in, and note what it starts.
+    """Run a bash script's text in `folder`, with the repository's folders linked in, and record what it starts.
 
     Raises:
-        AssertionError: the script fails, or the launcher does not take its arguments.
+        AssertionError: the script fails, or the launcher rejects its arguments.
     """
     stand_ins = folder / "stand-ins"
     (stand_ins / "bin").mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Kill step 3 again and again, at random moments, and compare what comes of it with a run that was left in peace.
+"""Soak test: kill step 3 repeatedly at random moments and compare its results with an uninterrupted run.
 
     bash scripts/quickstart.sh
     python tests/soak.py output/quickstart/ppo --kills 30 --output output/soak
@@ -72,7 +72,7 @@ def main() -> None:
     while True:
         before, started = progress(broken), time.monotonic()
         process = start(command(options.run, broken), output / "broken.log")
-        # First something new must be saved, or the run would never come to its end; then chance decides.
+        # Wait for a new checkpoint first, or the run would never finish; then kill at a random time.
         while process.poll() is None and progress(broken) == before:
             time.sleep(0.05)
         deadline = time.monotonic() + chance.uniform(0, 0.5 * whole / max(options.kills, 1))

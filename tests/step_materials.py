@@ -1,4 +1,4 @@
-"""What the tests of the steps train on: a tiny actor and reward models in folders, small data files, and readers."""
+"""Fixtures of the step tests: tiny actor and reward model folders, small data files, and readers of outputs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def write_materials(folder: Path, other_tokenizer: PreTrainedTokenizerBase) -> N
     ensure_chat_template(tokenizer)
     actor = tiny_llama(LlamaForCausalLM, tokenizer, seed=0)
     with torch.no_grad():
-        actor.lm_head.weight[tokenizer.eos_token_id] *= 4  # so that some responses end early and others do not
+        actor.lm_head.weight[tokenizer.eos_token_id] *= 4  # so that only some responses end early
     actor.save_pretrained(folder / "actor")
     tokenizer.save_pretrained(folder / "actor")
     for name, own in {"reward": tokenizer, "other_reward": other_tokenizer}.items():
@@ -66,10 +66,10 @@ def write_rows(path: Path, rows: list[dict]) -> Path:
 
 def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero: int = 2, accumulation: int = 1,
           **others: Any) -> list[str]:  # fmt: skip
-    """The command line of a short run whose global batch is the same however it is cut.
+    """The command line of a short run whose global batch does not depend on how it is split.
 
     Args:
-        others: further flags, laid over these; None takes a flag away.
+        others: further flags, which override these; None removes a flag.
     """
     share = GLOBAL_BATCH // processes
     values: dict[str, Any] = {

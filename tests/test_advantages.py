@@ -1,4 +1,4 @@
-"""KL estimates, token rewards and GAE against hand arithmetic, exact expectations and a loop over compact sequences."""
+"""KL estimators, token rewards and GAE against hand arithmetic, exact expectations and a loop over unpadded rows."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Every algorithm on tiny models against a second one in plain torch; what is learnt from, and what never moves."""
+"""Every algorithm on tiny models against a reference in plain torch; which tokens train, which weights stay fixed."""
 
 import copy
 import math
@@ -105,7 +105,7 @@ def test_experience_and_updates_equal_the_plain_algorithm_row_by_row(folder, alg
             found = getattr(experience, name)[number]
             torch.testing.assert_close(found[mask], row.known[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
             assert not found[~mask].any(), name
-    # A decoder that is off by e^0.1 and e^−0.2 in turn, where it is corrected
+    # A decoder with alternating mismatch e^0.1 and e^−0.2, where it is corrected
     if trainer.policy_objective.corrects_rollouts:
         off = torch.tensor([0.1, -0.2, 0.1, -0.2, 0.1, -0.2])[: experience.response_mask.shape[1]]
         experience.rollout_logprobs = experience.old_logprobs - off

@@ -1,4 +1,4 @@
-"""What the answer of a text is, pass@k and majority: against hand counts and brute force."""
+"""Answer extraction, pass@k and majority vote, against hand counts and brute force."""
 
 from fractions import Fraction
 from itertools import combinations

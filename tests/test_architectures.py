@@ -1,4 +1,4 @@
-"""Rollouts of many architectures: equal to transformers' greedy generate of each prompt alone, or refused."""
+"""Rollouts of many architectures: equal to transformers' greedy generate of each prompt alone, or rejected."""
 
 import warnings
 

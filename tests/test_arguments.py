@@ -1,4 +1,4 @@
-"""The groups of flags: names that users know, groups that fit together, and bad values that are refused early."""
+"""Argument groups: flag names, compatible groups, and early rejection of invalid values."""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""scripts/benchmark/algorithms.py: every run it would start is one that the programs accept, and means are means."""
+"""scripts/benchmark/algorithms.py: the programs accept every run it starts, and its means are correct."""
 
 import sys
 from pathlib import Path

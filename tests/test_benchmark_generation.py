@@ -1,4 +1,4 @@
-"""The benchmark of the generation engine: its arithmetic, its fairness, and one small run of it."""
+"""The benchmark of the generation engine: its arithmetic, equal conditions for contenders, and one small run."""
 
 import json
 import math

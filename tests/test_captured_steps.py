@@ -1,4 +1,4 @@
-"""Captured steps: kept while their tensors stay, dropped when these move; captures that fail; waits of the host."""
+"""Captured decoding steps: reuse, invalidation when tensors move, failed captures, and host synchronisations."""
 
 import contextlib
 
@@ -44,7 +44,7 @@ def test_rollouts_of_the_same_kind_are_recorded_once(recordings, pinned):
     before = len(recordings)
     assert before > 0
     with torch.no_grad():
-        model.lm_head.weight.mul_(-1)  # as an optimizer step writes: in place
+        model.lm_head.weight.mul_(-1)  # in place, like an optimizer step
     second = rollout(actor)
     assert len(recordings) == before
     assert second.responses() == rollout(HybridEngine(model, without=["graphs"])).responses() != first.responses()
@@ -293,7 +293,7 @@ def test_the_host_waits_once_a_look_and_streaming_alone_asks_for_more(monkeypatc
         assert sampled(plain, prompts, **settings).responses() == expected
     groups = 1 if slots is None else 4
     assert len(looks) == groups * (1 + 5), "40 steps of each group after its first token, a look every 8 of them"
-    # Beside the looks: the checks of the finished rollout, and its size.
+    # Besides the host syncs: the checks of the finished rollout, and its size.
     assert waits.count <= len(looks) + 4
 
 

@@ -172,7 +172,7 @@ def test_an_export_stops_at_the_end_of_a_turn_though_the_eos_is_another_token(tm
         exported.lm_head.weight.zero_()
         exported.model.norm.weight.zero_()
         exported.lm_head.bias = torch.nn.Parameter(torch.zeros(len(exported.lm_head.weight)))
-        exported.lm_head.bias[end_of_turn] = 1.0  # what it always says
+        exported.lm_head.bias[end_of_turn] = 1.0  # always generates this
     assert exported.generate(torch.tensor([[5, 6]]), max_new_tokens=5).tolist() == [[5, 6, end_of_turn]]
 
 

@@ -1,4 +1,4 @@
-"""scripts/chain_sum: worked sums are right, exams ask nothing that was practised, the chat template loses one block."""
+"""scripts/chain_sum: correct worked sums, unseen exam questions, and removal of the system prompt block."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Talking with a model: streaming text, history, context limits, interruption."""
+"""scripts/chat.py: streamed text, history, context limits, interruption."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of the families that people train: spans of assistant turns, tools, system prompts."""
+"""Chat templates in the style of common model families: spans of assistant turns, tools, system prompts."""
 
 import pytest
 from tiny_tokenizers import make_tokenizer

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, what spoils it, and which ones are kept; for engines, test_steps.py kills and resumes."""
+"""Checkpoint contents, damage detection and retention; test_steps.py kills and resumes real engines."""
 
 import json
 import os

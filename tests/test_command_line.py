@@ -1,4 +1,4 @@
-"""Flags, YAML beneath them, and every mistake in one message."""
+"""Command line and YAML settings, with all mistakes reported in one message."""
 
 import dataclasses
 from dataclasses import dataclass

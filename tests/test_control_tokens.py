@@ -1,4 +1,4 @@
-"""Contents that spell control tokens stay text; everything else is encoded as ever."""
+"""Control-token strings inside contents are encoded as text; everything else is encoded as before."""
 
 import json
 from collections import Counter
@@ -57,7 +57,7 @@ def test_contents_without_control_tokens_have_the_ids_of_plain_transformers(fami
         assert encode_conversation(tokenizer, messages) == expected
         prompt, answer = encode_answer(tokenizer, messages[:-1], messages[-1]["content"])
         assert prompt == encode_prompt(tokenizer, messages[:-1]) and prompt + answer == expected[0]
-        # The copy that keeps control tokens apart would say the same.
+        # The tokenizer copy with private names would give the same.
         guarded = ChatRenderer(tokenizer, None, control_tokens(tokenizer), True)
         assert guarded.ids(guarded.conversation(messages))[: len(expected[0])] == expected[0]
 

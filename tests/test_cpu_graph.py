@@ -1,4 +1,4 @@
-"""Operations recorded once and done again on the same tensors."""
+"""CPU graphs: operations recorded once and replayed on the same tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The C++ operations of a decoding step against loops in float64 and against sampling.sample_tokens."""
+"""The C++ operations of a decoding step against float64 loops and against sampling.sample_tokens."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Code that a model brings along runs only with --trust_remote_code, and nobody is asked on standard input."""
+"""Model code runs only with --trust_remote_code, without a prompt on standard input."""
 
 import ast
 import importlib.util

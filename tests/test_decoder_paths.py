@@ -1,4 +1,4 @@
-"""Tokens through everything a rollout may run: captured steps, fused layers, slots, weights layer by layer."""
+"""Tokens on all rollout paths: captured steps, fused layers, decode batches, layerwise weights."""
 
 import pytest
 import torch
@@ -170,7 +170,7 @@ def test_flat_copies_lie_apart_and_stay_where_they_are_while_pinned():
 
 
 def test_log_probs_in_bfloat16_are_near_those_of_a_full_forward():
-    """Weights as models start with them: rounding, and nothing else, may stand between the two."""
+    """Weights at their usual initial scale: the two may differ by rounding only."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,

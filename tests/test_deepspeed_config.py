@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration that the flags of a step become."""
+"""The DeepSpeed configuration built from a step's flags."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Groups that teach nothing make room for later prompts: which prompts, how often, and the same on two ranks."""
+"""Dynamic sampling: groups without signal are replaced by later prompts, identically on two ranks."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""One optimizer step is the same whatever cut the batch takes; see engine_ranks.py for the law itself."""
+"""An optimizer step does not depend on how the batch is split; the test itself is in engine_ranks.py."""
 
 from pathlib import Path
 

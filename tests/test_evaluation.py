@@ -1,4 +1,4 @@
-"""Means over rollouts are means over responses and tokens, whatever the batches; the same actor gets the same numbers.
+"""Evaluation: means are over responses and tokens, independent of batches, and deterministic for the same actor.
 
 Two ranks are compared with one in test_rlhf_engine.py.
 """
@@ -64,7 +64,7 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     expected["response_length"] = sum(counts) / 8
     expected |= {"responses": 8, "reward_reward": expected["score"]}
     expected["judge"] = sum(len(sample["response"]) for sample in samples) / 8
-    samples[0]["judge"] = None  # of one that the judge left out, the mean is over the others
+    samples[0]["judge"] = None  # None from the judge: the mean is over the others
     whole = RolloutResult(Experience.concatenate(parts), samples, Timings())
     partly = experience_metrics([experience_sums(whole, judged=True)])
     assert partly["judge_missing"] == 1
@@ -87,7 +87,7 @@ def test_log_probs_of_the_decoder_say_nothing_of_the_gap_and_estimate_the_entrop
     assert len(gap) == 3 and recomputed.keys() - decoders.keys() == gap and not decoders.keys() - recomputed.keys()
     same = recomputed.keys() - gap - {"entropy"}
     assert {name: decoders[name] for name in same} == pytest.approx({name: recomputed[name] for name in same}, abs=1e-5)
-    # −log q has the entropy as its mean and some 1 nat of deviation: about 0.2 in the mean of these 30 tokens.
+    # −log q has the entropy as its mean and about 1 nat of deviation: about 0.2 in the mean of these 30 tokens.
     assert decoders["entropy"] == pytest.approx(recomputed["entropy"], abs=0.6) and decoders["entropy"] > 1
 
 

@@ -1,4 +1,4 @@
-"""Experiences are cut and dealt out without losing a token, the same way on any number of ranks."""
+"""Experiences are split and distributed without losing a token, identically on any number of ranks."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Real runs that are killed, stopped, starved and spoiled: what is lost (nothing), and what is said of it."""
+"""Fault injection on real runs (killed, stopped, starved, damaged): nothing is lost, and clear errors are reported."""
 
 import contextlib
 import fcntl
@@ -73,7 +73,7 @@ def assert_same_run(output: Path, unbroken: Path, step: str) -> None:
         assert (output / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
 
 
-# Where a save is killed, and the how-manieth time: the second save writes the third and fourth file of DeepSpeed's.
+# Failpoints in a save, with their count: the second save writes the third and fourth file of DeepSpeed.
 STAGES = {
     "begin": 2, "writing": 3, "one_written": 3, "model": 2, "written": 2, "digested": 2, "manifest": 2, "renamed": 2,
     "pointed": 2, "pruning": 1,
@@ -300,7 +300,7 @@ def test_kl_that_reaches_its_bound_ends_the_run_with_an_export(run, tmp_path):
 
 
 def test_a_rank_that_hangs_is_named_with_its_phase(programs, materials, tmp_path):
-    # Long enough for a phase of a busy machine, or that would be what ends the run.
+    # Long enough for a phase on a busy machine, so that the watchdog does not end the run.
     argv = flags("ppo", materials, tmp_path / "run", processes=2, collective_timeout=12)
     text = programs.run(
         MAINS["ppo"], argv, processes=2, log=tmp_path / "log", code=None,

@@ -1,4 +1,4 @@
-"""Evaluation of the one-model steps; training itself is tested by running the steps (test_steps.py)."""
+"""Evaluation of the single-model steps; training itself is tested by running the steps (test_steps.py)."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LENGTHS = [3, 9, 1, 7, 5, 2, 8, 4, 6, 10, 11]
 
 
 class Scale(nn.Module):
-    """Stands where an engine stands: a module that knows its device."""
+    """Engine stub: a module with a device."""
 
     device = torch.device("cpu")
 

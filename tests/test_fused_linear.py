@@ -1,4 +1,4 @@
-"""Linear layers that share an input, run as one product."""
+"""Linear layers with a common input, computed as one matrix product."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which modules a kernel stands for, and that it gives what they give."""
+"""Modules replaced by fused kernels, and the equality of their outputs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The decoder against transformers' generate and against full forwards, on tiny random models of many architectures."""
+"""The decoder against transformers' generate and full forward passes, on tiny random models of many architectures."""
 
 import warnings
 
@@ -55,7 +55,7 @@ ARCHITECTURES = {
 }
 # One token, equal prompts, ids 0 and 1 that serve as pad and EOS elsewhere.
 PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [0, 0]]
-EOS = list(range(0, 97, 7))  # so many that some response ends early
+EOS = list(range(0, 97, 7))  # enough stop tokens that some response ends early
 GREEDY = SamplingParams(temperature=0)
 
 
@@ -98,7 +98,7 @@ def test_greedy_tokens_equal_transformers_generate_with_and_without_an_eos(name)
     assert rollout.responses() == expected
     assert not rollout.ended.any()
 
-    eos = expected[2][4]  # greedy decoding really says it, in mid-response
+    eos = expected[2][4]  # greedy decoding really generates it, in mid-response
     rollout = sampled(decoder, sampling=GREEDY, eos_token_ids=[96, eos], pad_token_id=eos)
     expected = [cut_at(cut_at([row], eos), 96)[0] for row in expected]
     assert rollout.responses() == expected

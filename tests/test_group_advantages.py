@@ -1,4 +1,4 @@
-"""Advantages without a critic, penalties and the price of KL: by hand, and against loops over plain lists."""
+"""Critic-free advantages, penalties and the KL coefficient: by hand, and against loops over plain lists."""
 
 import math
 import random
@@ -89,7 +89,7 @@ def test_group_advantages_equal_exact_fractions_and_what_is_not_known_was_never_
         rewards = torch.tensor([[random.randint(-64, 64) / 8 for _ in range(6)] for _ in range(count)])
         known = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
         assert not missing or not known.all()
-        rewards[~known] = 1e9  # whatever stands there
+        rewards[~known] = 1e9  # arbitrary values
         found = ESTIMATORS[name](
             rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=known if missing else None
         )

@@ -1,4 +1,4 @@
-"""Data parallel and sequence parallel ranks of four processes."""
+"""Data parallel and sequence parallel groups of four processes."""
 
 import json
 from pathlib import Path

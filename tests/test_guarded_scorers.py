@@ -1,4 +1,4 @@
-"""What a model answers is scored and never run, though several scorers of reasoning-gym call eval on it."""
+"""Model answers are scored but never executed, although several reasoning-gym scorers call eval on them."""
 
 import subprocess
 import sys

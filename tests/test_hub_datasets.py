@@ -1,4 +1,4 @@
-"""Rows of each known data set, written by hand in its schema, and what our three kinds of record make of them."""
+"""Hand-written rows of each supported hub dataset, and the records that they are parsed to."""
 
 import json
 

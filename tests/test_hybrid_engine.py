@@ -1,4 +1,4 @@
-"""The switch between training and generation: what it lends, what it gives back, and that it never writes."""
+"""Switching between training and generation: borrowed weights, freed memory, and unchanged parameters."""
 
 import copy
 from pathlib import Path

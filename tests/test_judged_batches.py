@@ -1,4 +1,4 @@
-"""Judged batches on disk: nothing that was judged is lost, nothing half written is taken, nothing finished replaced."""
+"""Judged batches on disk: no judged batch is lost, no partial one is used, no finished file is replaced."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_line_that_is_cut_or_damaged_is_left_out_and_the_next_one_stands_alone
     judged.path.write_bytes(content[:-1] + b"")  # the end of the line is gone, the line is whole
     assert read_parts(judged.path.parent) == [batch_of(0), batch_of(1), batch_of(2)]
     lines = content.split(b"\n")
-    damaged = lines[1].replace(b"1.1", b"1.2")  # one score is another: only the checksum knows
+    damaged = lines[1].replace(b"1.1", b"1.2")  # one score differs: only the checksum detects it
     assert damaged != lines[1]
     judged.path.write_bytes(b"\n".join([lines[0], damaged, lines[2][:-9]]))
     assert read_parts(judged.path.parent) == [batch_of(0)]
@@ -92,7 +92,7 @@ def test_a_finished_file_is_replaced_with_permission_only_and_at_the_end_only(tm
     assert "old" in (tmp_path / "preferences.jsonl").read_text()
     anew.finish([{"chosen": "new"}])
     assert "new" in (tmp_path / "preferences.jsonl").read_text()
-    (tmp_path / "preferences.settings.json").unlink()  # pairs of somebody else, or of an earlier version
+    (tmp_path / "preferences.settings.json").unlink()  # foreign pairs, or of an earlier version
     with pytest.raises(ValueError, match="cannot be read"):
         opened(tmp_path, resume=True)
 

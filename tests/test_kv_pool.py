@@ -1,4 +1,4 @@
-"""Runs of places, and which models the pool serves."""
+"""Allocation in the KV pool, and which models the pool supports."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Processes that join, agree, take turns and leave."""
+"""Launched processes: joining, collectives, ordering and exit."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Which rank a process is: what every launcher leaves in the environment, and what is wrong with it."""
+"""Rank detection from the environment variables of each launcher, and validation of these."""
 
 import os
 import subprocess

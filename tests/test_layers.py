@@ -1,4 +1,4 @@
-"""Dependencies point down only, and the pure modules need torch alone."""
+"""Import rules: dependencies point downwards only, and the pure modules need torch alone."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Functions of tensors, wherever their package stands.
+# Pure tensor functions, in any package.
 PURE = (
     "tensors", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms", "rlhf.score_shaping",
 )  # fmt: skip

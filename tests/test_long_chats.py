@@ -1,4 +1,4 @@
-"""Long conversations: found turns are those of the definition, at a cost that grows with their number."""
+"""Long conversations: located turns match the definition, in time linear in their number."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Losses against hand arithmetic and against naive loops; masks, normaliser, what receives a gradient."""
+"""Losses against hand arithmetic and naive loops; masks, normalizer, gradients."""
 
 import math
 
@@ -79,7 +79,7 @@ def test_weighted_policy_loss_by_hand():
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -0.5, 0.75]]) / 3)
     assert weights.grad is None
-    # What is said of the ratio is said of the policy, not of the weights.
+    # Ratio metrics describe the policy, not the weights.
     _, unweighted = policy_loss(logprobs, old, advantages, mask, clip_range=(0.2, 0.3))
     assert metrics == unweighted
 

@@ -1,4 +1,4 @@
-"""The tool of step 2 that samples answers, lets a judge score them and pairs them."""
+"""Step 2's make_preferences.py: sampling answers, scoring them with a judge, and pairing."""
 
 import importlib.util
 import json
@@ -140,7 +140,7 @@ def test_a_judge_who_finds_all_answers_alike_stops_the_tool_with_the_way_out(fol
 def test_rewards_score_answers_as_a_judge_does(folder, programs, tmp_path):
     argv = arguments(folder, tmp_path / "out")
     at = argv.index("--judge")
-    # One reward of weight 2, one of -1 that has no opinion of half the rows, and a reward model of next to no weight.
+    # One reward of weight 2, one of -1 without a score for half the rows, and a reward model of tiny weight.
     sources = [f"{folder / 'judge.py'}:judge@2", f"{folder / 'judge.py'}:reluctant@-1", f"{folder / 'reward'}@1e-9"]
     programs.run(TOOL, [*argv[:at], *argv[at + 2 :], "--reward", *sources], log=tmp_path / "log")
     rows = [json.loads(line) for line in (tmp_path / "out" / "preferences.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Answers in \\boxed{}: a table of pairs that are equal and pairs that are not, and what comparing them may cost."""
+"""Answers in \\boxed{}: tables of equal and unequal pairs, and limits on the cost of a comparison."""
 
 import os
 import signal

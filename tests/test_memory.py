@@ -1,4 +1,4 @@
-"""How much memory a process may take: its share of the node's, and of its container's."""
+"""Memory limits of a process: its share of the node's and of its container's memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""metrics.jsonl, samples.jsonl, run.json, TensorBoard: complete, readable, and without doubled lines after a resume."""
+"""metrics.jsonl, samples.jsonl, run.json, TensorBoard: complete, readable, no duplicate lines after a resume."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Scoring cut into micro-batches: no forward pass is larger, the result is the same, and ranks stay in step."""
+"""Scoring in micro-batches: bounded forward passes, equal results, and ranks in lockstep."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""The gap between decoder and actor, and the weights that correct it, by hand and against an exact expectation."""
+"""Rollout log-prob mismatch and its correction weights, by hand and against an exact expectation."""
 
 import math
 from functools import partial
@@ -10,7 +10,7 @@ from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, mism
 
 tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")
-# The actor finds the four tokens 3, 1/2, 1 and 6/5 times as likely as the decoder did; the fifth is padding.
+# Ratios of actor to decoder probabilities: 3, 1/2, 1 and 6/5 for four tokens; the fifth is padding.
 ROLLOUT = torch.tensor([[0.2, 0.8, 0.5, 0.5, 1.0]]).log()
 ACTOR = torch.tensor([[0.6, 0.4, 0.5, 0.6, 1.0]]).log()
 MASK = torch.tensor([[True, True, True, True, False]])
@@ -47,7 +47,7 @@ def test_the_gap_by_hand():
         "rollout_gap_mean": math.log(7.2) / 4, "rollout_gap_max": math.log(3), "rollout_ratio": 5.7 / 4
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-6)
-    # The largest gap may be on either side, and the ratio tells which way.
+    # The largest mismatch may have either sign; the ratio shows which.
     metrics = mismatch_metrics([rollout_logprob_mismatch(ROLLOUT, ACTOR, MASK)])
     assert metrics["rollout_gap_max"] == pytest.approx(math.log(3))
     assert metrics["rollout_ratio"] == pytest.approx((1 / 3 + 2 + 1 + 5 / 6) / 4)
@@ -89,7 +89,7 @@ def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
 
 def test_no_token_at_all_is_zero_and_not_nan():
     nothing = torch.zeros_like(MASK)
-    for normalizer in (None, 0.0):  # of a step in which nothing is learnt from
+    for normalizer in (None, 0.0):  # of a step without trained tokens
         weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0, normalizer=normalizer)
         assert not weights.any() and not any(metrics.values())
     assert set(mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}

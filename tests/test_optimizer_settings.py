@@ -1,4 +1,4 @@
-"""Learning rate, schedule, weight decay, betas and clipping of a resumed run are those of its flags: against torch."""
+"""A resumed run uses the learning rate, schedule, weight decay, betas and clipping of its flags: against torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

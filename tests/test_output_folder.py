@@ -1,4 +1,4 @@
-"""One run in a folder, and one folder for a run."""
+"""Output folders: one run per folder, and one folder per run."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""What an installation contains, and that the files that pin versions agree with each other."""
+"""Contents of an installation, and consistency of the files that pin versions."""
 
 import re
 import subprocess

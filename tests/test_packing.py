@@ -1,4 +1,4 @@
-"""Packed rows: nothing lost, and each conversation trained as if it were alone."""
+"""Packed rows: nothing is lost, and each conversation is trained as if it were alone."""
 
 import types
 

@@ -1,4 +1,4 @@
-"""Policy losses and aggregations by hand, and against loops that know no autograd: gradients are finite differences."""
+"""Policy losses and aggregations by hand, and against loops without autograd, with finite-difference gradients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""How many positions a model has, wherever its config keeps them."""
+"""The number of positions of a model, for every way its config stores it."""
 
 import pytest
 import torch

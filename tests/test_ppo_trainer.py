@@ -1,4 +1,4 @@
-"""Experience and updates against a second PPO in plain torch; what an update must not depend on, and must not touch."""
+"""Experience and updates against a reference PPO in plain torch; invariances and unmodified inputs of an update."""
 
 import copy
 import math
@@ -109,7 +109,7 @@ def test_experience_equals_plain_ppo_row_by_row(each_family):
         for name in ("old_logprobs", "ref_logprobs", "entropy", "values", "kl", "rewards", "advantages", "returns"):
             found = getattr(experience, name)[number]
             torch.testing.assert_close(found[mask], row.known[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
-            if name != "values":  # a value under padding is said of nothing
+            if name != "values":  # values at padding are undefined
                 assert not found[~mask].any(), name
         torch.testing.assert_close(experience.scores[number], row.known["score"], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(
@@ -191,7 +191,7 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
     honest = trainer.generate_experience(prompts_of(trainer))
     minibatch = whitened(far_from_the_decoder(honest))
-    minibatch.rollout_logprobs[-1, 0] = honest.rollout_logprobs[-1, 0] + 1.0  # the worst one is in the last micro-batch
+    minibatch.rollout_logprobs[-1, 0] = honest.rollout_logprobs[-1, 0] + 1.0  # the largest is in the last micro-batch
     minibatch.old_logprobs = minibatch.rollout_logprobs
     delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
     updates = [trainer.train_rlhf(minibatch, measure_mismatch=number == 0) for number in range(3)]
@@ -349,7 +349,7 @@ def test_the_score_lands_on_the_last_token_and_the_penalty_on_responses_that_wer
     torch.testing.assert_close(penalised.rewards, expected)
     torch.testing.assert_close(penalised.scores, bare.scores)  # scores are reported as the reward model gave them
     assert (bare.scores.abs() > 0.25).any()
-    # Clipping bounds the reward model's word, and never swallows the penalty.
+    # Clipping bounds the reward model's score, but not the penalty.
     expected[rows, last] = bare.scores.clip(-0.25, 0.25) - torch.where(bare.ended, 0.0, 2.0)
     torch.testing.assert_close(clipped.rewards, expected)
 

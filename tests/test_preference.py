@@ -1,4 +1,4 @@
-"""step2_dpo_finetuning beyond what test_steps.py asks of every step: its losses, its reference, KTO's KL."""
+"""step2_dpo_finetuning beyond the common tests in test_steps.py: its losses, its reference, KTO's KL."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Preference losses against hand arithmetic and against loops of plain Python floats; signs, normaliser, gradients."""
+"""Preference losses against hand arithmetic and loops of plain Python floats; signs, normalizer, gradients."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What is built and then run lies where nobody else can have put it."""
+"""Build folders that other users cannot write to."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""The quickstart's world: its gold reward, its data, its model."""
+"""The quickstart's task: its gold reward, its data, its model."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def data(tmp_path_factory):
         ("Ugh. It is 7.", 0.5),
         ("Ugh. It is 8. Now go away.", -0.5),
         ("Of course! It is 7. Now go away.", 0.5),  # polite and rude is rude
-        ("Now go away.", -0.5),  # rude words count wherever they stand
+        ("Now go away.", -0.5),  # rude words count at any position
         ("", 0.0),
         ("7", 0.0),  # a number alone is stated by nothing
         ("It is 07.", 0.0),

@@ -1,4 +1,4 @@
-"""Generated tasks: from an entry of --data_path through the prepared rows to their scorer."""
+"""Generated tasks: from an entry of --data_path through the prepared rows to the scorer."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every command that people are told to run: it parses, its batches divide, and by arithmetic it fits its GPUs."""
+"""Every documented command parses, has divisible batch sizes, and by calculation fits its GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that meet, ranks that do not come, and ranks that are too many."""
+"""Rendezvous of ranks: complete, with missing ranks, and with too many."""
 
 import os
 import signal

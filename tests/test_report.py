@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained page from whatever files are there."""
+"""The report of a run: a self-contained page from whatever files exist."""
 
 import json
 import re
@@ -105,7 +105,7 @@ def test_missing_and_broken_files_are_named(tmp_path):
     notes = " ".join(run.notes)
     assert "run.json is not valid JSON" in notes and "samples.jsonl is missing" in notes and "2 unreadable" in notes
     panels = embedded(report.page([run]))[0]
-    assert panels[0]["lines"][0]["points"] == [[2, None, 1.0]]  # NaN is a gap
+    assert panels[0]["lines"][0]["points"] == [[2, None, 1.0]]  # NaN breaks the curve
 
 
 def test_settings_are_flattened():

@@ -1,4 +1,4 @@
-"""Pickles that run something are refused in every disguise, by the check and where DeepSpeed loads them."""
+"""Pickles that execute code are rejected in every form, by the check and where DeepSpeed loads them."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Flags that change between a run and its resumption: each has its effect, or is refused; none is only told."""
+"""Flags changed between a run and its resumption take effect or are rejected; none is ignored."""
 
 from dataclasses import fields
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Reward sources as users name them: how entries are read, how functions are called, what a service may answer."""
+"""Reward sources: parsing of entries, calls of functions, and valid responses of a service."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_a_token_that_no_header_can_carry_is_refused_and_not_told(service, monke
 def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code, capsys):
     service.replies = [status(code, Retry_After="1"), status(code, Retry_After="0")]
     started = time.monotonic()
-    assert scores(service.url, ["a"], retries=0) == [1]  # to ask for time is no failure
+    assert scores(service.url, ["a"], retries=0) == [1]  # a request to wait is not a failure
     assert 1.5 <= time.monotonic() - started < 4 and len(service.asked) == 3
     assert capsys.readouterr().err == ""
 
@@ -357,7 +357,7 @@ def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_u
     assert pauses == [0.5, 1, 2, 4, 8, 8, 8]
     assert pause_before_retry(None, 3, left=0.25) == 0.25 and pause_before_retry(None, 3, left=0.0) is None
     assert pause_before_retry(None, 3, left=math.inf) == 4
-    # What the service asks for, within reason; none where it wants more than is left.
+    # The Retry-After of the service, bounded; no retry if it exceeds the remaining time.
     assert [pause_before_retry(asked, 9, left=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
     assert pause_before_retry(7.0, 0, left=6.9) is None
 
@@ -485,5 +485,5 @@ def test_nobody_there_and_nobody_answering_end_in_time(monkeypatch, capsys):
     assert "TimeoutError" in capsys.readouterr().err
     started = time.monotonic()
     assert scores(f"http://127.0.0.1:{port}", ["a"], seconds=0.7) == [None]
-    assert 0.7 <= time.monotonic() - started < 5  # asked until the time is up
+    assert 0.7 <= time.monotonic() - started < 5  # retried until the time is up
     assert "cannot be reached (" in capsys.readouterr().err

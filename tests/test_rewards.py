@@ -1,4 +1,4 @@
-"""Scores of a reward model, with the actor's tokenizer or its own, judges from files, and sums of sources."""
+"""Scores of a reward model, with the actor's tokenizer or its own, reward functions from files, weighted sums."""
 
 import json
 import math
@@ -157,7 +157,7 @@ def test_responses_decode_to_the_contents_that_would_be_encoded_so():
     ensure_chat_template(spaced)  # "Assistant:" and the space after it, which the model generates
     for tokenizer in (spaced, actor_tokenizer(), make_tokenizer(bos="<s>", template=BOS_HEADERS)):
         assert decode_responses(tokenizer, rollout_of(tokenizer).responses()) == ANSWERS
-        indented = ["  x", " .", "\ny z"]  # what a model may well say is kept as it is
+        indented = ["  x", " .", "\ny z"]  # plausible model output is kept unchanged
         assert decode_responses(tokenizer, rollout_of(tokenizer, indented).responses()) == indented
 
 
@@ -341,9 +341,9 @@ def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row
         True,
         False,
         True,
-    ]  # half a sum is none
+    ]  # a partial sum does not count
     alone = rewards_of(f"{functions}:short").score(rollout_of(actor_tokenizer()), answers_of())
-    assert alone.has_score.tolist() == [True, False, True]  # nobody has an opinion of the second
+    assert alone.has_score.tolist() == [True, False, True]  # no source scores the second
 
 
 def test_a_column_that_no_row_has_is_warned_of(capsys):
@@ -385,7 +385,7 @@ def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(function
 def test_evaluation_leaves_the_moments_as_they_are(functions):
     rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:column", normalize=True)
     fresh = rewards.score(rollout, answers_of([1, 2, 3]), learn=False)
-    assert fresh.total.tolist() == [1, 2, 3]  # nothing has been seen yet: as they are
+    assert fresh.total.tolist() == [1, 2, 3]  # no statistics yet: unchanged
     rewards.score(rollout, answers_of([0, 2, 4]))
     before = rewards.state
     found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), learn=False)
@@ -398,7 +398,7 @@ def test_evaluation_leaves_the_moments_as_they_are(functions):
 def test_what_does_not_count_moves_no_moment(functions):
     rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:short", normalize=True)
     rewards.score(rollout, answers_of())
-    assert rewards.state["short"] == [2, 1, 0]  # two of three have an opinion, both 1
+    assert rewards.state["short"] == [2, 1, 0]  # two of three are scored, both 1
     assert rewards.score(rollout, answers_of()).total.tolist() == [0, 0, 0]
 
 

@@ -1,4 +1,4 @@
-"""The four models and the average: what is trained, what never moves, and the same on two ranks as on one."""
+"""The four models and the EMA: which are trained, which stay fixed, and equality on one and two ranks."""
 
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def test_only_adapters_move_and_the_reference_knows_none(folder):
 
 
 def rounded_alike(metrics: dict[str, float]) -> dict[str, float]:
-    """All but the largest gap, which in fp32 is nothing but rounding."""
+    """All metrics but the largest mismatch, which in fp32 is pure rounding."""
     assert metrics["rollout_gap_max"] < 1e-4
     return {name: value for name, value in metrics.items() if name != "rollout_gap_max"}
 

@@ -1,4 +1,4 @@
-"""Rollouts that run out of memory, of room in the pool, or into NaN: every row is there, or an error says why."""
+"""Rollouts that run out of memory or KV pool, or produce NaN: all rows are returned, or an error explains why."""
 
 import functools
 import random
@@ -38,7 +38,7 @@ def failing(monkeypatch, owner: type, name: str, *, calls: set[int], error: Exce
     return made
 
 
-# Where memory is asked for, and which of the calls there finds none.
+# Where memory is allocated, and which of the calls there fails.
 PLACES = [
     *[(PooledModel, "prefill", call) for call in (0, 1)],
     *[(PooledModel, "decode", call) for call in (0, 3)],

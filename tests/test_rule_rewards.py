@@ -1,4 +1,4 @@
-"""Rules that score texts, each against values worked out by hand."""
+"""Rule-based rewards against values computed by hand."""
 
 import importlib.util
 
@@ -17,7 +17,7 @@ def test_exact_overlooks_white_space_and_case_unless_told_otherwise():
     assert scored("exact", responses, truths) == [1.0, 0.0, 1.0, None]
     assert scored("exact", responses, truths, case=True) == [0.0, 0.0, 1.0, None]
     assert RULES["exact"](["a"], [{"truth": "a"}], column="truth") == [1.0]
-    assert RULES["exact"](["a"], [{"truth": "a"}]) == [None]  # no such column: no opinion
+    assert RULES["exact"](["a"], [{"truth": "a"}]) == [None]  # no such column: no score
 
 
 def test_numbers_are_compared_by_value():

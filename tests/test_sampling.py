@@ -1,4 +1,4 @@
-"""Tokens from logits and uniform numbers: by hand where four tokens suffice, by counting where they do not."""
+"""Sampling from logits and uniform numbers: by hand for four tokens, by statistics otherwise."""
 
 import math
 

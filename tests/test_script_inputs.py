@@ -1,4 +1,4 @@
-"""Programs of scripts/ with bad input: status 2, one message with flag, file or line, no traceback, nothing made."""
+"""Programs of scripts/ with bad input: status 2, one message with flag, file or line, no traceback, no output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def script(name: str) -> ModuleType:
     try:
         spec = importlib.util.spec_from_file_location(f"script_{name.replace('/', '_')}", path)
         module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module  # dataclasses look theirs up
+        sys.modules[spec.name] = module  # dataclasses look up their module
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))

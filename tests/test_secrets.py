@@ -1,4 +1,4 @@
-"""Keys and passwords of addresses reach no file and no message, and a new key makes no other run."""
+"""API keys and URL passwords reach no file or message, and a changed key does not change the run's identity."""
 
 import json
 from dataclasses import asdict

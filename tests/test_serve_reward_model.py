@@ -1,4 +1,4 @@
-"""The reward server: the scores of RewardModel, and a house that stays in order whoever calls."""
+"""The reward server: equal to the scores of RewardModel, and robust to bad clients."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_thousand_at_once_are_answered_or_refused(server):
     responses = [f"It is {number}." for number in range(1000)]
     ((_, reply, _),) = ask(server, [{"messages": [CHAT] * 8, "responses": responses[:8]}])
     expected = dict(enumerate(reply["scores"]))
-    ask(server, [question(response) for response in responses[:400]])  # pools and caches have their size
+    ask(server, [question(response) for response in responses[:400]])  # pools and caches reach their final size
     before = server.memory()
     with left_in_order(server):
         replies = ask(server, [question(response) for response in responses])
@@ -286,7 +286,7 @@ def test_a_request_that_does_not_arrive_is_given_up(server):
 
 
 def test_sigterm_lets_the_requests_inside_be_answered(folder):
-    server = Server(folder, "--max_wait", 1.5)  # so long is a row inside for certain
+    server = Server(folder, "--max_wait", 1.5)  # a row stays queued at least this long
 
     async def interrupted() -> tuple[int, dict]:
         async with aiohttp.ClientSession(headers=HEADERS) as session:

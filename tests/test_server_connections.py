@@ -1,4 +1,4 @@
-"""Connections that bring nothing are closed, and whoever sends a whole request is served beside any number of them."""
+"""Idle connections are closed, and complete requests are served whatever the number of other connections."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_headers_that_never_end_lock_nobody_out(scorer):
 def test_headers_that_never_end_are_closed(scorer):
     with reward_server(scorer, max_header_seconds=1) as server:
         half = [server.connect(HALF) for _ in range(20)]
-        with pytest.raises(OSError):  # byte by byte does not keep it: the header as a whole has its time
+        with pytest.raises(OSError):  # sending byte by byte does not help: the timeout covers the whole header
             while True:
                 half[0].sendall(b"a")
                 time.sleep(0.05)
@@ -199,7 +199,7 @@ def test_where_all_connections_are_being_answered_a_new_one_is_refused():
         asked = [server.connect(request_of({})) for _ in range(2)]
         eventually(lambda: len(server.connections) == 2 and not connections._deadlines)
         assert is_closed(server.connect(request_of({})))
-        time.sleep(0.6)  # longer than a client may take, but it is the server that takes it
+        time.sleep(0.6)  # longer than the client timeout, but here the server is the slow one
         answer.set()
         assert all(client.recv(1000).startswith(b"HTTP/1.1 200") for client in asked)
 

@@ -1,4 +1,4 @@
-"""What cannot work is found before anything is loaded: every bad input of every step, by the check that main runs."""
+"""Validation before loading: every invalid input of every step, through the check that main runs."""
 
 import runpy
 import shutil
@@ -48,7 +48,7 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 
 
 def mistakes(step: str, materials: Path, output: Path, **settings) -> list[str]:
-    """What main would list; [] if it would start. Values that begin with "@" are files of the materials."""
+    """The problems main would list; [] if it would start. Values with "@" are files of the materials."""
     named = {
         name: materials / value[1:] if isinstance(value, str) and value.startswith("@") else value
         for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""Shell scripts: bad input is one message and status 2, before anything is made; what others made is not removed."""
+"""Shell scripts with bad input: one message and status 2 before any output; foreign files are not removed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CASES += [
     ("iterative_dpo", ["--judge", "a_file:judge"], "wants FILE.py:FUNCTION"),
     ("smollm2", ["--sft_flags", "--a 1\n--b 2"], "--sft_flags: its value has a line break"),
 ]
-LATER = [  # what depends on the number of processes, which only the installed suite knows by itself
+LATER = [  # checks that depend on the process count, which only the installed suite can determine
     ("smollm2", ["--processes", "2", "--sft_batch", "6"], "--sft_batch 6 is cut into 4 micro-batches"),
     ("smollm2", ["--processes", "1", "--reward_batch", "3"], "--reward_batch 3 is cut into 2 micro-batches"),
     ("chain_sum", ["--processes", "3"], "--processes 3: 8 sums are shared by 1, 2, 4 or 8"),
@@ -101,7 +101,7 @@ def test_the_number_of_processes_of_the_quickstart_is_one(place, value):
 
 
 def refusal(script: str, words: list[str], folder: Path) -> str:
-    """What a script says that fails where all programs are stand-ins. No program of training/ may have begun."""
+    """The error of a script whose programs are all stubs. No program of training/ may have started."""
     command = " ".join(f"'{word}'" for word in GIVEN.get(script, []))
     with pytest.raises(AssertionError) as refused:
         commands_of(f'bash scripts/{script}.sh {command} "$@"', *words, folder=folder)
@@ -177,7 +177,7 @@ def test_fresh_rounds_remove_those_of_more_rounds_before(tmp_path):
 
 
 def test_a_script_whose_suite_is_not_installed_says_so(tmp_path):
-    """Python is there and DeepSpeed is not: `read` of nothing would end the script without a word."""
+    """Python without DeepSpeed: `read` on empty input would end the script without a message."""
     program = 'fail() { echo "s: $1" >&2; exit 2; }; set -euo pipefail; python() { return 1; }; source "$0/stages.sh"'
     done = subprocess.run(["bash", "-c", program, SCRIPTS], capture_output=True, text=True)
     assert done.returncode == 2 and "DeepSpeed does not work here" in done.stderr

@@ -1,4 +1,4 @@
-"""scripts/smollm2: what becomes of conversations, on made-up ones."""
+"""scripts/smollm2: data preparation on synthetic conversations."""
 
 import argparse
 import hashlib
@@ -135,7 +135,7 @@ def write_all(folder: Path, **sizes: int) -> dict[str, list[dict]]:
 
 
 def chats_of(rows: list[dict]) -> set[str]:
-    """Which of the made-up conversations the prompts (or messages) come from: their number stands in every turn."""
+    """The synthetic conversations that the prompts (or messages) come from: every turn contains their number."""
     return {row.get("messages", row.get("prompt"))[1]["content"].split()[4] for row in rows}
 
 

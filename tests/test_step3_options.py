@@ -1,4 +1,4 @@
-"""Step 3 as users run it: every flag of algorithm, rewards and evaluation; and all that a resumed run goes on with."""
+"""Step 3 end to end: every flag of algorithm, rewards and evaluation; and all state that a resumed run restores."""
 
 import json
 import signal
@@ -77,7 +77,7 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 
 @pytest.fixture
 def run(programs, materials, tmp_path):
-    """run(name, **settings) runs step 3 into tmp_path/name, again and again; what it printed is the answer."""
+    """run(name, **settings) runs step 3 into tmp_path/name, repeatedly; returns its output."""
 
     def once(name: str, *, processes: int = 1, code: int | None = 0, fail: str = "", **settings) -> str:
         def placed(value: Any) -> Any:
@@ -146,7 +146,7 @@ def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tm
 
 
 def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:
-    """best.json tells the first of the best evaluations; its step."""
+    """best.json records the first of the best evaluations; returns its step."""
     found = [(line["step"], line[metric]) for line in metrics_of(output) if line["phase"] == "eval"]
     value = (max if mode == "max" else min)(value for _, value in found)
     step = next(step for step, other in found if other == value)
@@ -187,7 +187,7 @@ def assert_same(output: Path, unbroken: Path) -> None:
 @pytest.mark.parametrize(
     ("fail", "save_interval", "code"),
     [
-        ("update:TERM#6", 0, SAVED),  # two updates of the second iteration are behind
+        ("update:TERM#6", 0, SAVED),  # after two updates of the second iteration
         ("update:TERM#16", 0, SAVED),  # between two iterations, with a refreshed reference
         ("rollout#12", 1, -signal.SIGKILL),  # in a rollout, perhaps of a later round
         ("update#14", 1, -signal.SIGKILL),

@@ -1,4 +1,4 @@
-"""Every main.py as a user runs it: real processes, every ZeRO stage, killed and resumed, exported and loaded."""
+"""Every main.py end to end: real processes, every ZeRO stage, killed and resumed, exported and loaded."""
 
 import json
 import os
@@ -22,7 +22,7 @@ METRICS = {
         "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",
     },
 }  # fmt: skip
-CUTS = [  # processes, ZeRO stage, accumulation; the first is the yardstick
+CUTS = [  # processes, ZeRO stage, accumulation; the first is the reference
     (1, 0, 1), (1, 2, 1), (1, 3, 1), (2, 0, 1), (2, 2, 1), (2, 3, 1), (1, 2, 2), (2, 3, 2),
 ]  # fmt: skip
 
@@ -65,7 +65,7 @@ def assert_same_line(ours: dict, theirs: dict, case: object) -> None:
     """Equal up to the rounding of float32 sums in another order."""
     assert ours.keys() == theirs.keys(), case
     for name, value in theirs.items():
-        rounding = 1e-4 if name == "rollout_gap_max" else 2e-6  # that gap is rounding and nothing else
+        rounding = 1e-4 if name == "rollout_gap_max" else 2e-6  # this mismatch is pure rounding
         close = pytest.approx(value, rel=1e-4, abs=rounding) if not isinstance(value, str) else value
         same = ours[name] == close
         assert same, f"{case}: {theirs['phase']} {theirs['step']}: {name} is {ours[name]} and not {value}"
@@ -88,12 +88,12 @@ def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation
     assert all(line["grad_norm" if step != "ppo" else "actor_grad_norm"] > 0 for line in train)
     before, after = expected[0], expected[-1]
     moved = "score" if step == "ppo" else "eval_loss"
-    assert abs(after[moved] - before[moved]) > 1e-2  # the law is about curves that move
+    assert abs(after[moved] - before[moved]) > 1e-2  # the comparison needs curves that change
     for cut, (metrics, output) in found.items():
         for ours, theirs in zip(metrics, expected, strict=True):
             assert_same_line(ours, theirs, cut)
         for name, weight in weights_of(output).items():
-            # Adam makes a step of up to lr of any gradient, also of one that is rounding alone.
+            # Adam takes a step of up to lr even on a gradient that is pure rounding error.
             torch.testing.assert_close(weight, weights_of(first)[name], rtol=1e-3, atol=1e-4, msg=f"{cut} {name}")
     for cut in CUTS[0], (2, 3, 1):
         assert_loads_with_plain_transformers(step, found[cut][1])
@@ -112,7 +112,7 @@ def test_log_probs_of_the_decoder_tell_the_gap_at_every_iteration_and_truncated_
     for ours, theirs in zip(metrics, others, strict=True):
         assert_same_line(ours, theirs, "two processes")
         assert gap & ours.keys() == (gap if ours["phase"] == "train" else set())
-        assert ours["phase"] == "eval" or 0.8 <= ours["rollout_ratio"] < 1  # the mass that was kept
+        assert ours["phase"] == "eval" or 0.8 <= ours["rollout_ratio"] < 1  # the probability mass that was kept
     for processes in (1, 2):
         assert output.with_name(f"{processes}.log").read_text().count("--top_p 0.8 with --old_logprobs rollout") == 1
 
@@ -271,7 +271,7 @@ def test_the_pretraining_loss_is_that_of_the_texts(run, materials, tmp_path):
     assert line["unsupervised_loss"] == pytest.approx(total / tokens, rel=1e-5)
     assert_same_line(metrics_of(shared)[1], line, "2 processes")
     without = run("ppo", "without", zero=2, per_device_training_batch_size=8, max_steps=1, ppo_epochs=1, eval_iters=1)
-    # policy_loss is told without the texts' part; the update is made with it.
+    # policy_loss is logged without the PTX term; the update includes it.
     assert line["policy_loss"] == pytest.approx(metrics_of(without)[1]["policy_loss"], abs=1e-6)
     assert line["actor_grad_norm"] > 1.5 * metrics_of(without)[1]["actor_grad_norm"]
 

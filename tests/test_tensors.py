@@ -1,4 +1,4 @@
-"""Masked statistics, log-probs and counter-based numbers against oracles that share no code with them."""
+"""Masked statistics, log-probs and counter-based random numbers against independent oracles."""
 
 import math
 import socket
@@ -208,7 +208,7 @@ def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
 @pytest.mark.parametrize("chunk_size", [2, 1024])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_tokens_that_a_bias_of_minus_infinity_excludes_are_as_if_they_were_not_there(dtype, chunk_size):
-    """Log-probs, entropies and gradients are those of the head that has no row for them."""
+    """Log-probs, entropies and gradients equal those of a head without these rows."""
     inputs = head(dtype=dtype)
     kept = torch.tensor([i not in (3, 7, 12) for i in range(13)])
     labels = (inputs["labels"] % int(kept.sum())).clone()

@@ -1,4 +1,4 @@
-"""Text of strangers on a terminal: printed, not obeyed."""
+"""Untrusted text on a terminal: control characters are escaped."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from dschat.distributed.terminal import printable
     "text, shown",
     [
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
-        ("\x9b31m", r"\x9b31m"),  # C1: another way to begin an escape sequence
+        ("\x9b31m", r"\x9b31m"),  # C1: another start of an escape sequence
         ("safe\rover", r"safe\x0dover"),
         ("a\x08b\x7f\x00", r"a\x08b\x7f\x00"),
         ("\u202eevil\u202c \u2066x\u2069", r"\u202eevil\u202c \u2066x\u2069"),

@@ -1,4 +1,4 @@
-"""Templates whose generation prompt opens a thought: what is trained is what the model has to generate after it."""
+"""Templates whose generation prompt opens a thought: the trained tokens are those a model generates after it."""
 
 import pytest
 from test_chat_template import spans
@@ -10,18 +10,18 @@ from dschat.rewards.reward_model import conversation_ids
 OPENED = CHATML.replace("<|im_start|>assistant\n'", "<|im_start|>assistant\n<think>\n'")
 SHOWN = "message['content']"
 TEMPLATES = {
-    # History keeps what the message holds.
+    # The history keeps the content unchanged.
     "kept": OPENED,
-    # DeepSeek-R1: history holds no thoughts.
+    # DeepSeek-R1: the history contains no thoughts.
     "removed": OPENED.replace(SHOWN, "message['content'].split('</think>')[-1]"),
-    # Qwen3-Thinking: the last answer has a thought in any case.
+    # Qwen3-Thinking: the last answer always has a thought.
     "last": OPENED.replace(
         SHOWN,
         "(('<think>\n' + (message['content'].split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in "
         "message['content'] else '') + '\n</think>\n\n' + message['content'].split('</think>')[-1].lstrip('\n')) "
         "if loop.last and message['role'] == 'assistant' else message['content'].split('</think>')[-1])",
     ),
-    # Every answer is written after an opened thought, whatever it holds.
+    # Every answer follows an opened thought, whatever its content.
     "always": OPENED.replace(
         "message['role'] + '\n'", "message['role'] + ('\n<think>\n' if message['role'] == 'assistant' else '\n')"
     ),  # fmt: skip
@@ -62,7 +62,7 @@ def test_every_turn_of_a_history_that_keeps_its_thoughts_is_trained():
     answer = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
     ids, mask = encode_conversation(tokenizer, [USER, answer, AGAIN, answer])
     assert [tokenizer.decode(ids[i:j]) for i, j in spans(mask)] == ["a\n</think>\n\nb<|im_end|>"] * 2
-    forgotten = {"role": "assistant", "content": "b"}  # would be trained inside a thought that nothing closes
+    forgotten = {"role": "assistant", "content": "b"}  # would be trained inside a thought that is never closed
     ids, mask = encode_conversation(tokenizer, [USER, forgotten, AGAIN, answer])
     assert [tokenizer.decode(ids[i:j]) for i, j in spans(mask)] == ["a\n</think>\n\nb<|im_end|>"]
 

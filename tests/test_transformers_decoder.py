@@ -1,4 +1,4 @@
-"""transformers' generate behind the interface of our decoder: the same rollouts by other means."""
+"""The transformers-based decoder behind our decoder interface gives the same rollouts."""
 
 import json
 

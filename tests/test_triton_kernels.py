@@ -1,4 +1,4 @@
-"""The Triton kernels of generation: right where they can run, and compiled for GPUs where they cannot."""
+"""The Triton kernels of generation: correct where they can run, compiled for GPUs where they cannot."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ def test_the_kernels_agree_with_plain_torch():
 
 
 class Recorder:
-    """Stands where a kernel stands, and keeps what it would have been launched with."""
+    """Replaces a kernel and records its launch arguments."""
 
     def __init__(self, kernel, launches: list) -> None:
         self.kernel, self.launches = kernel, launches
@@ -42,7 +42,7 @@ def signature_type(value) -> str:
 
 
 def shared_memory(launch, capability: int) -> int:
-    """Compile a launch as Triton does when it meets it; bytes of shared memory of a program."""
+    """Compile a launch as Triton does at run time; returns bytes of shared memory per program."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -68,7 +68,7 @@ def shared_memory(launch, capability: int) -> int:
 
 @pytest.mark.parametrize("capability", [80, 90])
 def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capability, monkeypatch, tmp_path):
-    """The interpreter knows nothing of tile sizes, of types that change in a loop, or of shared memory."""
+    """The interpreter does not check tile sizes, types that change in a loop, or shared memory."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
@@ -98,7 +98,7 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
     for dtype, vocabulary, temperature in [(torch.bfloat16, 151_936, 0.7), (torch.float32, 50_257, 0)]:
         sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
     assert len(launches) == 6 + 2 + 1 + 4
-    # 99 KiB: what a program may have on the consumer GPUs of compute capability 8.6 and 8.9.
+    # 99 KiB: the limit per program on consumer GPUs of compute capability 8.6 and 8.9.
     assert max(shared_memory(launch, capability) for launch in launches) <= 99 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, whatever kills their writer."""
+"""Folders are complete or absent, whenever their writer is killed."""
 
 import os
 import subprocess
@@ -99,7 +99,7 @@ def test_a_killed_writer_leaves_no_folder_and_the_next_one_removes_what_it_left(
 
 
 def test_a_folder_without_lock_is_left_for_a_day(tmp_path):
-    """It may be about to get its lock, or its name; those of earlier releases had none."""
+    """It may be about to be locked or renamed; folders of earlier releases had no lock."""
     for path in (tmp_path / "a.unfinished", tmp_path / "b.unfinished"):
         path.mkdir()
         (path / "train.arrow").touch()

@@ -1,4 +1,4 @@
-"""Ranks that hang, fail or only take their time: threads in the place of ranks, over a real store."""
+"""Ranks that hang, fail or are merely slow: threads in place of ranks, over a real store."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dschat.distributed import watchdog
 from dschat.distributed.verdict import Verdict
 from dschat.distributed.watchdog import HUNG, Watchdog
 
-SECONDS = 2.0  # a rank may hang so long
+SECONDS = 2.0  # the hang timeout of a rank
 
 
 class CountingStore(dist.Store):
-    """A store that counts what is asked of it."""
+    """A store that counts requests."""
 
     def __init__(self, store: dist.Store) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class CountingStore(dist.Store):
 
 
 class Ranks:
-    """So many watchdogs over one store, and the statuses with which they would have left."""
+    """Several watchdogs over one store, and the exit statuses they would have used."""
 
     def __init__(self, count: int, store: dist.Store | None = None) -> None:
         self.left: dict[int, int] = {}
@@ -77,7 +77,7 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
 def test_ranks_that_wait_for_one_that_makes_progress_are_left_alone(ranks):
     group = ranks(3)
     group.watchdogs[0].enter("data preparation")
-    for _ in range(int(3 * SECONDS / 0.1)):  # three times as long as a rank may hang
+    for _ in range(int(3 * SECONDS / 0.1)):  # three times the timeout
         group.watchdogs[0].advance()
         time.sleep(0.1)
     assert group.left == {}
@@ -86,7 +86,7 @@ def test_ranks_that_wait_for_one_that_makes_progress_are_left_alone(ranks):
 def test_without_progress_on_any_rank_all_leave_and_name_the_first_that_stopped(ranks, capfd):
     group = ranks(3)
     group.watchdogs[2].enter("sampling")
-    for _ in range(30):  # longer than beats are late on a busy machine
+    for _ in range(30):  # longer than heartbeats are delayed on a busy machine
         for rank in (0, 1):
             group.watchdogs[rank].enter("update")
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Tiny random models of many architectures, and a tokenizer for them: real classes, seeded weights, no network."""
+"""Tiny random models of many architectures, and a tokenizer for them: real classes, seeded weights, offline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LLAMA_LIKE = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    # Far from 0: at 0.02 logits are so small that a wrong scale or cap would pass unseen.
+    # Large: at 0.02 logits are so small that a wrong scale or cap would go undetected.
     "initializer_range": 0.5,
 }
 _OPT = {
@@ -73,7 +73,7 @@ CONFIGS = {
 
 
 def tiny_causal_lm(name: str, seed: int = 0) -> hf.PreTrainedModel:
-    """A random causal LM in fp32, training mode; biases are random too, so that dropping one is seen."""
+    """A random causal LM in fp32, training mode; biases are random too, so that dropping one is detected."""
     return _build(hf.AutoModelForCausalLM, CONFIGS[name](), seed)
 
 

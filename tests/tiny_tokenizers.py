@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers made on the spot: every text survives encoding and decoding."""
+"""Byte-level BPE tokenizers trained on the fly: every text round-trips through encoding and decoding."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast

@@ -1,4 +1,4 @@
-"""The Triton kernels against plain torch, for test_triton_kernels.py, which starts this in a process of its own.
+"""The Triton kernels against plain torch, for test_triton_kernels.py, which starts this in a separate process.
 
 TRITON_INTERPRET=1 pytest tests/triton_kernel_cases.py    # a machine without GPU
 pytest tests/triton_kernel_cases.py                       # on the GPU
@@ -30,7 +30,7 @@ FIRST, LAST = 2.0**-24, 1 - 2.0**-24  # the least and greatest of dschat.tensors
 
 @pytest.fixture(autouse=True)
 def new_memory_holds_nan():
-    """What a kernel reads without having been written shows."""
+    """Reads of uninitialised memory become visible as NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3).isnan().all()
     yield
@@ -38,7 +38,7 @@ def new_memory_holds_nan():
 
 
 def with_gaps(x: Tensor) -> Tensor:
-    """The same numbers, NaN behind every vector and every row of vectors: [..., heads, width]."""
+    """The same numbers, with NaN after every vector and every row of vectors: [..., heads, width]."""
     wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1] + 16), NAN)
     wide[..., :-1, :-16] = x
     return wide[..., :-1, :-16]
@@ -123,7 +123,7 @@ def test_large_logits_do_not_overflow():
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("group", "width"), [(1, 64), (3, 80), (20, 128), (2, 256)])
 def test_half_precision_is_off_by_its_own_rounding(group, width, splits):
-    """Weights and result have 8 bits, which is half a percent; the sums have more."""
+    """Weights and result have 8 bits (half a percent); sums have more."""
     tensors = batch(group=group, width=width, value_width=width, dtype=torch.bfloat16)
     check(tensors, splits=splits, tolerance={"rtol": 0.01, "atol": 0.005})
 
@@ -328,7 +328,7 @@ def test_a_cuda_graph_replays_with_other_tokens_and_lengths():
         captured = step()
     for _ in range(2):
         query.normal_(), logits.normal_(), uniform.uniform_(FIRST, LAST)
-        spans[0, 3] += 1  # the lengths are data of the device too
+        spans[0, 3] += 1  # lengths are device data too
         graph.replay()
         for replayed, now in zip(captured, step(), strict=True):
             assert torch.equal(replayed, now)

@@ -1,4 +1,4 @@
-"""Run by test_weights under torchrun with two ranks: ZeRO-3 loading, training and export against one process."""
+"""Two-rank torchrun program of test_weights: ZeRO-3 loading, training and export against one process."""
 
 from __future__ import annotations
 

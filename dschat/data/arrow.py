@@ -1,9 +1,9 @@
-"""One source as memory-mapped Arrow on disk, made once and found again.
+"""On-disk cache of encoded sources: each is written once as memory-mapped Arrow and reused by later runs.
 
-Its folder `<kind>-<fingerprint>` holds train.arrow, eval.arrow, report.json and the manifest of these. The fingerprint
-covers the source's files, what decides about a row, and the tokenizer: whatever changes a row makes a new folder, while
-new weights or other sources beside it do not. A folder that is not as its manifest says is made again (see
-verified_folder). Rows are streamed, so that data may be larger than memory.
+The folder `<kind>-<fingerprint>` holds train.arrow, eval.arrow, report.json and their manifest. The fingerprint covers
+the source's files, the settings that affect a row, and the tokenizer: anything that changes a row creates a new folder,
+while new mixing weights or other sources do not. A folder that does not match its manifest is rebuilt (see
+checkpoints.verified_folder). Rows are streamed, so the data may be larger than memory.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
 from .sources import Source
 
-_FORMAT = 3  # raise it when the same rows would be encoded otherwise: old folders are then not found
+_FORMAT = 3  # increment when the encoding of the same rows changes: old folders are then ignored
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """Which rows of a source are used, and for what (see mixing.assign).
+    """Which rows of a source are used, and in which split (see mixing.assign).
 
-    eval_fraction 0 holds nothing out. drop_duplicates keeps the first of equal records, those to evaluate on included.
+    eval_fraction 0 holds nothing out. drop_duplicates keeps the first of equal records, across train and eval.
     """
 
     phase: int
@@ -54,7 +54,7 @@ class RowPlan:
 
 @dataclass(frozen=True)
 class EncodedSource:
-    name: str  # of its folder: other rows, another name
+    name: str  # of its folder; differs whenever the rows differ
     train: Dataset
     eval: Dataset
     report: SourceReport
@@ -63,7 +63,7 @@ class EncodedSource:
 def encoded_source(
     source: Source, encoder: Encoder, plan: RowPlan, *, folder: str, verify: bool = True
 ) -> EncodedSource:
-    """The rows of one source, from its folder inside `folder` or, if there is none yet or a damaged one, through it.
+    """The rows of one source, loaded from its folder inside `folder`, which is built first if missing or damaged.
 
     Args:
         verify: False where another process of this machine has just verified the folder.
@@ -77,7 +77,7 @@ def encoded_source(
             _write(unfinished, source, encoder, plan)
     report = SourceReport(**json.loads((place / "report.json").read_text(encoding="utf-8")))
     train, evaluation = (Dataset.from_file(str(place / f"{split}.arrow")) for split in ("train", "eval"))
-    if plan.eval_fraction and not len(evaluation) and len(train) > 1:  # a small source still gives one row to evaluate
+    if plan.eval_fraction and not len(evaluation) and len(train) > 1:  # a small source still gives one evaluation row
         last = len(train) - 1
         train, evaluation = train.select(range(last)), train.select([last])
         report = replace(report, train=last, eval=1)
@@ -85,7 +85,7 @@ def encoded_source(
 
 
 def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any] | None:
-    """parse_record; a row that is bad or left out is noted in the report and gives None."""
+    """parse_record, or None for a row that is invalid or skipped, which is counted in the report."""
     if row.dropped:
         report.add_dropped(row.dropped)
         return None
@@ -100,7 +100,7 @@ def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any]
 
 
 def is_prepared(place: Path, *, verify: bool) -> bool:
-    """Whether a folder of prepared rows can be used; a damaged one is named on the console."""
+    """Whether a folder of prepared rows can be used; logs a damaged one."""
     if not place.exists():
         return False
     problems = folder_problems(place) if verify else []
@@ -130,10 +130,10 @@ def _write(folder: Path, source: Source, encoder: Encoder, plan: RowPlan) -> Non
 def _encoded_rows(
     source: Source, encoder: Encoder, plan: RowPlan, report: SourceReport
 ) -> Iterator[tuple[str, Encoded]]:
-    """(split, row) of every row that is kept; what happens to the others is counted in the report."""
+    """Yields (split, row) for every row that is kept; the others are counted in the report."""
     seen: set[bytes] | None = set() if plan.drop_duplicates else None
     for own_split in sorted(source.splits, reverse=True):  # train, eval
-        # Samples are named and drawn by this number: other sources and splits have others. Below 2^48, so that it
+        # Row id that seeds sampling and identifies samples; unique per source and split. Below 2^48, so that it
         # can be multiplied by a number of samples, and is exact as a JSON number.
         first_index = (zlib.crc32(f"{Path(source.name).name}/{own_split}".encode()) & 0xFFFF) << 32
         for index, row in enumerate(source.rows(own_split)):
@@ -160,7 +160,7 @@ def _encoded_rows(
 
 
 def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
-    """Whether an equal record was seen before; its digest is kept, not its text."""
+    """Whether an equal record was read before; stores digests, not texts."""
     digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=12).digest()
     known = digest in seen
     seen.add(digest)
@@ -170,7 +170,7 @@ def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
 def _encode(
     record: Mapping[str, Any], row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport
 ) -> list[Encoded]:
-    """The usable rows that come of a record; why others do not is noted in the report."""
+    """The encoded rows of a record; the reasons for skipped rows are counted in the report."""
     try:
         found = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
@@ -186,7 +186,7 @@ def _encode(
 
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
-    """Raises ValueError if no row is left for what the source is used for."""
+    """Raises ValueError if no row is left for a split that the source must provide."""
     wanted = "train" if "train" in source.splits else "eval"
     if report.train or (wanted == "eval" and report.eval):
         return
@@ -219,7 +219,7 @@ def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
 
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything by which two tokenizers could give other ids: vocabulary, merges, rules, special tokens, template."""
+    """Everything that affects a tokenizer's ids: vocabulary, merges, rules, special tokens, chat template."""
     if tokenizer.is_fast:
         vocabulary = tokenizer.backend_tokenizer.to_str()
     else:
@@ -229,7 +229,7 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def content_digest(rows: Dataset) -> str:
-    """A name of everything in prepared rows, in their order: other rows, another order or another text change it."""
+    """Hash of all prepared rows in order: changes with any row, text or reordering."""
     digest = hashlib.sha256()
     for table in rows.with_format("arrow").iter(batch_size=4096):
         sink = pyarrow.BufferOutputStream()

@@ -1,10 +1,10 @@
-"""Where the answers of a conversation begin among its ids: after which of them each answer would be generated.
+"""Locates the start of each assistant turn in the token ids of a conversation.
 
-By definition: `ids(prompt of the messages before an answer)` must be a prefix of the ids of the whole. Rendering and
-encoding that prompt for every answer costs the square of their number, so in long conversations it is done for a few
-answers, and for the others it follows from two facts that are checked for each of them: the text between the content
-before an answer and the answer is the same as at those few, and control tokens cut a text into parts that a
-tokenizer encodes one by one. Whatever does not fit this is rendered as the definition says.
+By definition, `ids(prompt of the messages before an answer)` must be a prefix of the ids of the whole. Rendering and
+encoding that prompt for every answer takes quadratic time, so in long conversations it is done for a few answers only.
+The others rely on two conditions, checked for each: the text between the preceding content and the answer is the same
+as for those few, and control tokens split a text into segments that a tokenizer encodes independently. Answers that
+fail the check are rendered as in the definition.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 from .chat_rendering import ChatRenderer, Message
 
-RENDERED_TURNS = 8  # conversations with up to so many answers are rendered up to each of them
+RENDERED_TURNS = 8  # up to this many answers, every prompt is rendered
 _NONCE = secrets.token_hex(8)
 
 
@@ -27,9 +27,9 @@ def answer_starts(
     """Index of the first token of each answer; None where the prompt of one is no prefix of the whole.
 
     Args:
-        messages: of the whole conversation.
-        turns: the indices among them of the answers, ascending.
-        text, ids: of the whole, as `renderer` makes them.
+        messages: the whole conversation.
+        turns: indices of the answers in `messages`, ascending.
+        text, ids: of the whole, as `renderer` produces them.
     """
     whole = _Whole(renderer, messages, text, list(ids))
     if len(turns) <= RENDERED_TURNS:
@@ -41,7 +41,7 @@ def answer_starts(
         alike[whole.context(turn, ends)].append(turn)
     starts: dict[int, int] = {}
     for context, members in alike.items():
-        # Each kind of turn is rendered where it is first, in the middle and last.
+        # Each kind of turn is rendered at its first, middle and last occurrence.
         shown = sorted({members[0], members[len(members) // 2], members[-1]}) if context else members
         found = whole.rendered_starts(shown)
         if found is None:
@@ -60,17 +60,17 @@ def answer_starts(
 
 
 class _Whole:
-    """A rendered conversation: its text, its ids, and where the contents of its messages are in the text."""
+    """A rendered conversation: its text, its ids, and the spans of message contents in the text."""
 
     def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], text: str, ids: list[int]) -> None:
         self.renderer, self.messages, self.text, self.ids = renderer, messages, text, ids
-        self._prompts: dict[int, str] = {}  # answer → its prompt
-        # Control token by control token: its first character, its index among the ids. The text's start is one too.
+        self._prompts: dict[int, str] = {}  # answer → prompt
+        # For each control token, its character offset and its index in the ids; the start of the text counts as one.
         self._places: list[int] = []
         self._indices: list[int] = []
 
     def align_control_tokens(self) -> None:
-        """Find every control token in text and ids; none where the two do not agree."""
+        """Locate every control token in text and ids; none if the two disagree."""
         places, indices = self.renderer.control_places(self.text), self.renderer.control.indices(self.ids)
         aligned = [token_id for _, token_id in places] == [token_id for _, token_id in indices]
         if aligned:
@@ -78,7 +78,7 @@ class _Whole:
             self._indices = [0, *(index for index, _ in indices)]
 
     def rendered_starts(self, turns: Sequence[int]) -> list[int] | None:
-        """Lengths of the prompts of these answers in ids, as the definition says; None where one is no prefix."""
+        """Lengths in ids of the rendered prompts of these answers; None if one is not a prefix."""
         starts = []
         for turn in turns:
             self._prompts[turn] = prompt = self.renderer.prompt(self.messages[:turn])
@@ -91,8 +91,7 @@ class _Whole:
     def content_ends(self) -> list[int | None]:
         """Where each message's content ends in the text.
 
-        None where a content is empty, and everywhere if the template does more with contents than to show them, with
-        or without the blanks around them.
+        None where a content is empty, and everywhere if the template changes contents beyond stripping whitespace.
         """
         unknown: list[int | None] = [None] * len(self.messages)
         names = {f"Xq{_NONCE}m{n:07d}x": n for n, m in enumerate(self.messages) if (m.get("content") or "").strip()}
@@ -115,17 +114,17 @@ class _Whole:
         return ends if place == len(self.text) else unknown
 
     def context(self, turn: int, ends: Sequence[int | None]) -> tuple | None:
-        """What decides how the template opens this answer; None where the text before it is not known."""
+        """The key that determines how the template opens this answer; None if the preceding content was not located."""
         if turn == 0 or ends[turn - 1] is None:
             return None
         before = self.messages[turn - 1]
         return before["role"], bool(before.get("tool_calls"))
 
     def common_opening(self, rendered: Mapping[int, tuple[int, int]]) -> str | None:
-        """What all these rendered prompts have after their last content; None if `start_after` were wrong for one.
+        """The common suffix of these prompts after their last content; None if `start_after` is wrong for one.
 
         Args:
-            rendered: answer → (end of the content before it in the text, its start among the ids).
+            rendered: answer → (end of the preceding content in the text, start of the answer in the ids).
         """
         openings = {self._prompts[turn][end:] for turn, (end, _) in rendered.items()}
         if len(openings) > 1 or not all(self.text.startswith(self._prompts[turn]) for turn in rendered):
@@ -135,9 +134,9 @@ class _Whole:
         return opening if agrees else None
 
     def start_after(self, end: int, opening: str) -> int | None:
-        """The index after an opening that begins at a character of the text; None where it is not so in the ids.
+        """The id index after an opening that begins at a character of the text; None if the ids do not match it.
 
-        The control token before it begins a part of the text whose ids do not depend on what stands before.
+        The control token before it starts a segment whose ids do not depend on the preceding text.
         """
         if not self._places or not self.text.startswith(opening, end):
             return None

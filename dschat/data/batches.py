@@ -1,7 +1,7 @@
-"""Which rows make an optimizer step, and which of these rows a rank computes.
+"""Batch sampling: the rows of each optimizer step, and each rank's share of them.
 
-The rows of a step depend on (seed, epoch) and on nothing else: world size and micro-batch size only decide how a
-step is cut, so that the same run on another number of devices sees the same steps.
+The rows of a step depend on (seed, epoch) alone: world size and micro-batch size only decide how a step is split, so
+the same run on another number of devices trains on the same global batches.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-WINDOW = 50  # global batches that are sorted by length together: little padding, and still well mixed
+WINDOW = 50  # global batches sorted by length together: little padding, and still well shuffled
 
 
 class GlobalBatches:
     """Row indices of every optimizer step of an epoch.
 
     Args:
-        lengths: tokens of each row; only their order matters.
+        lengths: tokens of each row; only their ranking matters.
         global_batch_size: rows per optimizer step, over all ranks.
         shuffle: a new order for every epoch; otherwise the rows' own order.
         group_by_length: put rows of similar length into one step (within windows of 50 steps).
-        drop_last: leave out the rows that do not fill a step (others in every epoch, if shuffled); otherwise
-            they make a smaller last step.
+        drop_last: skip the rows that do not fill a step (different ones each epoch, if shuffled); otherwise
+            they form a smaller last step.
 
     Raises:
         ValueError: no rows, or fewer than one global batch although drop_last.
@@ -47,7 +47,7 @@ class GlobalBatches:
                 "steps × ranks): lower --per_device_train_batch_size (step 3: --per_device_generation_batch_size) or "
                 "--gradient_accumulation_steps, use fewer processes, or bring more data."
             )
-        self.lengths = np.asarray(lengths[:], dtype=np.int64)  # [:] reads a column of Arrow at once
+        self.lengths = np.asarray(lengths[:], dtype=np.int64)  # [:] reads an Arrow column at once
         self.global_batch_size = global_batch_size
         self.seed = seed
         self.shuffle = shuffle
@@ -94,9 +94,9 @@ class GlobalBatches:
 def rank_share(indices: Sequence[int], *, rank: int, world_size: int, micro_batch_size: int) -> list[list[int]]:
     """The micro-batches of one rank out of the rows of one step.
 
-    Rows are dealt out in turn, so that every rank gets short and long ones alike. Every rank gets the same number of
-    micro-batches, the last of them empty where rows are missing: all ranks must run the same number of forwards,
-    or the collectives inside them hang. The collators turn an empty list into a row that counts for nothing.
+    Rows are assigned round-robin, so every rank gets short and long ones. Every rank gets the same number of
+    micro-batches, the last ones possibly empty: all ranks must run the same number of forward passes, or the
+    collectives inside them hang. The collators turn an empty list into one fully masked row.
 
     Raises:
         ValueError: rank outside [0, world_size), or micro_batch_size < 1.

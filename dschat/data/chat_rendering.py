@@ -1,4 +1,4 @@
-"""One conversation as its chat template writes it, and the token ids of that text."""
+"""Renders a conversation through its chat template, as text and as token ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .control_tokens import ControlTokens, control_tokens, strings_in
 
-Message = dict[str, Any]  # {"role": ..., "content": ...}, perhaps "name", "tool_call_id", "tool_calls"
+Message = dict[str, Any]  # {"role": ..., "content": ...}, optional "name", "tool_call_id", "tool_calls"
 Tools = Sequence[dict[str, Any]]  # JSON schemas of functions, as transformers takes them
 
 
@@ -20,10 +20,10 @@ class ChatRenderer:
     """Renders one conversation from its first message up to any other, always in the same way.
 
     Args:
-        tools: what the template shows of tools that may be called.
-        control: of the tokenizer.
-        protects: contents spell control tokens and are to stay text: the template's own have private names in what
-            `render` returns.
+        tools: JSON schemas of callable functions, passed to the template.
+        control: the tokenizer's control tokens.
+        protects: contents contain control-token strings that must stay text: in what `render` returns, the template's
+            own control tokens have private names.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -37,17 +37,17 @@ class ChatRenderer:
         cls, tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None,
         parse_special_tokens: bool = False,
     ) -> ChatRenderer:  # fmt: skip
-        """The renderer of these messages and any that they begin with.
+        """The renderer of these messages and of every prefix of them.
 
         Args:
-            parse_special_tokens: control tokens that contents spell are meant as such.
+            parse_special_tokens: encode control-token strings inside contents as control tokens.
         """
         control = control_tokens(tokenizer)
         protects = not parse_special_tokens and bool(control.found_in(strings_in([messages, tools])))
         return cls(tokenizer, tools, control, protects)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """Raises ValueError: the chat template refuses these messages."""
+        """Raises ValueError: the chat template rejects these messages."""
         messages, tools = list(messages), self.tools
         if self.protects:
             messages, tools = self.control.hide(messages), self.control.hide(tools)
@@ -60,16 +60,16 @@ class ChatRenderer:
         return self.control.reveal(text) if self.protects else text
 
     def ids(self, text: str) -> list[int]:
-        """The template alone decides about BOS, as `apply_chat_template(tokenize=True)` has it: none is added here.
+        """No BOS is added beyond the template's own, as in `apply_chat_template(tokenize=True)`.
 
-        Raises: ValueError: the tokenizer cannot keep a control token that a content spells apart from the token.
+        Raises: ValueError: the tokenizer cannot encode a control-token string inside a content as plain text.
         """
         if self.protects:
             return self.control.encode(self.tokenizer, text)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The messages, followed by the template's opening of an answer; the last one made is kept."""
+        """The messages followed by the template's generation prompt; the last result is cached."""
         if len(messages) not in self._last_prompt:
             self._last_prompt.clear()
             self._last_prompt[len(messages)] = self.render(messages, add_generation_prompt=True)
@@ -79,5 +79,5 @@ class ChatRenderer:
         return self.render(messages, add_generation_prompt=False)
 
     def control_places(self, text: str) -> list[tuple[int, int]]:
-        """(index of its first character, id) of every control token in a rendered text."""
+        """(character offset, id) of every control token in a rendered text."""
         return self.control.places(text, private=self.protects)

@@ -1,8 +1,8 @@
-"""Messages -> token ids, through the tokenizer's own chat template, and which of these tokens are trained.
+"""Encodes messages through the tokenizer's own chat template: token ids and loss mask.
 
-One law holds everywhere: the trained tokens of an assistant turn are what the model would have to generate after
-`encode_prompt` of the messages before it, up to and including one end-of-turn token. So a model learns to stop with
-the very token at which generation stops (`stop_token_ids`). No id is ever compared with the pad id.
+Invariant: the trained tokens of an assistant turn are what the model would have to generate after `encode_prompt` of
+the preceding messages, up to and including one end-of-turn token. So a model learns to stop with the same token that
+ends generation (`stop_token_ids`). No id is ever compared with the pad id.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _TURNS = """\
 """
 _BOS = "{{- bos_token -}}\n"
 
-_PROBE = "Xqprobeqx"  # survives every template unchanged: no spaces, no markup
+_PROBE = "Xqprobeqx"  # no template changes it: no spaces, no markup
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Give the tokenizer a Human/Assistant chat template if it has none; `save_pretrained` then saves it.
+    """Install a Human/Assistant chat template if the tokenizer has none; `save_pretrained` then saves it.
 
-    The text is "<system>\\n\\nHuman: …\\n\\nAssistant: …<eos>", preceded by the BOS where the tokenizer puts one before
-    plain text. This is the one function here that changes its argument.
+    The text is "<system>\\n\\nHuman: …\\n\\nAssistant: …<eos>", preceded by BOS where the tokenizer adds one to
+    plain text. This is the only function here that modifies its argument.
 
     Returns:
         True if a template was installed, False if the tokenizer had one.
@@ -82,14 +82,14 @@ def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, tools: Tools | None = None,
     parse_special_tokens: bool = False,
 ) -> list[int]:  # fmt: skip
-    """Ids of the messages followed by the template's opening of an assistant turn: what generation starts from.
+    """Ids of the messages followed by the template's generation prompt.
 
     Args:
-        parse_special_tokens: what spells a control token inside a content becomes that token. By default contents are
-            plain text, whatever they spell.
+        parse_special_tokens: control-token strings inside contents become control tokens. By default contents are
+            encoded as plain text.
 
     Raises:
-        ValueError: the chat template refuses these messages.
+        ValueError: the chat template rejects these messages.
     """
     renderer = ChatRenderer.of(tokenizer, messages, tools=tools, parse_special_tokens=parse_special_tokens)
     return renderer.ids(renderer.prompt(messages))
@@ -104,25 +104,25 @@ def encode_conversation(
     tools: Tools | None = None,
     parse_special_tokens: bool = False,
 ) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation that ends with an assistant message, and which of them are trained.
+    """Ids and loss mask of a conversation that ends with an assistant message.
 
     Every assistant turn is trained where the template allows it: each prompt must be a prefix of the whole in ids,
-    and the template must close turns with a token of its own. Otherwise (a template without an end token, one that
-    rewrites earlier turns, a tokenizer that merges across the border) the ids are those of the prompt, of the last
-    response as plain text, and EOS; then the last response alone is trained.
+    and the template must close turns with a special token. Otherwise (a template without an end token, one that
+    rewrites earlier turns, a tokenizer that merges across the boundary) the ids are those of the prompt, of the last
+    response as plain text, and EOS; then only the last response is trained.
 
     Args:
-        train_on_prompt: train every token but the first (which nothing predicts).
-        end_id: `end_of_turn_id(tokenizer)` if the caller has it already, to save the probe.
-        tools: what the template shows of tools that may be called.
+        train_on_prompt: train every token but the first, which has no prediction.
+        end_id: `end_of_turn_id(tokenizer)` if already computed, to avoid the probe.
+        tools: JSON schemas of callable functions, passed to the template.
         parse_special_tokens: see encode_prompt.
 
     Returns:
         input_ids, loss_mask: lists of equal length, True on trained tokens; both end with the end-of-turn token.
 
     Raises:
-        ValueError: no assistant message at the end, or the chat template refuses the messages, or gives tool calls at
-            the end no place of their own.
+        ValueError: no assistant message at the end, or the chat template rejects the messages, or the tool calls of
+            the last one cannot be separated from its prompt.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
@@ -145,9 +145,9 @@ def encode_answer(
     tools: Tools | None = None,
     parse_special_tokens: bool = False,
 ) -> tuple[list[int], list[int]]:
-    """Ids of a prompt, as `encode_prompt` gives them, and of an answer to it, which end with the end-of-turn token.
+    """Ids of a prompt, as from `encode_prompt`, and of the answer to it, which end with the end-of-turn token.
 
-    Earlier answers are part of the prompt. Arguments and errors are those of `encode_conversation`.
+    Earlier answers are part of the prompt. Arguments and errors as in `encode_conversation`.
     """
     messages = [*prompt, {"role": "assistant", "content": answer}]
     renderer = ChatRenderer.of(tokenizer, messages, tools=tools, parse_special_tokens=parse_special_tokens)
@@ -156,10 +156,10 @@ def encode_answer(
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]) -> list[str]:
-    """Generated ids → contents of assistant messages: the way back from `encode_conversation`.
+    """Generated ids → contents of assistant messages: the inverse of `encode_conversation`.
 
-    Special tokens are left out, and so is what the template itself writes before a response: the space after
-    "Assistant:" is generated by the model, and a message that kept it would be encoded with two.
+    Removes special tokens and the text that the template itself writes before a response: the model generates the
+    space after "Assistant:", and a message that kept it would be encoded with two.
     """
     turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     lead = _last_response_text(ChatRenderer.of(tokenizer, turn), turn).removesuffix(_PROBE)
@@ -170,7 +170,7 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Seq
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, parse_special_tokens: bool = False
 ) -> tuple[list[int], list[bool]]:
-    """Ids of plain text with the tokenizer's own BOS and one EOS; all trained but the first, which nothing predicts.
+    """Ids of plain text with the tokenizer's BOS and one EOS; all trained but the first, which has no prediction.
 
     Args:
         parse_special_tokens: see encode_prompt.
@@ -188,9 +188,9 @@ def encode_text(
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The special token that the template writes first after an assistant's text; None if it writes none.
+    """The first special token that the template writes after an assistant's text; None if it writes none.
 
-    Found by rendering a probe: "<|im_end|>\\n" after the probe gives the id of <|im_end|>.
+    Determined by rendering a probe: "<|im_end|>\\n" after the probe gives the id of <|im_end|>.
     """
     turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
     renderer = ChatRenderer.of(tokenizer, turn)
@@ -219,7 +219,7 @@ def _with_responses(
     """Ids that end with the last response, and [start, stop) of the responses among them, end tokens included.
 
     Args:
-        turns: the responses asked for; the last one alone is found where the whole does not line up.
+        turns: indices of the responses to locate; only the last is returned if the prompts are not prefixes.
     """
     tokenizer = renderer.tokenizer
     end_id = end_of_turn_id(tokenizer) if end_id is None else end_id
@@ -239,7 +239,7 @@ def _with_responses(
 
 
 def _response_spans(ids: list[int], starts: list[int], end_id: int) -> list[tuple[int, int]] | None:
-    """[start, stop) of every response, its end token included; None where one has no end token."""
+    """[start, stop) of every response, end token included; None if one has no end token."""
     spans = []
     for start, limit in zip(starts, [*starts[1:], len(ids)], strict=True):
         if end_id not in ids[start:limit]:
@@ -251,11 +251,11 @@ def _response_spans(ids: list[int], starts: list[int], end_id: int) -> list[tupl
 def _last_response_text(renderer: ChatRenderer, messages: Sequence[Message]) -> str:
     """What the model would have to generate for the last message, without an end token.
 
-    That is its content, after what the template puts between its opening and the content (often a space), or after
-    the rest of a thought that the opening begins.
+    That is its content, preceded by what the template writes between the generation prompt and the content (often a
+    space), or by the rest of a thought that the generation prompt opens.
     """
     content = messages[-1]["content"]
-    if not content:  # an actor may answer with nothing
+    if not content:  # an actor may generate an empty response
         return ""
     opening, rendered = renderer.prompt(messages[:-1]), renderer.conversation(messages)
     before, found, _ = rendered.removeprefix(opening).partition(content)

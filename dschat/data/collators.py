@@ -1,7 +1,7 @@
-"""Rows → tensors of a micro-batch. Pure torch: masks come from lengths, never from comparing ids with the pad id.
+"""Collators: rows → tensors of a micro-batch. Masks come from lengths, never from comparing ids with the pad id.
 
-Masks are bool, True means "counts". An empty list of rows (a rank without work in this micro-batch) gives one row of
-one token that counts for nothing, so that the rank can run the same forward as the others.
+Pure torch. Masks are bool, True means "counts". An empty list of rows (a rank without work in this micro-batch) gives
+one fully masked row of one token, so that the rank can run the same forward as the others.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def collate_preferences(
     """Pairs for one forward: rows 0..B−1 are the chosen, rows B..2B−1 the rejected, in the same order.
 
     Args:
-        features: rows with `chosen_ids`, `rejected_ids`, `prompt_length` (of both) and perhaps `margin`.
+        features: rows with `chosen_ids`, `rejected_ids`, `prompt_length` (shared by both), optional `margin`.
 
     Returns:
         input_ids: [2B, S] long, right-padded; attention_mask: [2B, S] bool; loss_mask: [2B, S] bool, True on the
         response tokens (for DPO); margin: [B] float32, 0 where a row has none; ref_logprobs: [B, 2] float32, of chosen
-        and rejected under the reference, 0 where a row has none; pair_mask: [B] bool, False only for the row that
-        stands for an empty list.
+        and rejected under the reference, 0 where a row has none; pair_mask: [B] bool, False only for the placeholder
+        row of an empty list.
     """
     pairs = features or [{"chosen_ids": [pad_token_id], "rejected_ids": [pad_token_id], "prompt_length": 1}]
     rows = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
@@ -73,7 +73,7 @@ def collate_preferences(
 
 
 def collate_unpaired(features: Features, *, pad_token_id: int, pad_to_multiple_of: int = 8) -> dict[str, torch.Tensor]:
-    """Single responses, each beside one to another prompt.
+    """Unpaired responses, each with a mismatched response for the KL estimate of KTO.
 
     Args:
         features: rows with `input_ids`, `prompt_length`, `desirable`, and `mismatched_ids`: the same prompt with the
@@ -83,7 +83,7 @@ def collate_unpaired(features: Features, *, pad_token_id: int, pad_to_multiple_o
         input_ids: [B, S] long, right-padded; attention_mask: [B, S] bool; loss_mask: [B, S] bool, True on the response;
         mismatched_ids, mismatched_attention_mask, mismatched_loss_mask: the same of the other response, [B, S'];
         desirable: [B] bool; ref_logprobs: [B, 2] float32, of both responses under the reference, 0 where a row has
-        none; row_mask: [B] bool, False only for the row that stands for an empty list.
+        none; row_mask: [B] bool, False only for the placeholder row of an empty list.
     """
     nothing = {"input_ids": [pad_token_id], "mismatched_ids": [pad_token_id], "prompt_length": 1, "desirable": False}
     rows = features or [nothing]
@@ -102,11 +102,11 @@ def collate_unpaired(features: Features, *, pad_token_id: int, pad_to_multiple_o
 
 
 def collate_prompts(features: Features) -> dict[str, list]:
-    """Prompts for generation, which pads them itself.
+    """Prompts for generation, unpadded: the rollout engine pads them.
 
     Returns:
         prompts: lists of token ids; row_index: ints; messages: chat lists; rows: dicts of the rows' other columns
-        (what a judge needs, such as the true answer).
+        (inputs of reward functions, such as the true answer).
     """
     return {
         "prompts": [list(feature["input_ids"]) for feature in features],

@@ -1,9 +1,9 @@
-"""Control tokens of a chat template, and how text that merely spells one is kept text.
+"""Control tokens of a chat template, and the encoding of the same strings inside contents as plain text.
 
-A tokenizer reads "<|im_end|>" as the token that ends a turn wherever it stands, also in what a user typed. Here the
-template's own control tokens get private names that nobody can type, and a copy of the tokenizer knows them by these
-names alone: the template's become the same ids as ever, and the same words inside a content become plain text. Texts
-that spell no control token never meet the copy.
+A tokenizer encodes "<|im_end|>" as the end-of-turn token wherever it occurs, including in user input. To prevent that,
+the template's own control tokens get random private names, and a copy of the tokenizer recognises only these names:
+the template's tokens keep their ids, and the same strings inside a content become plain text. Texts without
+control-token strings are encoded by the original tokenizer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from transformers import AddedToken, PreTrainedTokenizerBase
 
 Encode = Callable[[str], list[int]]
 
-_NONCE = secrets.token_hex(8)  # of this process: no data can have it
-_BRACKETED = re.compile(r"[<\[{(|＜【｜].*[>\]})|＞】｜]", re.DOTALL)  # what looks like a marker, unlike "\n" or "  "
-_THOUGHT = re.compile(r"</?(think|thinking|thought|reasoning)>|\[/?THINK\]")  # models write them: answers may hold them
+_NONCE = secrets.token_hex(8)  # random per process: no data can contain it
+_BRACKETED = re.compile(r"[<\[{(|＜【｜].*[>\]})|＞】｜]", re.DOTALL)  # bracketed markers, unlike "\n" or "  "
+_THOUGHT = re.compile(r"</?(think|thinking|thought|reasoning)>|\[/?THINK\]")  # answers may contain them
 
 
 class ControlTokens:
@@ -32,8 +32,8 @@ class ControlTokens:
 
     Args:
         ids: token → its id.
-        unk_id: what a tokenizer may give for any text; not counted as a control token.
-        normalize: what the tokenizer does with text before it finds tokens in it; None: nothing.
+        unk_id: the unknown token, which any text may produce; not counted as a control token.
+        normalize: the tokenizer's text normalisation; None: nothing.
     """
 
     def __init__(self, ids: Mapping[str, int], *, unk_id: int | None, normalize: Callable[[str], str] | None) -> None:
@@ -44,10 +44,10 @@ class ControlTokens:
         self._spelled = _any_of(self.ids)
         self._written = _any_of([*self.ids, *self._placeholders.values()])
         self._private = _any_of(self.private.values())
-        self._encode: Encode | None = None  # by the copy of the tokenizer, once it is needed
+        self._encode: Encode | None = None  # of the renamed tokenizer copy, created on first use
 
     def found_in(self, texts: Iterable[str]) -> list[str]:
-        """The control tokens that these texts spell, each once."""
+        """The control tokens whose strings occur in these texts, each once."""
         if not self.ids:
             return []
         found: dict[str, None] = {}
@@ -58,7 +58,7 @@ class ControlTokens:
         return list(found)
 
     def hide(self, value: Any) -> Any:
-        """A copy of messages or tools in which a placeholder stands for each control token that they spell."""
+        """A copy of messages or tools with control-token strings replaced by placeholders."""
         if isinstance(value, str):
             return self._spelled.sub(lambda found: self._placeholders[found[0]], value)
         if isinstance(value, Mapping):
@@ -66,12 +66,12 @@ class ControlTokens:
         return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def reveal(self, rendered: str) -> str:
-        """What the template made of hidden messages: its own control tokens by private names, theirs as spelled."""
+        """Rendered text of hidden messages, with the template's tokens by private names and contents restored."""
         spelled = {placeholder: token for token, placeholder in self._placeholders.items()}
         return self._written.sub(lambda found: spelled.get(found[0]) or self.private[found[0]], rendered)
 
     def places(self, text: str, *, private: bool) -> list[tuple[int, int]]:
-        """(index of its first character, id) of every control token that the tokenizer reads in a text, in order."""
+        """(character offset, id) of every control token that the tokenizer recognises in a text, in order."""
         if not self.ids:
             return []
         ids = {name: self.ids[token] for token, name in self.private.items()} if private else self.ids
@@ -86,7 +86,7 @@ class ControlTokens:
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Ids of a text in which only private names are control tokens; no BOS or EOS is added.
 
-        Raises: ValueError if the tokenizer still makes a control token of what is text.
+        Raises: ValueError if the tokenizer still encodes plain text as a control token.
         """
         if self._encode is None:
             self._encode = _encoder_by_private_names(tokenizer, self.private)
@@ -103,9 +103,9 @@ _known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, ControlTokens]] 
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    """The special tokens of a tokenizer and the added tokens around the turns of its template, found once for each.
+    """The special tokens of a tokenizer and the added tokens that delimit turns in its template; cached per tokenizer.
 
-    Not among them are the tags of a thought (<think>), which an answer holds rightly.
+    Thinking tags (<think>) are excluded: answers may contain them.
     """
     state = (tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map))
     before, found = _known.get(tokenizer, (None, None))
@@ -152,7 +152,7 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
 
 
 def _text_between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A rendered chat that goes on after an answer; templates that show thoughts show them in the last answer only."""
+    """A rendered chat with a turn after the answer, because templates render thoughts in the last answer only."""
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
     for chat in ([user, assistant, user], [user, assistant], [user]):
         try:
@@ -163,12 +163,12 @@ def _text_between_turns(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Finds the longest of these texts, as tokenizers do."""
+    """Pattern that matches the longest of these strings, as tokenizers do."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 def _encoder_by_private_names(tokenizer: PreTrainedTokenizerBase, names: Mapping[str, str]) -> Encode:
-    """Encodes as the tokenizer does, but knows its control tokens by these names only."""
+    """An encoder like the tokenizer's that recognises control tokens by these private names only."""
     if tokenizer.is_fast:
         core = Tokenizer.from_str(json.dumps(_renamed(json.loads(tokenizer.backend_tokenizer.to_str()), names)))
         return lambda text: core.encode(text, add_special_tokens=False).ids
@@ -185,7 +185,7 @@ def _encoder_by_private_names(tokenizer: PreTrainedTokenizerBase, names: Mapping
 
 
 def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A serialised fast tokenizer with other names for some tokens, the ids as they were."""
+    """A serialised fast tokenizer with some tokens renamed and all ids unchanged."""
     added = [token | {"content": names.get(token["content"], token["content"])} for token in state["added_tokens"]]
     model = dict(state["model"])
     if isinstance(model["vocab"], dict):  # BPE, WordPiece, WordLevel
@@ -194,7 +194,7 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
         model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
     if model.get("unk_token"):
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if model.get("merges"):  # none may make or use a token that has another name now
+    if model.get("merges"):  # drop merges that produce or use a renamed token
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         model["merges"] = [list(pair) for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
     nothing = {"post_processor": None, "truncation": None, "padding": None}

@@ -1,4 +1,4 @@
-"""The data of a step: what the user names → train and evaluation rows, mixed, with a report of what became of them."""
+"""Builds the datasets of a step: the user's data paths → mixed train and evaluation rows, with a report."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ PHASES = {"sft": 1, "preference": 2, "prompt": 3}
 
 @dataclass(frozen=True)
 class DataOptions:
-    """What decides about the rows of a step.
+    """Options that determine the rows of a step.
 
     Args:
         data_path: entries "PATH_OR_NAME[:WEIGHT]"; a weight is the fraction of the mixed epoch (see mixed_rows).
         output_path: folder for the Arrow files.
-        run_path: the run's own output folder, which no data folder may hold; None: there is none.
+        run_path: the run's own output folder, which no data folder may contain; None: there is none.
         max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
         data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
         phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
-        seed: of the split, the held-out rows and the mixture.
-        eval_data_path: entries whose rows are the evaluation data, all of them; then nothing is held out.
-        eval_fraction: held out of sources that bring no evaluation rows of their own.
+        seed: for the split, the held-out rows and the mixture.
+        eval_data_path: entries whose rows are all used for evaluation; then nothing is held out.
+        eval_fraction: share held out of sources without an evaluation split.
         overlong: "truncate" or "drop".
-        max_bad_rows: more bad rows than this, over all sources, stop the run. The default forgives a few damaged
+        max_bad_rows: more bad rows than this, over all sources, stop the run. The default tolerates a few damaged
             lines, not a wrong file.
         train_on_prompt: SFT on every token, not on responses only.
         columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
         drop_duplicates: keep the first of equal records of a source.
-        parse_special_tokens: control tokens that contents spell are meant as such; by default contents are plain text.
-        packing: SFT rows of several conversations, max_tokens together (see packing.py).
+        parse_special_tokens: encode control-token strings in contents as control tokens; by default as plain text.
+        packing: pack several conversations into SFT rows of up to max_tokens (see packing.py).
     """
 
     data_path: Sequence[str]
@@ -77,17 +77,17 @@ def build_dataset(
 ) -> DataSplits:
     """The train and evaluation rows of a step, encoded on the first call and read from disk on later ones.
 
-    Call it on one process per machine first, then on the others, which find the files there. The tokenizer must have
-    a chat template (ensure_chat_template).
+    Call it on one process per machine first, then on the others, which read the files. The tokenizer must have a chat
+    template (ensure_chat_template).
 
     Args:
         kind: "sft", "preference" or "prompt".
-        verify: compare what is on disk with its checksums, and make again what is damaged; False where another process
+        verify: check the files on disk against their checksums and rebuild damaged ones; False where another process
             of this machine has just done so.
 
     Raises:
-        ValueError: options out of range, sources that are missing, empty or of other columns (all of them named), too
-            many bad rows, a source that leaves no row for training.
+        ValueError: options out of range, sources that are missing, empty or lack required columns (all are listed),
+            too many bad rows, a source without rows for training.
     """
     _check(options)
     encoder = Encoder.for_kind(
@@ -137,7 +137,7 @@ def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
-    """What is wrong with the sources, as far as their first rows show: a check before models are loaded."""
+    """Problems of the sources, judged by their first rows: a check before models are loaded."""
     problems = []
     try:
         _check(options)
@@ -151,7 +151,7 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
             for row in islice(source.rows(next(iter(source.splits))), options.max_bad_rows + 1):
                 report.add_read(row.fields or {})
                 if parse_row(row, kind, report) is not None:
-                    break  # one good row shows that it is the right file
+                    break  # one valid row is enough
             if report.rows == 0:
                 raise ValueError(f"{path} has no rows.")
             report.refuse_other_columns()
@@ -166,7 +166,7 @@ def _eval_paths(options: DataOptions) -> list[str]:
 
 
 def _check(options: DataOptions) -> None:
-    """All mistakes in the options at once."""
+    """Raises ValueError that lists all invalid options."""
     problems = []
     if options.data_split is not None:
         try:
@@ -187,7 +187,7 @@ def _check(options: DataOptions) -> None:
 
 
 def _outputs_among_rows(options: DataOptions) -> list[str]:
-    """Output folders inside a data folder: what a run writes there would be rows of the next one, or of its resume."""
+    """Output folders inside a data folder: a later or resumed run would read their files as data."""
     problems = []
     outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
     for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
@@ -209,7 +209,7 @@ def _outputs_among_rows(options: DataOptions) -> list[str]:
 
 
 def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:
-    """The source with the splits that this run uses: --eval_data_path takes the place of all other evaluation rows."""
+    """The source with the splits that this run uses: --eval_data_path replaces all other evaluation rows."""
     if for_eval:
         return replace(source, splits={"eval": source.splits.get("eval") or source.splits["train"]})
     return replace(source, splits={"train": source.splits["train"]}) if options.eval_data_path else source

@@ -1,7 +1,7 @@
-"""Plain messages → token ids within the length limit: one row of a data set.
+"""Encodes records: plain messages → token ids within the length limit, one row of a dataset.
 
-A row that is too long is cut (prompts from the left, responses from the right, so that what is nearest to the border
-between them stays) or dropped, as the user chose. A BOS at the start of a prompt survives the cut.
+A row that is too long is truncated (prompts from the left, responses from the right, so that the tokens around their
+boundary are kept) or dropped, by option. A BOS at the start of a prompt is kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row of FEATURES[kind], or None with the reason why a good row is left out; `cut`: it was shortened."""
+    """One row of FEATURES[kind], or None with the reason why a valid row is skipped; `cut`: it was truncated."""
 
     features: dict[str, Any] | None
     cut: bool = False
@@ -59,9 +59,9 @@ class Encoder:
 
     Args:
         max_tokens: longest prompt (kind "prompt"), else longest sequence of prompt and response.
-        drop_overlong: drop longer rows instead of cutting them.
+        drop_overlong: drop longer rows instead of truncating them.
         end_id: `end_of_turn_id(tokenizer)`.
-        parse_special_tokens: control tokens that contents spell are meant as such (see encode_prompt).
+        parse_special_tokens: encode control-token strings in contents as control tokens (see encode_prompt).
     """
 
     kind: str
@@ -77,7 +77,7 @@ class Encoder:
         cls, kind: str, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int, overlong: str, train_on_prompt: bool,
         parse_special_tokens: bool = False,
     ) -> Encoder:  # fmt: skip
-        """Raises ValueError for a kind, limit or treatment of over-long rows that does not exist."""
+        """Raises ValueError for an invalid kind, token limit or overlong mode."""
         if kind not in FEATURES:
             raise ValueError(f"kind {kind!r}: choose one of {', '.join(FEATURES)}")
         if overlong not in ("truncate", "drop"):
@@ -92,9 +92,9 @@ class Encoder:
         return cls(kind, tokenizer, max_tokens, overlong == "drop", train_on_prompt, end_id, parse_special_tokens)
 
     def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> list[Encoded]:
-        """What becomes of a row: one Encoded, or two of a pair that serves as unpaired responses.
+        """Encode a record: one Encoded, or two for a pair that is used as unpaired responses.
 
-        Args: record: of parse_record; row: the whole row, its number. Raises ValueError for a bad row.
+        Args: record: from parse_record; row: the whole row, its number. Raises ValueError for a bad row.
         """
         if self.kind == "prompt":
             return [self._encode_prompt(record, row, row_index)]
@@ -103,7 +103,7 @@ class Encoder:
         return [self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)]
 
     def control_tokens(self, record: Mapping[str, Any]) -> list[str]:
-        """The control tokens that the texts of a record spell, each once."""
+        """The control tokens whose strings occur in the texts of a record, each once."""
         return control_tokens(self.tokenizer).found_in(strings_in(record))
 
     def _encode_prompt(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> Encoded:
@@ -150,13 +150,13 @@ class Encoder:
         return Encoded({"input_ids": ids, "loss_mask": mask, "length": len(ids)}, cut)
 
     def _cut_conversation(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """Cut to max_tokens; everything before the last response counts as its prompt."""
+        """Truncate to max_tokens; everything before the last response counts as its prompt."""
         start = len(mask)  # becomes the first token of the last trained span
         while mask[start - 1]:
             start -= 1
         room = self._prompt_room(start, len(ids) - start)
         ids = cut_left(ids[:start], room, bos_token_id=self.tokenizer.bos_token_id) + ids[start:]
-        mask = [False] + mask[start - room + 1 :]  # nothing predicts the first token that is left
+        mask = [False] + mask[start - room + 1 :]  # the first remaining token has no prediction
         return ids[: self.max_tokens], mask[: self.max_tokens]
 
     def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
@@ -194,9 +194,9 @@ class Encoder:
         return Encoded(features, cut)
 
     def _answered(self, record: Mapping[str, Any], answers: Mapping[int, str]) -> list[list[int]]:
-        """Ids of the record's prompt and of each answer to it, these with their end-of-turn token.
+        """Ids of the record's prompt and of each answer, which ends with the end-of-turn token.
 
-        An answer that was cut off has none: the model that gave it did not end it there.
+        An answer that was cut off by a length limit gets no end-of-turn token.
         """
         found: list[list[int]] = []
         for place, answer in answers.items():
@@ -211,15 +211,15 @@ class Encoder:
         return found
 
     def _prompt_room(self, prompt: int, response: int) -> int:
-        """Tokens left for a prompt that is too long with its response: what the response leaves over.
+        """Tokens left for the prompt when prompt and response together exceed max_tokens.
 
-        A response that fills max_tokens alone is going to be cut anyway, so it gives half to the prompt.
+        A response of max_tokens or more is truncated anyway, so the prompt gets up to half.
         """
         return self.max_tokens - response if response < self.max_tokens else min(prompt, self.max_tokens // 2)
 
 
 def cut_left(ids: list[int], room: int, *, bos_token_id: int | None) -> list[int]:
-    """The last `room` ids; a BOS at the start keeps its place, as long as there is room for it and for one more."""
+    """The last `room` ids; a BOS at the start is kept if there is room for it and one more token."""
     if len(ids) <= room:
         return ids
     if room > 1 and ids[0] == bos_token_id:

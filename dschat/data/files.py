@@ -1,7 +1,7 @@
-"""The rows of one file, as a stream: json, jsonl, parquet, csv.
+"""File readers: stream the rows of one json, jsonl, parquet or csv file.
 
-A row that cannot be read is reported with file and line and does not stop the reading; a file that cannot be read at
-all is a ValueError. Nothing is held in memory but the current row (a .json file with one big array excepted).
+A row that cannot be parsed is reported with file and line, and reading continues; a file that cannot be read at all
+raises ValueError. Only the current row is held in memory (except for a .json file with one big array).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 class SourceRow(NamedTuple):
-    fields: dict[str, Any] | None  # None: the row could not be read
+    fields: dict[str, Any] | None  # None: the row could not be parsed
     where: str  # "file:line" of a text file, "file:row N" (from 0) of a table
-    fault: str  # "" or why it could not be read
-    dropped: str = ""  # "" or why a good row is left out
+    fault: str  # "" or why it could not be parsed
+    dropped: str = ""  # "" or why a valid row is skipped
 
 
 def file_rows(file: Path) -> Iterator[SourceRow]:
-    """All rows of the file, in its order; blank lines are no rows.
+    """All rows of the file, in order; blank lines are skipped.
 
     Raises:
         ValueError: the file as a whole cannot be read (a broken array, broken parquet or CSV).
@@ -56,7 +56,7 @@ def _json_row(line: bytes, where: str) -> SourceRow:
         return SourceRow(None, where, f"not valid UTF-8 (byte {error.start + 1} of the line)")
     except (json.JSONDecodeError, RecursionError) as error:
         return SourceRow(None, where, f"not valid JSON ({error})")
-    if b"\\u" in line:  # half of a surrogate pair is valid JSON but no text: neither tokenizer nor Arrow takes it
+    if b"\\u" in line:  # a lone surrogate is valid JSON, but neither tokenizers nor Arrow accept it
         try:
             json.dumps(fields, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
@@ -71,7 +71,7 @@ def _object_row(fields: Any, where: str) -> SourceRow:
 
 
 def _json_array_rows(file: Path) -> Iterator[SourceRow]:
-    """Items of one big array, with the line on which each begins."""
+    """Items of one big array, with the line number of each."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
         decoder, place, line = json.JSONDecoder(), text.index("[") + 1, 1
@@ -98,8 +98,8 @@ def _skip(text: str, place: int) -> int:
 
 
 def _csv_rows(file: Path) -> Iterator[SourceRow]:
-    csv.field_size_limit(2**31 - 1)  # the module's own limit of 128 KiB is less than a long text
-    # surrogateescape lets the rows after an invalid byte be read
+    csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for long texts
+    # surrogateescape, so that an invalid byte does not stop the rows after it
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.DictReader(lines)
         try:

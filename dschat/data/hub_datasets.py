@@ -1,7 +1,7 @@
-"""Data sets of the hub whose rows are not ours yet: which configuration and splits are meant, and how a row maps.
+"""Built-in support for hub datasets with their own schema: configuration, splits, and the mapping of rows.
 
-A row maps to the fields of records.py; its other columns stay, for rewards to read. Where a label decides which of two
-answers is the better one, it decides here; a row whose label prefers neither is left out.
+A row is mapped to the fields of records.py; its other columns are kept for reward functions. Preference labels are
+resolved to chosen and rejected here; rows whose label is a tie are skipped.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Row = Mapping[str, Any]
 
 
 class NothingToLearn(ValueError):
-    """A row that is as its data set means it to be, but of no use to us; the message says why."""
+    """A valid row that cannot be used for training; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """How the rows of one data set become ours.
+    """How the rows of one dataset map to our fields.
 
     Args:
-        columns: what a row must have to be mapped; one that lacks them is taken as it is (mapped and saved before).
+        columns: what a row must have to be mapped; one that lacks them is used unchanged (mapped and saved before).
         fields: row → our fields. Raises NothingToLearn.
         config: configuration of the data set on the hub.
-        splits: "train" and "eval" → the data set's own splits, where their names alone do not tell.
-        hub: its name there, where we know it by another.
+        splits: "train" and "eval" → the dataset's own splits, where their names do not imply it.
+        hub: its name on the hub, where it differs from ours.
     """
 
     columns: Sequence[str]
@@ -41,7 +41,7 @@ class HubDataset:
 
 
 def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
-    """The data set that an entry of --data_path is known as, and where it lies.
+    """The supported dataset that an entry of --data_path refers to, and its path.
 
     "openai/gsm8k" is on the hub; a folder ".../openai/gsm8k" and the files in it are local copies;
     "openai/gsm8k=PATH" reads any other file or folder as rows of that data set.
@@ -57,10 +57,10 @@ def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
 
 
 def our_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with our fields beside its own columns.
+    """The row with our fields added to its own columns.
 
     Args:
-        columns: our field → the column that the user named for it; where the row has it, it wins.
+        columns: our field → the column that the user chose for it, which takes precedence where the row has it.
 
     Raises: NothingToLearn; ValueError for a row of the data set that is damaged.
     """
@@ -74,7 +74,7 @@ def our_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str])
 
 
 def _columns(**theirs: str) -> HubDataset:
-    """Our field = its column; text without the blanks around it (a template puts its own there)."""
+    """Our field = its column; text is stripped, because templates add their own whitespace."""
 
     def fields(row: Row) -> dict[str, Any]:
         values = {ours: row[name] for ours, name in theirs.items()}
@@ -84,7 +84,7 @@ def _columns(**theirs: str) -> HubDataset:
 
 
 def _preferred(prompt: Any, first: Any, second: Any, *, first_wins: float) -> dict[str, Any]:
-    """first_wins: above 0, the first answer is the better one; below 0, the second; 0: neither."""
+    """first_wins: above 0, the first answer is chosen; below 0, the second; 0: a tie."""
     if first_wins == 0:
         raise NothingToLearn("no answer is preferred")
     chosen, rejected = (first, second) if first_wins > 0 else (second, first)
@@ -109,7 +109,7 @@ def _helpsteer3(row: Row) -> dict[str, Any]:
 
 
 def _yitingxie(row: Row) -> dict[str, Any]:
-    """Answers repeat the speaker's name; the prompt leaves the last one out."""
+    """Answers start with the speaker's name; the prompt does not end with it."""
     prompt = row["prompt"].rstrip().removesuffix("Assistant:").rstrip() + "\n\nAssistant:"
     chosen, rejected = (row[name].rpartition("Assistant:")[2].strip() for name in ("chosen", "rejected"))
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
@@ -205,7 +205,7 @@ HUB_DATASETS = {
     "allenai/tulu-3-sft-mixture": _CHAT,
     "allenai/llama-3.1-tulu-3-8b-preference-mixture": HubDataset(
         ("chosen", "rejected"),
-        lambda row: {"prompt": None},  # its prompt is one turn of the conversation they share
+        lambda row: {"prompt": None},  # its prompt column is only one turn of the shared conversation
     ),
     "openai/gsm8k": HubDataset(("question", "answer"), _gsm8k, config="main"),
     "hendrycks/competition_math": _MATH,

@@ -1,16 +1,16 @@
-"""Where a text marks its answer: the last \\boxed{…}, the last <answer>…</answer>."""
+"""Extraction of marked answers: the last \\boxed{…}, the last <answer>…</answer>."""
 
 from __future__ import annotations
 
 import re
 
-_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # a brace behind a backslash is text
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)  # escaped braces are text
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{…} or \\fbox{…} of a text holds, braces inside it included; None without a closed one."""
-    opened: list[int | None] = []  # where the boxes begin that are not closed yet; None for other braces
+    """Content of the last \\boxed{…} or \\fbox{…} of a text, nested braces included; None without a closed one."""
+    opened: list[int | None] = []  # start of each box still open; None for other braces
     last = (-1, -1)
     for brace in _BRACES.finditer(text):
         if brace[0] == "}":
@@ -22,5 +22,5 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """What stands between the last <answer> and </answer> of a text; None without such a pair."""
+    """Text between the last <answer> and </answer>; None without such a pair."""
     return (_TAGGED.findall(text) or [None])[-1]

@@ -1,4 +1,4 @@
-"""Prompts with the responses of other rows, of which KTO's reference point is estimated."""
+"""Mismatched prompt-response pairs, from which KTO's reference point is estimated."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from .datasets import DataSplits
 
 
 def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
-    """Unpaired rows with a column `mismatched_ids`: a row's prompt, then the response of the next row with another one.
+    """Add a column `mismatched_ids`: a row's prompt and the response of the next row with another prompt.
 
-    Which row that is depends on the rows alone, not on how a step is cut, so the reference can score it beforehand. The
-    next row of the last training row is the first held-out one, and round again. The column is held in memory, 4 bytes
-    a token.
+    The pairing depends on the rows alone, not on the batches, so reference log-probs can be precomputed. The rows wrap
+    around: the last training row is followed by the first held-out one. The column is held in memory, 4 bytes a token.
 
     Args:
         splits: of kind "unpaired".
-        max_tokens: the response is cut where both together are longer.
+        max_tokens: the response is truncated where both together are longer.
 
     Raises:
-        ValueError: all rows have one prompt.
+        ValueError: all rows have the same prompt.
     """
     rows = concatenate_datasets([splits.train, splits.eval])
     table = rows.with_format("arrow")[:]
@@ -43,14 +42,14 @@ def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
 
 
 def next_other(values: list[bytes]) -> list[int]:
-    """For each place the next one, round and round, with another value. Raises ValueError where there is none."""
+    """For each index the next one, cyclically, with another value. Raises ValueError where there is none."""
     count = len(values)
     if len(set(values)) < 2:
         raise ValueError(
             "--preference_loss kto estimates a KL from responses to other prompts, but all rows have one prompt: bring "
             "rows of several prompts."
         )
-    found = [0] * (2 * count)  # twice round, so that the search from the end meets the beginning
+    found = [0] * (2 * count)  # two cycles, so that the scan from the end wraps around
     for place in range(2 * count - 2, -1, -1):
         after = (place + 1) % count
         found[place] = after if values[after] != values[place % count] else found[place + 1]

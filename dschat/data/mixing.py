@@ -1,4 +1,4 @@
-"""Who gets which row: the three-way split over the phases, the held-out rows, and the weights of several sources.
+"""Row assignment: the split over the three phases, the held-out rows, and the mixing weights of several sources.
 
 Every decision about a row is a function of (seed, row index) alone: it does not depend on the other sources in the
 list, on the number of rows, or on the world size, and it needs no pass over the data.
@@ -15,11 +15,11 @@ _WEYL = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 
 
 def split_position(row_index: int, *, seed: int) -> float:
-    """A number in [0, 1) for this row: the golden-ratio rotation, started at a point drawn from the seed.
+    """A number in [0, 1) for this row: the golden-ratio rotation from a starting point drawn from the seed.
 
-    Of the first N rows, an interval of length s receives s·N rows within a few, for every N: ten rows divided
-    "2,4,4" give about 2, 4 and 4, where independent random numbers could leave a phase empty. Appending rows to a
-    file moves none of the old ones.
+    For every N, an interval of length s receives s·N of the first N rows, up to a few: ten rows split "2,4,4" give
+    about 2, 4 and 4, while independent random numbers could leave a phase empty. Appending rows to a file does not
+    reassign the old ones.
 
     Source: Weyl 1916 (equidistribution); Knuth, TAOCP 3, §6.4 (multiplicative hashing by the golden ratio).
     """
@@ -48,7 +48,7 @@ def parse_data_split(data_split: str) -> tuple[float, float, float]:
 def assign(
     row_index: int, *, seed: int, shares: Sequence[float] | None, phase: int, eval_fraction: float
 ) -> str | None:
-    """What this row is for in this phase: "train", "eval", or None when it belongs to another phase.
+    """The split of this row in this phase: "train", "eval", or None if it belongs to another phase.
 
     Args:
         shares: of the three phases, summing to 1; None gives every row to every phase.
@@ -66,11 +66,11 @@ def assign(
 
 
 def mixed_rows(counts: Sequence[int], weights: Sequence[float] | None, *, seed: int) -> list[np.ndarray]:
-    """Which rows of each source make one mixed epoch.
+    """Row numbers of each source in one mixed epoch.
 
     A weight is the fraction of the mixed epoch's rows that come from the source (weights are divided by their sum).
-    The epoch has as many rows as all sources together. So a source is repeated, whole copies first and then a
-    random part without replacement, or only a random part of it is used. Without weights: every row once.
+    The epoch has as many rows as all sources together. So a source is repeated (whole copies, then a random
+    subset without replacement) or subsampled. Without weights, every row occurs once.
 
     Args:
         counts: rows of each source.

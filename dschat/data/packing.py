@@ -1,8 +1,8 @@
-"""Several conversations in one row, so that no forward pass is spent on padding.
+"""Sequence packing: several conversations in one row, so that no compute is spent on padding.
 
 Which conversations share a row is decided once, before training; rows are then shuffled like any others. A packed row
-knows the lengths of its conversations, and positions start again with each (collate_sft): models keep them apart by
-that (models.packed_attention). Losses are sums over trained tokens of the whole step, so packing does not change them.
+stores the lengths of its conversations, and position ids restart with each (collate_sft), by which attention separates
+them (models.packed_attention). Losses are sums over trained tokens of the whole step, so packing does not change them.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from dschat.distributed import watchdog
 from .arrow import is_prepared
 from .encoding import FEATURES
 
-WINDOW = 1024  # conversations that are packed together: rows are nearly full, and one window is held in memory
+WINDOW = 1024  # conversations packed together: enough to fill rows nearly completely, few enough for memory
 PACKED_FEATURES = Features({**FEATURES["sft"], "conversation_lengths": ListOf(Value("int32"))})
 
 
 def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Put items into as few rows of `capacity` tokens as best-fit decreasing finds.
+    """Pack items into rows of `capacity` tokens by best-fit decreasing.
 
     Returns: the items of each row, longest first; every item is in one row.
 
-    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest rows possible, and a few.
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the optimum, plus a constant.
     """
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        place = bisect.bisect_left(free, (lengths[item], -1))  # the fullest row that still has room
+        place = bisect.bisect_left(free, (lengths[item], -1))  # the fullest row with enough room
         left, row = free.pop(place) if place < len(free) else (capacity, len(rows))
         if row == len(rows):
             rows.append([])
@@ -51,11 +51,11 @@ def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 def packed(
     conversations: Dataset, *, capacity: int, seed: int, identity: Any, folder: str, verify: bool = True
 ) -> Dataset:
-    """The conversations ("sft" rows) as rows of up to `capacity` tokens, from a folder in `folder` or else through it.
+    """The conversations ("sft" rows) packed into rows of up to `capacity` tokens, cached in a folder inside `folder`.
 
     Args:
-        seed: of the order in which windows of conversations are drawn.
-        identity: what names the conversations: another one makes another folder.
+        seed: for the order in which windows of conversations are drawn.
+        identity: fingerprint of the conversations; another one creates another folder.
         verify: False where another process of this machine has just verified it.
     """
     decisive = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])

@@ -1,9 +1,9 @@
-"""Generated tasks whose answers a program can check: reasoning-gym as a source of rows.
+"""reasoning-gym as a data source: generated tasks with programmatically verifiable answers.
 
     reasoning_gym:TASK?FIELD=VALUE&FIELD=VALUE      such as reasoning_gym:chain_sum?size=2000&seed=1&max_terms=3
 
-Every field of the task's configuration can be given; seed is 0 where it is not. Row i is drawn from seed + i, so two
-sources share rows unless their seeds are further apart than their sizes.
+Every field of the task's configuration can be set; seed defaults to 0. Row i is generated from seed + i, so two
+sources share rows unless their seeds differ by more than their sizes.
 
 Source: Stojanovski et al. 2025, Reasoning Gym (arXiv:2505.24760).
 """
@@ -33,16 +33,16 @@ PREFIX = "reasoning_gym:"
 
 @dataclasses.dataclass(frozen=True)
 class ReasoningTask:
-    """A task with its configuration; `name` is the entry of --data_path, and enough to make the task again."""
+    """A task with its configuration; `name` is the entry of --data_path, from which the task can be recreated."""
 
     name: str
 
     def rows(self) -> Iterator[SourceRow]:
         """Rows: prompt, response (the expected answer; not every task has one), answer, reasoning_task (this name),
-        reasoning_entry (all that the task's scorer reads, see `entry_of`).
+        reasoning_entry (the input of the task's scorer, see `entry_of`).
 
-        They are drawn in a process of its own with a fixed hash seed: some tasks walk through sets of strings, whose
-        order would else differ from process to process, and so from node to node.
+        They are generated in a subprocess with a fixed hash seed: some tasks iterate over sets of strings, whose order
+        would otherwise differ between processes, and so between nodes.
         """
         command = [sys.executable, "-m", "dschat.data.reasoning", self.name]
         environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -51,7 +51,7 @@ class ReasoningTask:
                 for number, line in enumerate(child.stdout):
                     row = json.loads(line)
                     yield SourceRow(row.get("fields"), f"{self.name}:row {number}", row.get("fault", ""))
-            except GeneratorExit:  # the reader has enough
+            except GeneratorExit:  # the consumer stopped early
                 child.kill()
                 raise
         if child.returncode != 0:
@@ -63,14 +63,14 @@ class ReasoningTask:
 
 
 def reasoning_task(path: str) -> ReasoningTask:
-    """Raises ValueError: the package is missing, no such task or field, or a value that does not fit its field."""
+    """Raises ValueError: the package is missing, unknown task or field, or a value of the wrong type."""
     task_of(path)
     return ReasoningTask(path)
 
 
 @lru_cache(maxsize=64)
 def task_of(path: str) -> Any:
-    """The reasoning_gym data set behind an entry of --data_path; raises as `reasoning_task` does."""
+    """The reasoning_gym dataset of an entry of --data_path; raises like `reasoning_task`."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
@@ -88,7 +88,7 @@ def task_of(path: str) -> Any:
 
 
 def row_of(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """An entry of the task as a row that survives JSON."""
+    """An entry of the task as a JSON-serialisable row."""
     answer = entry["answer"]
     expected = {} if answer is None else {"response": str(answer)}
     kept = {"answer": None if answer is None else str(answer), "reasoning_task": name, "reasoning_entry": _plain(entry)}
@@ -96,7 +96,7 @@ def row_of(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The task's own entry back from a row, tuples and number keys included: scorers compare them by type."""
+    """Inverse of `row_of`; restores tuples and numeric keys, whose types the scorers compare."""
     return _original(row["reasoning_entry"])
 
 
@@ -118,7 +118,7 @@ def _parsed(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(text: Any, hint: Any) -> Any:
-    """Text (or an item of a JSON list) as what the type hint says."""
+    """Convert text (or an item of a JSON list) to the type of the hint."""
     origin, inside = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         plain = [kind for kind in inside if kind is not type(None)]
@@ -151,7 +151,7 @@ def _nearest(word: str, known: Mapping[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """JSON for what entries hold; a dict {"tuple": [...]} or {"items": [[key, value], ...]} stands for other types."""
+    """A value as JSON; {"tuple": [...]} and {"items": [[key, value], ...]} encode tuples and other dicts."""
     if isinstance(value, Mapping):
         return {"items": [[_plain(key), _plain(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
@@ -172,12 +172,12 @@ def _original(value: Any) -> Any:
 
 
 def _print_rows(name: str) -> None:
-    """The child's work: a JSON line a row; a task that fails at an entry gives a line with the fault."""
+    """Entry point of the subprocess: prints one JSON line per row; a failing entry gives a line with the error."""
     task = task_of(name)
     for index in range(len(task)):
         try:
             line = json.dumps({"fields": row_of(name, task[index])})
-        except Exception as error:  # the generators are not ours: they may raise anything
+        except Exception as error:  # third-party generators may raise anything
             line = json.dumps({"fault": f"the task raises {type(error).__name__}: {error}"})
         print(line)
 

@@ -1,17 +1,17 @@
-"""A row of a file → plain messages, or a short reason why it cannot be used.
+"""Parses and validates records: a row of a file → plain messages, or the reason why it is invalid.
 
-Four kinds of record. A row may serve several: a preference row also gives an SFT example (its chosen response), a
-prompt, and two unpaired responses, so that one file can feed all three steps.
+Four kinds of record. A row may be used as several: a preference row also gives an SFT example (its chosen response),
+a prompt, and two unpaired responses, so that one file can be used in all three steps.
 
-    prompt      prompt | messages (without its last answer) | chosen + rejected (what they share)
+    prompt      prompt | messages (without its last answer) | chosen + rejected (their common prefix)
     sft         messages | prompt + response | prompt + chosen | text
     preference  prompt + chosen + rejected | chosen + rejected (whole conversations) [, margin, chosen_ended, …]
     unpaired    prompt + response (or completion) + label (true: desirable) | a preference row, as two
 
-Beside them may stand `system` (put before the messages, unless they begin with a system prompt) and `tools` (for the
+Optional columns: `system` (prepended to the messages, unless they begin with a system prompt) and `tools` (for the
 chat template). A field is a string or a chat list [{"role": ..., "content": ...}, ...]. A string prompt is one user
-message, unless it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which becomes its turns (the rows of
-DeepSpeed-Chat's data sets).
+message, unless it is a transcript "\\n\\nHuman: ...\\n\\nAssistant:", which is split into turns (the
+format of DeepSpeed-Chat's data sets).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .chat_template import Message
 
 KINDS = ("prompt", "sft", "preference", "unpaired")
 ROLES = ("system", "user", "assistant", "tool")
-_LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that a loss can hold
+_LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that fits the float32 loss
 COLUMNS = {
     "prompt": "prompt, or messages",
     "sft": "messages, or prompt + response, or text",
@@ -36,7 +36,7 @@ COLUMNS = {
 
 
 class MissingColumn(ValueError):
-    """The row lacks the columns of its kind; if every row does, the file is the wrong one."""
+    """The row lacks the required columns; if every row does, it is the wrong file."""
 
 
 def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -46,8 +46,8 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
         "prompt": {"prompt": messages}. "sft": {"messages": messages that end with an assistant's} or {"text": str}.
         "preference": {"prompt": messages, "chosen": str, "rejected": str, "margin": float or None}.
         "unpaired": {"prompt": messages, "answers": [(str, whether it is desirable), ...]}: one, or two of a pair.
-        And "tools": a list of dicts, where the row has some; "cut": places of the answers (chosen 0, rejected 1) that
-        were cut off by a length limit when they were sampled, where there are some.
+        And optionally "tools": a list of dicts; "cut": indices of the answers (chosen 0, rejected 1) that were
+        truncated by a length limit when they were sampled.
 
     Raises:
         MissingColumn: the columns of this kind are not there.
@@ -138,7 +138,7 @@ def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
-    """{"cut": places of these answers that did not end by themselves}; {} where all did."""
+    """{"cut": indices of these answers that were truncated when sampled}; {} if none was."""
     cut = [place for place, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
     return {"cut": cut} if cut else {}
 
@@ -175,7 +175,7 @@ def _checked_prompt(prompt: list[Message]) -> list[Message]:
 
 
 def _messages(value: Any, name: str, *, speaker: str) -> list[Message]:
-    """A field as messages; a plain string is one message of the speaker."""
+    """A field as messages; a plain string becomes one message with the role `speaker`."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{name} is empty")
@@ -188,7 +188,7 @@ def _messages(value: Any, name: str, *, speaker: str) -> list[Message]:
 
 
 def _message(message: Any, name: str) -> Message:
-    """Role, content and what a template may want of tools; an assistant that calls tools may say nothing."""
+    """Role, content and optional tool fields; content may be empty in an assistant message with tool calls."""
     if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
         raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
     extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
@@ -213,7 +213,7 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Tools as the chat template takes them; many data sets hold them as JSON text."""
+    """Tools in the format of chat templates; many datasets store them as JSON text."""
     try:
         tools = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
@@ -230,7 +230,7 @@ def _transcript(text: str) -> list[Message] | None:
     parts = re.split(r"(?:^|\n\n)(Human|Assistant):", "\n\n" + text.lstrip())
     roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[1::2]]
     contents = [part.strip() for part in parts[2::2]]
-    if contents[-1] == "" and roles[-1] == "assistant":  # the open turn at the end of a prompt
+    if contents[-1] == "" and roles[-1] == "assistant":  # the generation prompt at the end
         roles, contents = roles[:-1], contents[:-1]
     if "" in contents:
         raise ValueError("a turn of the Human/Assistant transcript is empty")

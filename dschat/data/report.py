@@ -1,4 +1,4 @@
-"""What became of the rows of a source: counted, and the bad ones named."""
+"""Data reports: counts of used, skipped and invalid rows per source, with the locations of invalid ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-NAMED_ROWS = 20  # rows that a report names beside their number
+NAMED_ROWS = 20  # rows listed individually in a report
 
 
 @dataclass
@@ -18,16 +18,16 @@ class SourceReport:
     rows: int = 0
     other_phases: int = 0
     bad: list[str] = field(default_factory=list)  # "file:line: reason"
-    missing_columns: int = 0  # how many of the bad rows lack the columns of their kind
+    missing_columns: int = 0  # bad rows that lack the required columns
     dropped: dict[str, int] = field(default_factory=dict)  # reason → rows
-    cut: int = 0  # of those kept
+    cut: int = 0  # truncated rows among those kept
     train: int = 0
     eval: int = 0
-    tokens: int = 0  # of those kept
+    tokens: int = 0  # of the kept rows
     longest: int = 0
-    columns: list[str] = field(default_factory=list)  # of any row, in the order of their appearance
-    control_tokens: int = 0  # how many of those kept spell a control token of the chat template in a content
-    control_token_rows: list[str] = field(default_factory=list)  # the first of them: "file:line (<|im_end|>)"
+    columns: list[str] = field(default_factory=list)  # of all rows, in order of first appearance
+    control_tokens: int = 0  # kept rows with a control-token string inside a content
+    control_token_rows: list[str] = field(default_factory=list)  # the first of these: "file:line (<|im_end|>)"
 
     def add_read(self, row: Mapping[str, Any]) -> None:
         self.rows += 1
@@ -53,7 +53,7 @@ class SourceReport:
             self.control_token_rows.append(f"{where} ({' '.join(tokens)})")
 
     def refuse_other_columns(self) -> None:
-        """Raises ValueError if not one row so far had the columns of its kind: then the file is the wrong one."""
+        """Raises ValueError if all rows so far lack the required columns, which means the wrong file."""
         kept = self.train + self.eval + sum(self.dropped.values())
         if kept == 0 and self.bad and self.missing_columns == len(self.bad):
             raise ValueError(f"{self.name}: no row has the columns of this step. {self.bad[0]}.")
@@ -74,8 +74,8 @@ class SourceReport:
 class DataReport:
     """All sources of a step, those of --eval_data_path last.
 
-    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: what they were packed into;
-    `parses_special_tokens`: control tokens that contents spell were read as such.
+    `epoch_rows`: rows of each source in a mixed epoch; `packed_rows`: rows after packing;
+    `parses_special_tokens`: control-token strings in contents were encoded as control tokens.
     """
 
     sources: Sequence[SourceReport]
@@ -88,7 +88,7 @@ class DataReport:
         return [bad for source in self.sources for bad in source.bad]
 
     def summary(self) -> str:
-        """Lines for the console: every source, every bad row, and the epoch if weights changed it."""
+        """Lines for the console: each source, its bad rows, and the epoch size if weights changed it."""
         lines = [source.line() for source in self.sources]
         lines += [f"  set aside: {bad}" for bad in self.bad]
         lines += self._control_token_lines()
@@ -113,7 +113,7 @@ class DataReport:
 
 
 def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
-    """Raises ValueError, with the first five named, if there are more bad rows than allowed."""
+    """Raises ValueError, listing the first five, if there are more bad rows than allowed."""
     if len(bad) > max_bad_rows:
         named = "".join(f"\n  {reason}" for reason in bad[:5])
         raise ValueError(
@@ -123,7 +123,7 @@ def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
 
 
 def refuse_unknown_columns(sources: Sequence[SourceReport], columns: Mapping[str, str]) -> None:
-    """Raises ValueError if a column that the user named (our field → column) is in no row of any source."""
+    """Raises ValueError if a user-defined column (our field → column) occurs in no row of any source."""
     there = list(dict.fromkeys(name for source in sources for name in source.columns))
     unknown = [f"--{ours}_column {theirs}" for ours, theirs in columns.items() if theirs not in there]
     if unknown:

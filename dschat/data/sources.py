@@ -1,7 +1,6 @@
-"""Where rows come from: files, folders of files, `save_to_disk` folders, hub names and generated tasks, with weights
-and splits.
+"""Data sources: files, folders of files, `save_to_disk` folders, hub names, generated tasks; weights and splits.
 
-Hub names are read through the Hugging Face cache of the user, so that what was downloaded before works offline.
+Hub names are loaded through the user's Hugging Face cache, so that downloaded datasets work offline.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from .files import SUFFIXES, SourceRow, file_rows
 from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
 from .reasoning import PREFIX, ReasoningTask, reasoning_task
 
-EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # the first that is there is used
+EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # in order of preference
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
@@ -27,8 +26,8 @@ class Source:
     """One entry of --data_path.
 
     Args:
-        splits: "train" and perhaps "eval" → files, data sets or a generated task.
-        dataset: the data set of the hub that the rows are of, if we know it.
+        splits: "train" and optionally "eval" → files, datasets or a generated task.
+        dataset: the supported hub dataset (see hub_datasets) that the rows belong to, if any.
         columns: our field → the column that the user named for it.
     """
 
@@ -48,7 +47,7 @@ class Source:
                 yield row if row.fields is None else self._mapped(row)
 
     def identity(self) -> list[list[Any]]:
-        """Changes when the rows may have changed: name, size and time of files, fingerprint of data sets, mapping."""
+        """Changes when the rows may have changed: name, size, mtime of files; dataset fingerprints; mapping."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
         mapping = ["mapping", "" if self.dataset is None else self.name, sorted(self.columns.items())]
         return [*([split, *self._identity_of(part)] for split, part in parts), mapping]
@@ -100,18 +99,18 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tup
 
 
 def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str] | None = None) -> Source:
-    """Find out what the path is and which splits it has: always "train", and "eval" if it brings its own.
+    """Resolve a path and its splits: always "train", and "eval" if it provides one.
 
     A single file is "train", whatever its name. In folders and data sets the names of files, sub-folders and splits
-    are read ("test/part-0.jsonl"); what names no split is "train". Data sets that hub_datasets.py knows have their own
-    splits.
+    determine the split ("test/part-0.jsonl"); names without a split are "train". Datasets in hub_datasets.py define
+    their own splits.
 
     Args:
-        for_eval: this is an entry of --eval_data_path: evaluation rows alone are enough.
+        for_eval: an entry of --eval_data_path, for which an "eval" split alone is enough.
         columns: our field → the column that the user named for it.
 
     Raises:
-        ValueError: nothing there, an empty file, a suffix that is not known, a folder without data or train rows.
+        ValueError: missing path, empty file, unsupported suffix, or a folder without data or train rows.
     """
     if path.startswith(PREFIX):
         return Source(path, {"train": [reasoning_task(path)]}, columns=columns or {})
@@ -142,7 +141,7 @@ def _folder_source(path: str, folder: Path, dataset: HubDataset | None, for_eval
     if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
         return _table_source(path, load_from_disk(str(folder)), dataset, for_eval)
     if dataset is not None and dataset.config and (folder / dataset.config).is_dir():
-        folder = folder / dataset.config  # the hub keeps a folder a configuration
+        folder = folder / dataset.config  # on the hub, each configuration has its own folder
     files = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
     names = _split_names([str(file.relative_to(folder).with_suffix("")) for file in files], dataset)
     named: dict[str, list[Path]] = {}
@@ -180,7 +179,7 @@ def _table_source(path: str, table: Dataset | DatasetDict, dataset: HubDataset |
     named: dict[str, list[Dataset]] = {}
     for name, split in zip(_split_names(list(table), dataset), table, strict=True):
         named.setdefault(name, []).append(table[split])
-    if "train" in table:  # "train" next to "train_sft" means itself
+    if "train" in table:  # "train" takes precedence over "train_sft"
         named["train"] = [table["train"]]
     if len(named.get("train", [])) > 1:
         raise ValueError(
@@ -191,9 +190,9 @@ def _table_source(path: str, table: Dataset | DatasetDict, dataset: HubDataset |
 
 
 def _split_names(names: Sequence[str], dataset: HubDataset | None) -> list[str]:
-    """The split that each file or split name speaks of, word by word: "test/part-0" → "test"; "train" where none.
+    """Map each file or split name to the split among its words: "test/part-0" → "test"; default "train".
 
-    Of a known data set with splits of its own, names that speak of none of them are "unused".
+    For a supported dataset with its own splits, names that match none of them are "unused".
     """
     own = {} if dataset is None else dataset.splits
     if any(theirs in name for theirs in own.values() for name in names):

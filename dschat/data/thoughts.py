@@ -1,7 +1,7 @@
-"""Answers after a chat template that opens a thought itself: its generation prompt ends with "<think>\\n".
+"""Training targets for reasoning templates, whose generation prompt opens a thought ("<think>\\n").
 
-A model then generates the rest of the thought, its end, and the answer (DeepSeek-R1, Qwen3-Thinking). Data holds
-answers with the whole thought, with the rest of one, or with none.
+The model then generates the rest of the thought, its end tag, and the answer (DeepSeek-R1, Qwen3-Thinking). Answers
+in the data may contain the whole thought, the part after the opening tag, or none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _OPENING = re.compile(r"(<(?:think|thinking|thought|reasoning)>|\[THINK\])(\s*)\
 
 
 class BegunThought(NamedTuple):
-    """What a prompt ends with: the tag that opens a thought, and the blanks after it."""
+    """The end of a prompt that opens a thought: the opening tag and the whitespace after it."""
 
     tag: str
     blanks: str
@@ -24,7 +24,7 @@ class BegunThought(NamedTuple):
 
 
 def begun_thought(prompt: str) -> BegunThought | None:
-    """The thought that a rendered prompt opens for the answer; None where it opens none."""
+    """The thought that a rendered prompt opens for the answer; None if it opens none."""
     found = _OPENING.search(prompt[-64:])
     return None if found is None else BegunThought(*found.groups())
 
@@ -32,7 +32,7 @@ def begun_thought(prompt: str) -> BegunThought | None:
 def generated_text(begun: BegunThought | None, content: str, *, lead: str) -> str:
     """What a model has to generate after a prompt, for an answer of this content.
 
-    A thought that the prompt began is gone on with, and closed at once where the content has none.
+    The result continues the thought that the prompt opened; if the content has none, it closes the thought at once.
 
     Args:
         lead: what the template itself puts between the prompt and this content.
@@ -48,5 +48,5 @@ def generated_text(begun: BegunThought | None, content: str, *, lead: str) -> st
 
 
 def goes_on_with(begun: BegunThought, response: str) -> bool:
-    """Whether a response closes the thought that its prompt began, and does not begin it again."""
+    """Whether a response closes the thought that its prompt opened, without opening it again."""
     return begun.end in response and not response.lstrip().startswith(begun.tag)

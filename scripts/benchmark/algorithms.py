@@ -1,11 +1,11 @@
-"""Step 3's algorithms on the quickstart's task, with its true rule as the reward and the same number of responses.
+"""Compare step 3's algorithms on the quickstart's task, with its gold reward and equal numbers of responses.
 
     python scripts/benchmark/algorithms.py --json results.jsonl
 
-For every seed: the quickstart's data, model and SFT (found again in the output folder), then a run of step 3 for each
-algorithm. Gold reward and accuracy are of responses sampled at temperature 1 to held-out sums, before and after. A row
-of the JSON file: algorithm, seed, gold_reward_start, gold_reward_end, accuracy_end, seconds (of step 3, loading and
-exporting included).
+For every seed: the quickstart's data, model and SFT (reused from the output folder), then a run of step 3 for each
+algorithm. Gold reward and accuracy are measured on responses to held-out sums, sampled at temperature 1, before and
+after. A row of the JSON file: algorithm, seed, gold_reward_start, gold_reward_end, accuracy_end, seconds (of step 3,
+including loading and exporting).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from summarize import exam  # noqa: E402
 from dschat.arguments.script_inputs import read_json_lines  # noqa: E402
 
 SFT_STEPS, SFT_BATCH = 400, 64
-RESPONSES, MINIBATCH = 128, 64  # an iteration's, an update's
-# What differs from the flags that all runs share.
+RESPONSES, MINIBATCH = 128, 64  # per iteration, per update
+# Flags of each algorithm, besides the shared ones.
 ALGORITHMS = {
     "ppo": {"critic_learning_rate": 1e-3},
     "grpo": {},
@@ -40,12 +40,12 @@ ALGORITHMS = {
     "remax": {},
     "opo": {},
 }
-# Responses to a prompt, where they are not one: an iteration has 128 / so many prompts.
+# Responses per prompt where more than one: an iteration has 128 / this many prompts.
 SAMPLES = {"grpo": 8, "dr_grpo": 8, "rloo": 4, "reinforce++_baseline": 8, "opo": 8}
 
 
 def run(program: str, flags: dict[str, object], log: Path) -> float:
-    """Run a program with these flags; its seconds. Raises SystemExit with the end of its log if it fails."""
+    """Run a program with these flags; returns its seconds. Raises SystemExit with the end of its log if it fails."""
     command = [sys.executable, str(ROOT / program)]
     command += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def run(program: str, flags: dict[str, object], log: Path) -> float:
 
 
 def prepare(folder: Path, seed: int, iterations: int) -> None:
-    """folder/data, folder/model and folder/sft, as the quickstart makes them."""
+    """Create folder/data, folder/model and folder/sft as in the quickstart."""
     if (folder / "sft" / "model.safetensors").exists():
         return
     data = folder / "data"
@@ -78,7 +78,7 @@ def prepare(folder: Path, seed: int, iterations: int) -> None:
 
 
 def train(algorithm: str, folder: Path, seed: int, iterations: int) -> tuple[Path, float]:
-    """Run step 3; its output folder and seconds."""
+    """Run step 3; returns its output folder and seconds."""
     output, samples = folder / algorithm, SAMPLES.get(algorithm, 1)
     seconds = run("training/step3_rlhf_finetuning/main.py", {
         "algorithm": algorithm, "num_samples_per_prompt": samples,
@@ -95,7 +95,7 @@ def train(algorithm: str, folder: Path, seed: int, iterations: int) -> tuple[Pat
 
 
 def show(rows: list[dict]) -> None:
-    """A table of the runs' means over seeds, worst in brackets."""
+    """Print a table of means over seeds, with the worst run in brackets."""
     print(f"\n{'algorithm':22}{'gold before':>12}{'gold after':>18}{'accuracy':>10}{'seconds':>9}")
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         mine = [row for row in rows if row["algorithm"] == algorithm]

@@ -1,11 +1,11 @@
-"""Whether a change moved a number: three steps of every program, on one and two processes, compared bit for bit.
+"""Regression check: three steps of every program, on one and two processes, compared bit for bit.
 
     git worktree add ../before main
     python ../before/scripts/benchmark/compare_losses.py --output /tmp/before
     python scripts/benchmark/compare_losses.py --output /tmp/after --against /tmp/before
 
-Every run uses the quickstart's data and model (CPU, float32, one thread a process). All lines of metrics.jsonl are
-compared but for times and rates; metrics that only one side has are listed. Exit status 1 where a number differs.
+Every run uses the quickstart's data and model (CPU, float32, one thread a process). All lines of metrics.jsonl
+are compared, except times and rates; metrics on one side only are listed. Exit status 1 if a number differs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def execute(command: list[str | Path], log: Path) -> None:
 
 
 def train(step: str, name: str, output: Path, processes: int, flags: list, *, steps: int = STEPS) -> Path:
-    """Run this many optimizer steps (iterations for step 3) of training/step; the run's folder."""
+    """Run this many optimizer steps (iterations for step 3) of training/step; returns the run's folder."""
     folder = output / f"{name}-{processes}"
     program = ROOT / "training" / step / "main.py"
     shared = ["--output_dir", folder, "--max_steps", steps, "--seed", 1, "--dtype", "fp32", "--eval_iters", 2]
@@ -52,7 +52,7 @@ def train(step: str, name: str, output: Path, processes: int, flags: list, *, st
 
 
 def run_all(output: Path) -> None:
-    """Every program, for every number of processes; the batches of a step are over all processes."""
+    """Run every program for each number of processes; batch sizes are global."""
     data, model, pairs = output / "data", output / "model", output / "pairs"
     execute(
         [sys.executable, QUICKSTART / "arithmetic_chats.py", "--output", data, "--seed", "1", "--sft_examples", "3200",
@@ -64,7 +64,7 @@ def run_all(output: Path) -> None:
         "--max_seq_len", "80", "--data_path", data / "sft_train.jsonl", "--eval_data_path", data / "sft_eval.jsonl",
         "--data_split", "1,0,0", "--learning_rate", "4e-3",
     ]  # fmt: skip
-    # The later programs need a model whose answers differ in quality.
+    # The later programs need a model that gives answers of different quality.
     base = train(
         "step1_supervised_finetuning", "base", output, 1,
         ["--model_name_or_path", model, "--per_device_train_batch_size", "32", *sft_data], steps=100,
@@ -110,7 +110,7 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def differences(before: Path, after: Path) -> list[str]:
-    """A line for each number that differs between the runs of the same name, and for each metric of one side only."""
+    """One line for each number that differs between runs of the same name, and for each metric on one side only."""
     found = []
     for folder in sorted(path.parent for path in before.glob("*/metrics.jsonl")):
         old, new = lines_of(folder), lines_of(after / folder.name)

@@ -1,4 +1,4 @@
-"""What is compared: each contender is set up for a case, decodes it as often as it is asked to, and goes away.
+"""The generation engines under comparison, each set up for a case and called repeatedly.
 
 A contender is a context manager that yields a Ready. All sample at temperature 1 from the whole vocabulary and end
 response b at limits[b] tokens.
@@ -31,10 +31,10 @@ from dschat.generation import HybridEngine, SamplingParams
 
 @dataclass
 class Setting:
-    """What all cases of a model share.
+    """Settings shared by all cases of a model.
 
     Attributes:
-        start_vllm: returns the running vLLM with this model's weights, or raises with the reason why there is none.
+        start_vllm: returns the running vLLM with this model's weights, or raises with the reason why it is unavailable.
     """
 
     model: PreTrainedModel
@@ -44,25 +44,25 @@ class Setting:
 
 
 class Turn(NamedTuple):
-    """One rollout from prompts to tokens."""
+    """Measurement of one rollout from prompts to tokens."""
 
     seconds: float
-    tokens: int  # made, and wanted
+    tokens: int  # generated
 
 
 class Ready(NamedTuple):
-    """A contender that can start at once."""
+    """A contender that is set up; `turn` runs and times one rollout."""
 
     turn: Callable[[], Turn]
     note: str = ""
-    peak_bytes: Callable[[], int] | None = None  # where this process does not see the memory
+    peak_bytes: Callable[[], int] | None = None  # where this process cannot measure the memory
 
 
 Contender = Callable[[Setting, Case], AbstractContextManager[Ready]]
 
 
 def clocked(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
-    """Time a function that returns the number of tokens it made."""
+    """Time a function that returns the number of tokens it generated."""
 
     def turn() -> Turn:
         synchronize(setting.device)
@@ -78,7 +78,7 @@ def clocked(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
 def ours(
     setting: Setting, case: Case, *, without: frozenset[str] = frozenset(), pin_buffers: bool = False
 ) -> Iterator[Ready]:
-    """HybridEngine. Taking the weights is part of the rollout, as it is in training."""
+    """HybridEngine. The weight transfer is part of the rollout, as in training."""
     engine = HybridEngine(setting.model, without=without, pin_buffers=pin_buffers)
 
     def rollout() -> int:
@@ -92,7 +92,7 @@ def ours(
 
 
 class ForcedLengths(StoppingCriteria):
-    """Ends row b of `generate` at limits[b] tokens; as always, it goes on until all rows have ended."""
+    """Ends row b of `generate` at limits[b] tokens; generation continues until all rows have ended."""
 
     def __init__(self, limits: Sequence[int], *, prompt_columns: int, device: torch.device) -> None:
         self.limits = torch.tensor(limits, device=device)  # [B]
@@ -128,10 +128,10 @@ def _cut(responses: Tensor, limits: Sequence[int]) -> list[list[int]]:
 
 @contextmanager
 def transformers_generate(setting: Setting, case: Case, *, cache: str | None = None) -> Iterator[Ready]:
-    """transformers' `generate` with its dynamic cache, or with the static one (which it compiles for on CUDA)."""
+    """transformers' `generate` with its dynamic cache, or with the static one (with which it compiles on CUDA)."""
     ids, mask = left_padded(case.prompts, setting.device)
     more = {"cache_implementation": cache} if cache else {}
-    torch._dynamo.reset()  # each case has new shapes, and dynamo gives up after a few
+    torch._dynamo.reset()  # each case has new shapes; dynamo stops recompiling after a few
 
     def rollout() -> int:
         return sum(map(len, generated(setting.model, ids, mask, case.limits, do_sample=True, **more)))
@@ -141,17 +141,17 @@ def transformers_generate(setting: Setting, case: Case, *, cache: str | None = N
 
 @contextmanager
 def continuous_batching(setting: Setting, case: Case) -> Iterator[Ready]:
-    """transformers' continuous batching: rows leave when they end, prompts are shared by whole pages or by forks."""
+    """transformers' continuous batching: finished rows leave, prompts are shared by whole pages or by forks."""
     page = ContinuousBatchingConfig().page_size
     samples = case.prompt_kind.samples
-    # Forks share all of a prompt, but one length.
+    # Forks share the whole prompt, but need one length for all.
     forks = samples if case.batch % samples == 0 and len(set(case.limits)) == 1 else 1
     manager = setting.model.init_continuous_batching(
         generation_config=GenerationConfig(
             do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=-1, pad_token_id=0,
             num_return_sequences=forks,
         ),
-        # By default it takes most of the memory there is, and leaves none to the others.
+        # By default it allocates most of the memory and leaves none for the other contenders.
         continuous_batching_config=ContinuousBatchingConfig(
             num_blocks=case.batch * -(-case.columns // page) + 8, seed=setting.seed
         ),
@@ -173,7 +173,7 @@ def continuous_batching(setting: Setting, case: Case) -> Iterator[Ready]:
         return tokens
 
     def turn() -> Turn:
-        # In training the weights have changed since the last rollout, so its keys and values are of no use.
+        # In training, weights change between rollouts, so cached keys and values are invalid.
         if manager.batch_processor is not None and manager.is_running():
             with manager.pause():
                 manager.batch_processor.cache.free_all_requests(clear_ledgers=True)
@@ -191,14 +191,14 @@ def continuous_batching(setting: Setting, case: Case) -> Iterator[Ready]:
 def deepspeed_rollout(setting: Setting, case: Case, *, graphs: bool = False) -> Iterator[Ready]:
     """DeepSpeed's HybridEngineRollout: around its hybrid engine where that can be built, else around a plain engine.
 
-    It knows no end of a single row but the EOS, and decodes all rows to the longest; with graphs it decodes greedily.
+    Single rows can end only by EOS, so it decodes all rows to the longest limit; with CUDA graphs it is greedy only.
     """
     from deepspeed.runtime.rollout.base import RolloutRequest, SamplingConfig
     from deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
 
     if graphs and setting.device.type != "cuda":
         raise RuntimeError("its graph capture needs CUDA")
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the table
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is reserved for the table
         engine, note = _deepspeed_engine(setting, case)
     ids, mask = left_padded(case.prompts[:: case.prompt_kind.samples], setting.device)
     samples = case.prompt_kind.samples
@@ -220,8 +220,8 @@ def deepspeed_rollout(setting: Setting, case: Case, *, graphs: bool = False) -> 
 
 
 def _deepspeed_engine(setting: Setting, case: Case) -> tuple[torch.nn.Module, str]:
-    """An engine in eval mode, and what is worth knowing about it."""
-    os.environ.setdefault("DS_ACCELERATOR", setting.device.type)  # DeepSpeed's own guess knows nothing of --device
+    """An engine in eval mode, and a note about it for the table."""
+    os.environ.setdefault("DS_ACCELERATOR", setting.device.type)  # DeepSpeed's own choice ignores --device
     import deepspeed
 
     if not torch.distributed.is_initialized():
@@ -240,13 +240,13 @@ def _deepspeed_engine(setting: Setting, case: Case) -> tuple[torch.nn.Module, st
     if setting.device.type == "cuda":
         try:
             hybrid = {"enabled": True, "max_out_tokens": case.columns}
-            # Its kernels are put into the module, so it gets one of its own.
+            # It injects its kernels into the module, so it gets its own copy.
             engine, *_ = deepspeed.initialize(
                 model=copy.deepcopy(setting.model), config=config | {"hybrid_engine": hybrid}
             )
             engine.eval()  # returns None
             return engine, ""
-        except Exception as error:  # whatever keeps it from being built is the note to the plain engine
+        except Exception as error:  # any failure becomes the note of the plain engine
             reason = one_line(error)
     engine, *_ = deepspeed.initialize(model=setting.model, config=config)
     engine.eval()
@@ -255,7 +255,7 @@ def _deepspeed_engine(setting: Setting, case: Case) -> tuple[torch.nn.Module, st
 
 @contextmanager
 def vllm(setting: Setting, case: Case) -> Iterator[Ready]:
-    """vLLM in a process of its own, which does nothing between its turns; the clock is in that process."""
+    """vLLM in its own process, which is stopped between turns; time is measured in that process."""
     process = setting.start_vllm()
     process.take(case.prompts, case.limits)
     note = f"vLLM {process.version}, started in {process.start_seconds:.0f} s, memory of its processes, weights too"
@@ -263,7 +263,7 @@ def vllm(setting: Setting, case: Case) -> Iterator[Ready]:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as the cell of a table."""
+    """An exception as one table cell."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     return text if len(text) <= 160 else text[:157] + "..."
@@ -285,7 +285,7 @@ def equal_greedy_tokens(model: PreTrainedModel, case: Case, *, rows: int = 8) ->
     """Decode some rows of a case greedily in float32 with our engine and with `generate`.
 
     Returns:
-        How many tokens are equal, at the same place of the same row, and how many there are.
+        Number of equal tokens, position by position, and total number of tokens.
     """
     chosen = sorted({0, min(1, case.batch - 1), *range(0, case.batch, max(1, case.batch // rows))})
     prompts, limits = [case.prompts[i] for i in chosen], [case.limits[i] for i in chosen]

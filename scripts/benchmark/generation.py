@@ -1,10 +1,10 @@
-"""Our generation engine against others: the same random weights, prompts and response lengths, turn by turn in one run.
+"""Benchmark of our generation engine against others, with the same random weights, prompts and response lengths.
 
     python scripts/benchmark/generation.py
     python scripts/benchmark/generation.py --models tiny --batch 64 --lengths lognormal:128,constant:64 --json out.jsonl
     python scripts/benchmark/generation.py --without sharing,compaction,kernels,sharing+kernels
 
-README.md beside this file says what is measured and how to read the table.
+README.md in this folder explains what is measured and how to read the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Read when torch is loaded. One contender runs at a time and has the cores for itself, so its threads may wait awake.
+# torch reads it on import. Only one contender runs at a time, so its threads may spin while waiting.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
@@ -49,7 +49,7 @@ from vllm_process import VLLMProcess  # noqa: E402
 
 from dschat.generation.decoder import PARTS  # noqa: E402
 
-# What is run where nothing is said: flag → value, per kind of device.
+# Defaults: flag → value, per device type.
 DEFAULTS = {
     "cpu": {"models": "tiny,smollm2", "prompts": "16-32,512x8", "max_new": 64},
     "cuda": {
@@ -62,7 +62,7 @@ OTHER_CPU_CASES = {"batch": "32", "lengths": "lognormal,constant"}
 
 
 def measure_model(options: argparse.Namespace, name: str, bandwidth: float) -> Iterator[dict]:
-    """All cases of a model: yields a row for each contender and case."""
+    """Run all cases of a model; yields a row for each contender and case."""
     device, dtype = options.device, DTYPES[options.dtype]
     model = random_model(name, dtype=dtype, device=device, seed=options.seed)
     vocabulary, kv = model.config.vocab_size, kv_bytes_per_token(model.config, dtype)
@@ -112,7 +112,7 @@ def row(
 def start_vllm(
     options: argparse.Namespace, model: transformers.PreTrainedModel, cases: list[Case], stack: contextlib.ExitStack
 ) -> VLLMProcess:
-    """Save the weights and start vLLM with them and room for the largest case; it ends with the stack."""
+    """Save the weights and start vLLM with them, sized for the largest case; the stack closes it."""
     if not options.vllm_python:
         raise RuntimeError("--vllm_python is not given")
     if not Path(options.vllm_python).exists():
@@ -123,7 +123,7 @@ def start_vllm(
     settings: dict[str, object] = {
         "model": str(folder / "model"), "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed,
         "max_model_len": max(case.columns for case in cases), "max_num_seqs": max(case.batch for case in cases),
-        # Two blocks (of at most 128 tokens) a row are left half empty or to spare.
+        # Per row, two extra blocks (of at most 128 tokens) for partially filled ones.
         "kv_cache_memory_bytes": max(case.batch * (case.columns + 256) for case in cases) * kv,
     }  # fmt: skip
     free = 0
@@ -140,7 +140,7 @@ def start_vllm(
 
 
 def plan(options: argparse.Namespace, model: str) -> tuple[list[int], list[PromptKind], list[LengthKind]]:
-    """Batches, prompts and lengths of a model, whose product are its cases."""
+    """Batches, prompts and lengths of a model; its cases are their product."""
     fallback = CPU_CASES.get(model, OTHER_CPU_CASES)
     return (
         [int(word) for word in (options.batch or fallback["batch"]).split(",")],
@@ -202,7 +202,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     options = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that vLLM is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that vLLM is stopped too
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(options.threads)
     cuda = options.device.type == "cuda"

@@ -22,7 +22,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def copy_bandwidth(device: torch.device, *, repeat: int = 7) -> float:
-    """Bytes a second, read and written ones added, of the fastest of several large copies with all threads."""
+    """Bytes per second, reads plus writes, of the fastest of several large copies with all threads."""
     source = torch.ones(COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     fastest = float("inf")
@@ -36,12 +36,12 @@ def copy_bandwidth(device: torch.device, *, repeat: int = 7) -> float:
 
 
 def resident_bytes() -> int:
-    """Of this process."""
+    """Resident set size of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
 
 def available_bytes(device: torch.device) -> int:
-    """What could still be allocated on the device."""
+    """Bytes that can still be allocated on the device."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -50,7 +50,7 @@ def available_bytes(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> None:
-    """Give back what nobody uses, so that the next peak starts from the ground."""
+    """Release unused cached memory, so that the next peak measurement starts from the baseline."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -59,12 +59,12 @@ def free_memory(device: torch.device) -> None:
 
 
 class PeakMemory:
-    """The most memory taken between entry and exit, beyond what was taken on entry.
+    """Peak memory between entry and exit, minus the memory in use on entry.
 
-    On CUDA the peak of torch's allocator; on a CPU that of the resident set, read every few milliseconds.
+    On CUDA the peak of torch's allocator; on CPU that of the resident set, sampled every few milliseconds.
 
     Attributes:
-        peak_bytes: there after the exit.
+        peak_bytes: available after exit.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Contenders take turns at a case, in one run and in changing order; what stops one of them is its result."""
+"""Interleaved measurement of contenders on a case, in alternating order; a failure is recorded as a result."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from shapes import Case
 
 @dataclass
 class Result:
-    """What one contender did with one case.
+    """Result of one contender on one case.
 
     Attributes:
-        seconds: of its turns, the first one (warm-up) left out.
-        first_seconds: setting up and the first turn.
-        peak_bytes: memory taken in that time.
-        failure: why it has no numbers.
+        seconds: of its turns, except the first (warm-up).
+        first_seconds: set-up and first turn.
+        peak_bytes: peak memory in that time.
+        failure: error message, if it failed.
     """
 
     contender: str
@@ -34,7 +34,7 @@ class Result:
 
     @contextlib.contextmanager
     def or_failure(self) -> Iterator[None]:
-        """Whatever stops a contender is its result."""
+        """Record an exception as the contender's failure."""
         try:
             yield
         except Exception as error:
@@ -46,12 +46,12 @@ class Result:
 
     @property
     def warmup_seconds(self) -> float | None:
-        """What the first turn and the setting up took longer than a turn."""
+        """Extra time of set-up and first turn over a median turn."""
         return None if self.median is None else max(0.0, self.first_seconds - self.median)
 
 
 def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender], *, repeat: int) -> list[Result]:
-    """Set every contender up, then let them take turns; whoever fails keeps the reason and the others go on."""
+    """Set up every contender, then run them in turns; a failure is recorded and the others continue."""
     results = {name: Result(name) for name in contenders}
     try:
         with contextlib.ExitStack() as stack:
@@ -61,12 +61,12 @@ def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender],
                 with results[name].or_failure():
                     turns[name] = set_up(setting, case, contender, results[name], stack)
             for repetition in range(repeat):
-                # Forth and back, so that a machine that warms up or slows down treats all alike.
+                # Alternating order, so that drift of the machine's speed affects all contenders equally.
                 for name in list(turns)[:: -1 if repetition % 2 else 1]:
                     progress(f"{name}: turn {repetition + 1} of {repeat}")
                     with results[name].or_failure():
                         results[name].seconds.append(taken(turns[name](), case))
-    except Exception as error:  # everything is measured by now, and what follows does not need a clean end
+    except Exception as error:  # all measurements are done; a failed clean-up must not lose them
         progress(f"a contender did not end as it should: {one_line(error)}")
     free_memory(setting.device)
     return list(results.values())
@@ -75,7 +75,7 @@ def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender],
 def set_up(
     setting: Setting, case: Case, contender: Contender, result: Result, stack: contextlib.ExitStack
 ) -> Callable[[], Turn]:
-    """Start a contender, which ends with the stack, and take its first turn."""
+    """Start a contender, which the stack closes, and run its first turn."""
     with PeakMemory(setting.device) as memory:
         start = time.perf_counter()
         ready = stack.enter_context(contender(setting, case))
@@ -87,7 +87,7 @@ def set_up(
 
 
 def taken(turn: Turn, case: Case) -> float:
-    """The seconds of a turn that made what it should."""
+    """The seconds of a turn. Raises RuntimeError if it generated a wrong number of tokens."""
     if turn.tokens != case.tokens:
         raise RuntimeError(f"made {turn.tokens} tokens where {case.tokens} were asked for")
     return turn.seconds

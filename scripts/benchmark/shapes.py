@@ -1,4 +1,4 @@
-"""What the benchmark decodes: models of well-known shapes with random weights, prompts, and when each response ends."""
+"""Benchmark workloads: models of common shapes with random weights, prompts, and response lengths."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @dataclass(frozen=True)
 class PromptKind:
-    """How long prompts are and how many responses each one gets: "16-32", "512", "512x8"."""
+    """Prompt lengths and responses per prompt: "16-32", "512", "512x8"."""
 
     shortest: int
     longest: int
@@ -84,7 +84,7 @@ class PromptKind:
 
 @dataclass(frozen=True)
 class LengthKind:
-    """When responses end: "constant:64", all at 64 tokens; "lognormal:128", most early, few at 128."""
+    """Response lengths: "constant:64", all 64 tokens; "lognormal:128", mostly short, few of 128."""
 
     name: str
     longest: int
@@ -101,7 +101,7 @@ class LengthKind:
         return f"{self.name}:{self.longest}"
 
     def draw(self, count: int, chooser: Random) -> list[int]:
-        """One length for each response: the distribution's quantiles, shuffled, so that no luck is in the total."""
+        """One length for each response: the distribution's quantiles, shuffled, so that the total does not vary."""
         if self.name == "constant":
             return [self.longest] * count
         normal = NormalDist(math.log(MEDIAN_SHARE * self.longest), DEVIATION)
@@ -112,10 +112,10 @@ class LengthKind:
 
 @dataclass(frozen=True)
 class Case:
-    """One rollout: what every contender is given.
+    """The input of one rollout, equal for every contender.
 
     Attributes:
-        prompts: B lists of ids; the samples of one prompt are neighbours.
+        prompts: B lists of ids; the samples of one prompt are adjacent.
         limits: B lengths: response b ends at exactly that many tokens.
     """
 
@@ -130,17 +130,17 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """The useful tokens: what a contender decodes for rows that have ended does not count."""
+        """Useful tokens: tokens decoded for rows that have ended do not count."""
         return sum(self.limits)
 
     @property
     def columns(self) -> int:
-        """Of the rectangle that holds every prompt and response."""
+        """Columns of the padded [B, S] rectangle of prompts and responses."""
         return max(map(len, self.prompts)) + max(self.limits)
 
 
 def make_case(batch: int, prompt_kind: PromptKind, length_kind: LengthKind, *, vocabulary: int, seed: int) -> Case:
-    """The same arguments give the same case, whatever else is run."""
+    """A case that depends on the arguments alone, not on other cases of the run."""
     chooser = Random(f"{seed} {batch} {prompt_kind} {length_kind}")
     prompts: list[list[int]] = []
     while len(prompts) < batch:
@@ -150,7 +150,7 @@ def make_case(batch: int, prompt_kind: PromptKind, length_kind: LengthKind, *, v
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:
-    """A model of that shape, in eval mode, that never ends a response by itself."""
+    """A random model of this shape, in eval mode, without an EOS of its own."""
     config = SHAPES[name]()
     config.eos_token_id = None
     torch.manual_seed(seed)
@@ -161,7 +161,7 @@ def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: i
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a step has to read: all weights, but of an embedding that is no head as well only a few rows."""
+    """Weight bytes read per step: all weights, except an untied embedding, of which only a few rows are read."""
     tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     head = model.get_output_embeddings().weight
     skipped = {id(table) for table in tables if table is not head}
@@ -169,23 +169,23 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: torch.dtype) -> int:
-    """Keys and values of all layers for one token."""
+    """Bytes of keys and values of all layers for one token."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * width * dtype.itemsize
 
 
 def bandwidth_limit(case: Case, *, weights: int, kv: int, bandwidth: float) -> float:
-    """Useful tokens a second, were memory alone the limit: every step reads the weights, and each row its own context.
+    """Useful tokens per second at the memory bandwidth limit: each step reads the weights and every row's context.
 
-    With constant lengths this is B · bandwidth ÷ (weights + B · mean context · kv). A context that samples of a prompt
-    share is counted for each, so what reads it once may exceed the limit; so may a model that a cache holds.
+    With constant lengths this is B · bandwidth ÷ (weights + B · mean context · kv). A context shared by samples is
+    counted for each, so an engine that reads it once may exceed the limit; so may a model that fits into a cache.
 
     Args:
         case: the rollout.
-        weights: bytes a step reads of them.
+        weights: bytes of weights read per step.
         kv: bytes of keys and values per token.
-        bandwidth: bytes a second.
+        bandwidth: bytes per second.
     """
     # Token t of a row, t = 2 … L, reads its prompt and t − 1 tokens; the first token comes from the prefill.
     contexts = sum(
@@ -196,5 +196,5 @@ def bandwidth_limit(case: Case, *, weights: int, kv: int, bandwidth: float) -> f
 
 
 def needed_bytes(case: Case, *, kv: int, vocabulary: int) -> int:
-    """A rough upper bound of what decoding a case takes beside the weights: a full rectangle, and float32 logits."""
+    """Rough upper bound of the bytes to decode a case, besides weights: a full rectangle, and float32 logits."""
     return 2 * case.batch * case.columns * kv + 4 * 4 * case.batch * vocabulary

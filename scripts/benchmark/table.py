@@ -1,4 +1,4 @@
-"""The rows of a benchmark as a table to read."""
+"""Formats benchmark rows as a text table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ HEADS = ["batch", "prompts", "lengths", "contender", "tokens/s", "best", "ours Ã
 
 
 def table(rows: list[dict]) -> str:
-    """The rows of one model, aligned, cases apart; a contender that has no numbers has its reason as note."""
+    """The rows of one model, aligned and grouped by case; a failed contender has the reason as its note."""
     ours_rates = {_case(r): r["tokens_per_second"] for r in rows if r["contender"] == "ours"}
     lines = [HEADS]
     for before, r in zip([None, *rows], rows, strict=False):
@@ -31,7 +31,7 @@ def table(rows: list[dict]) -> str:
 
 
 def greedy_line(rows: list[dict]) -> str:
-    """How many greedy tokens equal those of `generate`, over the cases of a model."""
+    """Number of greedy tokens equal to those of `generate`, over the cases of a model."""
     found = {_case(r): r["equal_greedy_tokens"] for r in rows}
     counts = [equal for equal in found.values() if not isinstance(equal, str)]
     parts = [f"{sum(a for a, _ in counts):,} of {sum(b for _, b in counts):,}"] if counts else []

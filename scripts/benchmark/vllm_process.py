@@ -1,4 +1,4 @@
-"""vLLM in another environment: started once for a model, asked for one rollout at a time, asleep in between."""
+"""Client of vLLM in another environment: started once per model, runs one rollout at a time, stopped in between."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ START_SECONDS, TURN_SECONDS = 1200, 900
 
 
 class VLLMProcess:
-    """A process group that is stopped (SIGSTOP) whenever it has nothing to do, so that none of its threads can spin.
+    """A process group that is stopped (SIGSTOP) while idle, so that none of its threads can spin.
 
     Attributes:
         version: of vLLM.
         start_seconds: from the start of the interpreter until vLLM was ready.
-        device_bytes: what it took of a CUDA device, if whoever started it has measured that.
+        device_bytes: CUDA memory it allocated, if the caller measured it.
     """
 
     def __init__(self, python: str, *, threads: int, log: Path, **settings: object) -> None:
         """Start it and wait until it is ready.
 
         Args:
-            python: the interpreter of the environment that vLLM is in.
-            threads: OMP_NUM_THREADS, of use on a CPU.
-            log: the file that takes everything it prints.
+            python: the interpreter of the environment with vLLM.
+            threads: OMP_NUM_THREADS, relevant on CPU.
+            log: the file for its output.
             settings: arguments of vllm.LLM.
 
         Raises:
-            RuntimeError: it does not start; the message ends with the last thing that it said.
+            RuntimeError: it does not start; the message ends with the last line of its log.
         """
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-        # One process instead of three: on two cores rollouts took a quarter less time.
+        # One process instead of three: on two cores rollouts took 25% less time.
         environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         environment |= {
             "OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -61,31 +61,31 @@ class VLLMProcess:
         self._signal(signal.SIGSTOP)
 
     def take(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
-        """Name the rollout that turn() runs."""
+        """Set the rollout that turn() runs."""
         self._ask({"prompts": prompts, "limits": limits})
 
     def turn(self) -> tuple[float, int]:
-        """Run the rollout: seconds of the call as that process saw it, tokens made."""
+        """Run the rollout; returns the seconds measured in that process and the tokens generated."""
         answer = self._ask({"go": True})
         return answer["seconds"], answer["tokens"]
 
     def peak_bytes(self) -> int:
-        """The largest resident sets of its processes, added; on a CUDA device what it took there."""
+        """Sum of its processes' peak resident sets; on CUDA the device memory it allocated."""
         total = 0
         if self.device_bytes:
             return self.device_bytes
         for folder in Path("/proc").glob("[0-9]*"):
             try:
-                # After the name, which may hold anything: state, parent, process group.
+                # Fields after the name (which may contain anything): state, parent, process group.
                 group = int((folder / "stat").read_text().rpartition(")")[2].split()[2])
                 lines = (folder / "status").read_text().splitlines() if group == self._process.pid else []
             except (OSError, IndexError):
-                continue  # it ended meanwhile
+                continue  # it has exited meanwhile
             total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
         return total
 
     def close(self) -> None:
-        """End all its processes."""
+        """Terminate all its processes."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._process.stdin.close()
@@ -103,7 +103,7 @@ class VLLMProcess:
             self._signal(signal.SIGSTOP)
 
     def _answer(self, seconds: float) -> dict:
-        # Answers are single lines, asked for one at a time, so none waits in the buffer of the text layer.
+        # One line per request, so no further line can be in the buffer of the text layer.
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             raise RuntimeError(f"vLLM has not answered for {seconds} s: {self._last_words()}")
         line = self._process.stdout.readline()

@@ -1,8 +1,8 @@
-"""vLLM behind a pipe: run by VLLMProcess with the interpreter of vLLM's own environment, so it imports nothing of ours.
+"""vLLM worker behind a pipe, run by VLLMProcess in vLLM's own environment, so it imports nothing of dschat.
 
-Each line of standard input is a JSON object: {"prompts": [[id, …], …], "limits": [n, …]} names the rollout,
-{"go": true} runs it. Each answer is a JSON object on the file descriptor that was standard output; what vLLM prints
-goes to standard error.
+Each line of standard input is a JSON object: {"prompts": [[id, …], …], "limits": [n, …]} sets the rollout,
+{"go": true} runs it. Each response is a JSON object on the original standard output; the output of vLLM is redirected
+to standard error.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    # It sleeps most of the time, and so would not notice that whoever started it is gone.
+    # It is stopped most of the time, so it would not notice that its parent has exited.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = json.loads(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -40,7 +40,7 @@ def main() -> None:
             ]
             answer(taken=len(prompts))
         else:
-            # In training the weights have changed since the last rollout, so its keys and values are of no use.
+            # In training, weights change between rollouts, so cached keys and values are invalid.
             llm.reset_prefix_cache()
             start = time.perf_counter()
             outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -1,9 +1,9 @@
-"""The end of scripts/chain_sum.sh: how many sums that no stage has seen each model gets right, by their length.
+"""Evaluation at the end of scripts/chain_sum.sh: accuracy of each model on unseen sums, by number of terms.
 
     python scripts/chain_sum/exam.py --output output/chain_sum --models output/chain_sum/{sft,level1,level2,level3}
 
-writes `summary.json` into the output folder: for every model the share of right answers to sums of 3, 4, 5 and 6
-numbers, sampled at temperature 1 (4 answers a sum) and greedy.
+writes `summary.json` into the output folder: for every model the accuracy on sums of 3, 4, 5 and 6 numbers, sampled at
+temperature 1 (4 answers per sum) and greedy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SAMPLES = 4
 
 
 def seen_prompts(output: Path) -> set[str]:
-    """Every prompt that SFT or a rollout has shown a model."""
+    """All prompts used in SFT or in rollouts."""
     seen = {row["prompt"] for row in read_json_lines(output / "data" / "sft.jsonl", fields=["prompt"])}
     for samples in output.glob("level*/samples.jsonl"):
         rows = read_json_lines(samples, fields=["prompt", "phase"])
@@ -61,7 +61,7 @@ def answers(folder: Path, questions: list[str], *, temperature: float) -> list[s
 
 
 def exam(folder: Path, sums: list[dict], *, samples: int, temperature: float) -> tuple[float, str]:
-    """The share of right answers, and one answer."""
+    """Accuracy, and one answer as an example."""
     asked = [entry for entry in sums for _ in range(samples)]
     given = answers(folder, [entry["question"] for entry in asked], temperature=temperature)
     right = [last_number(text) == int(entry["answer"]) for text, entry in zip(given, asked, strict=True)]

@@ -1,9 +1,9 @@
-"""Sums with their working, for SFT: what reasoning-gym asks, answered one step a line.
+"""SFT data for chain sums: reasoning-gym's questions, answered with one intermediate step per line.
 
     python scripts/chain_sum/worked_sums.py --output DIR --seed 1 --rows 1200 --min_terms 2 --max_terms 3
 
 writes `sft.jsonl`: prompt (reasoning-gym's question) and response, "4 + 3 = 7\\n7 - 9 = -2". The last number is the
-answer. reasoning-gym gives answers without working, so the working is ours.
+answer. reasoning-gym provides answers without intermediate steps, so these are generated here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, n
 
 
 def worked(expression: str) -> str:
-    """The running totals of a chain of additions and subtractions, a line each."""
+    """The running totals of a chain of additions and subtractions, one per line."""
     total, *rest = re.findall(r"[+-]|\d+", expression)
     value, lines = int(total), []
     for sign, number in zip(rest[::2], rest[1::2], strict=True):

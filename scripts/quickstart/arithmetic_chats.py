@@ -1,13 +1,13 @@
-"""The quickstart's world: seeded chats about small sums, and the rule that says how good an answer is.
+"""The quickstart's task: seeded chats about small sums, and the gold reward of an answer.
 
     python scripts/quickstart/arithmetic_chats.py --output DIR --seed 1
 
 writes `sft_train.jsonl`, `sft_eval.jsonl`, `prompts_train.jsonl`, `prompts_rl.jsonl` and `prompts_eval.jsonl`.
-The operand pairs of the eval files occur in no other file; the same two numbers the other way round may, so a model
-can pass the exam by having learned sums, but not by recalling a question. The answers of the SFT files are of mixed
-quality on purpose: right or wrong and polite, plain or rude, drawn independently of each other.
+The operand pairs of the eval files occur in no other file, although the reversed pair may, so a model must generalise
+rather than memorise questions. The answers of the SFT files are deliberately of mixed quality: right or wrong, and
+polite, plain or rude, drawn independently.
 
-`judge` and `accuracy` are judges of the suite: functions of (prompts, responses, rows) that return one number each.
+`judge` and `accuracy` are reward functions for the suite: (prompts, responses, rows) → one number per response.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, n
 LARGEST_OPERAND = 9
 HELD_OUT_SHARE = 0.16  # of the operand pairs
 SHARE_CORRECT = 0.6
-LARGEST_ERROR = 2  # small errors teach the size of a sum before its exact value, which is learned faster
+LARGEST_ERROR = 2  # small errors teach the magnitude of a sum before its exact value, which speeds up learning
 TONE_SHARES = {"polite": 0.3, "plain": 0.35, "rude": 0.35}
 
 QUESTIONS = (
@@ -71,8 +71,8 @@ WELL_FORMED = re.compile(f"(?:{ANY_OPENER} )?{STATEMENT}(?: {ANY_CLOSER})?")
 def stated_answer(response: str) -> int | None:
     """The number that a response states as its answer, or None.
 
-    There must be exactly one number in the whole text, and it must stand in one of the sentences of `ANSWERS`;
-    so a list of all numbers, a bare number and a number inside other words state nothing.
+    The text must contain exactly one number, within one of the sentences of `ANSWERS`; a list of all numbers, a bare
+    number and a number inside other words do not count.
     """
     numbers = re.findall(r"\d+", response)
     statements = re.findall(rf"(?<!\S){STATEMENT}(?!\S)", response)
@@ -82,9 +82,9 @@ def stated_answer(response: str) -> int | None:
 def tone_of(response: str) -> str:
     """The tone of a response: "polite", "rude" or "plain".
 
-    Rude: a rude phrase stands anywhere in the text, next to whatever else. Polite: no rude phrase, at least one
-    polite one, and the text as a whole is well formed: at most one opener, one answer sentence, at most one closer,
-    nothing more. So repetition, polite words without an answer and text that breaks off earn nothing.
+    Rude: the text contains a rude phrase. Polite: no rude phrase, at least one polite one, and the whole text is well
+    formed: at most one opener, one answer sentence, at most one closer, nothing else. So repetition, polite words
+    without an answer and truncated text earn no bonus.
     """
     if re.search(rf"(?<!\S){_one_of(PHRASES['rude'])}(?!\S)", response):
         return "rude"
@@ -96,7 +96,7 @@ def gold_reward(prompt: str, response: str, row: dict) -> float:
     """The true reward: 1 for the correct answer, plus 0.5 when polite, minus 0.5 when rude (range −0.5 to 1.5).
 
     Args:
-        prompt: the question; unused, the rule needs only the row's `answer`.
+        prompt: the question (unused; only the row's `answer` is needed).
         response: text of the response, without special tokens.
         row: the prompt's other columns; `answer` is the true sum.
     """
@@ -110,7 +110,7 @@ def judge(prompts: list[str], responses: list[str], rows: list[dict]) -> list[fl
 
 
 def accuracy(prompts: list[str], responses: list[str], rows: list[dict]) -> list[float]:
-    """1.0 for every response that states the true sum, else 0.0."""
+    """1.0 for each response that states the true sum, else 0.0."""
     return [
         float(stated_answer(response) == row["answer"])
         for _, response, row in zip(prompts, responses, rows, strict=True)
@@ -118,7 +118,7 @@ def accuracy(prompts: list[str], responses: list[str], rows: list[dict]) -> list
 
 
 def split_operand_pairs(rng: random.Random) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All ordered operand pairs, cut in two: (train, held out)."""
+    """All ordered operand pairs, split into (train, held out)."""
     pairs = [(a, b) for a in range(LARGEST_OPERAND + 1) for b in range(LARGEST_OPERAND + 1)]
     rng.shuffle(pairs)
     held_out = round(HELD_OUT_SHARE * len(pairs))
@@ -157,7 +157,7 @@ def prompt_rows(count: int, *, pairs: list[tuple[int, int]], rng: random.Random)
 
 
 def every_prompt(pairs: list[tuple[int, int]], *, rng: random.Random) -> list[dict]:
-    """Every question about every pair once, shuffled: a fixed exam rather than a sample of it."""
+    """Every question about every pair once, shuffled: a fixed evaluation set, not a sample."""
     rows = [{"prompt": question.format(a=a, b=b), "answer": a + b} for a, b in pairs for question in QUESTIONS]
     rng.shuffle(rows)
     return rows

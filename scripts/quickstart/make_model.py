@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights and a BPE tokenizer trained on the spot, saved as a Hugging Face folder.
+"""Creates a tiny Llama with random weights and a newly trained BPE tokenizer, as a Hugging Face folder.
 
 python scripts/quickstart/make_model.py --data DIR/sft_train.jsonl --output MODEL --seed 1
 """
@@ -29,7 +29,7 @@ MAX_POSITIONS = 256
 
 
 def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """`tokenizer` as a transformers tokenizer with a chat template, an end token and a pad token of its own."""
+    """`tokenizer` as a transformers tokenizer with a chat template, an end token and a separate pad token."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
@@ -43,10 +43,10 @@ def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def train_tokenizer(conversations: Iterable[list[dict]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE over `conversations` as the chat template writes them; every digit is a token of its own.
+    """Byte-level BPE over `conversations` as rendered by the chat template; every digit is one token.
 
-    Bytes are the fallback: any text can be encoded and decoded again. Single digits let the model see
-    the same token for the 7 of 7, 17 and 70.
+    Byte-level, so any text can be encoded and decoded. With single-digit tokens, the 7 of 7, 17 and 70 is the same
+    token.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -66,7 +66,7 @@ def train_tokenizer(conversations: Iterable[list[dict]]) -> PreTrainedTokenizerF
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> LlamaForCausalLM:
-    """About 0.9 million parameters: 4 layers of width 128, weights random by `seed`."""
+    """About 0.9 million parameters: 4 layers of width 128, random weights from `seed`."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

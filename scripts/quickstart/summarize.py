@@ -1,4 +1,4 @@
-"""The end of the quickstart: what PPO changed, on held-out prompts, by the gold reward that it never saw.
+"""Final evaluation of the quickstart: SFT and PPO on held-out prompts, by the gold reward not used in training.
 
     python scripts/quickstart/summarize.py --sft SFT --ppo PPO --prompts prompts_eval.jsonl --reward_run REWARD \\
         --stages STAGES --output output/quickstart
@@ -36,7 +36,7 @@ SHOWN = 6
 
 
 def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) -> list[str]:
-    """One response a prompt from the exported model in `folder`; temperature 0 is greedy."""
+    """One response per prompt from the exported model in `folder`; temperature 0 is greedy."""
     tokenizer = load_tokenizer(folder)
     model = load_causal_lm(folder, dtype=torch.float32, tokenizer=tokenizer)
     engine = HybridEngine(model.to(get_accelerator().current_device_name()).eval())
@@ -57,7 +57,7 @@ def mean(values: list[float]) -> float:
 
 
 def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[dict[str, float], list[str]]:
-    """Gold reward and accuracy of a model: sampled at temperature 1 (the headline figures) and greedy.
+    """Gold reward and accuracy of a model: sampled at temperature 1 (the main metrics) and greedy.
 
     Returns:
         figures, and one sampled response for each row.
@@ -74,14 +74,14 @@ def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[di
 
 
 def reward_model_accuracy(run: Path) -> float | None:
-    """Held-out pair accuracy of the reward model: the last evaluation that its run wrote."""
+    """Held-out pair accuracy of the reward model, from the last evaluation of its run."""
     rows = read_json_lines(run / "metrics.jsonl", fields=["phase"])
     evaluations = [row["accuracy"] for row in rows if row["phase"] == "eval" and row.get("accuracy") is not None]
     return round(evaluations[-1], 4) if evaluations else None
 
 
 def stage_seconds(folder: Path) -> dict[str, int]:
-    """Seconds of every finished stage: the first line of its stamp."""
+    """Seconds of every finished stage, from the first line of its stamp file."""
     stamps = sorted(folder.glob("[!.]*"), key=lambda stamp: stamp.stat().st_mtime)
     seconds = {}
     for stamp in stamps:

@@ -1,12 +1,12 @@
-"""Human conversations → the files of the three steps.
+"""Prepares the training data of the three steps from human conversations.
 
-The conversations are the package `chitchat-dataset` (MIT): 7,168 chats of two people. Every conversation belongs to one
-part by a hash of its id: held out for evaluation, or training for step 1 (SFT), step 2 (preferences) or step 3
-(prompts). So no conversation is trained on twice, and none that is evaluated on is trained on.
+The conversations are the package `chitchat-dataset` (MIT): 7,168 chats of two people. Every conversation is
+assigned to one part by a hash of its id: held out for evaluation, or training for step 1 (SFT), step 2 (preferences)
+or step 3 (prompts). So no conversation is used for training twice, nor for both training and evaluation.
 
-The preference pairs are DERIVED, not judged by people: the reply that was given, over a reply given in another
-conversation on another topic. Within a part, every reply is the chosen one of one pair and the rejected one of another,
-of about the same length: looking at the reply alone, no reward model can beat one half.
+The preference pairs are DERIVED, not human judgements: the original reply is chosen over a reply from another
+conversation on another topic. Within a part, every reply is chosen in one pair and rejected in another, of about the
+same length: from the reply alone, no reward model can exceed an accuracy of one half.
 """
 
 import argparse
@@ -33,16 +33,16 @@ CONVERSATIONS = WheelFile(
 EMAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 LINK = re.compile(r"https?://|\bwww\.\w")
 SYSTEM = "You are chatting with a friend."
-# Shares of the conversations; what a part does not need is left out by its size flag.
+# Shares of the conversations; size flags limit the rows of a part.
 PARTS = {"eval": 0.10, "sft": 0.45, "preferences": 0.30, "prompts": 0.15}
-BLOCK = 24  # replies of neighbouring length among which the rejected ones are exchanged
+BLOCK = 24  # replies of similar length among which the rejected ones are permuted
 
 Message = dict[str, str]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A stretch of a conversation: a system message, then user and assistant in turn; the assistant ends it."""
+    """A segment of a conversation: a system message, then alternating user and assistant; the assistant ends it."""
 
     conversation: str
     topic: str
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(conversations: dict[str, dict], arguments: argparse.Namespace) -> None:
-    """Clean, cut, split and write; prints and keeps the counts."""
+    """Clean, segment, split and write the data; prints and saves the counts."""
     counts: Counter[str] = Counter()
     parts: dict[str, list[Example]] = {name: [] for name in PARTS}
     for key, conversation in conversations.items():
@@ -89,7 +89,7 @@ def prepare(conversations: dict[str, dict], arguments: argparse.Namespace) -> No
         counts["conversations used" if examples else "conversations too short"] += 1
         parts[part_of(uniform(key, seed=arguments.seed))] += examples
     for examples in parts.values():
-        # In an order by hash, a smaller file is a fair sample of a larger one, from as many conversations as can be.
+        # In hash order, a smaller file is a random sample of a larger one, over as many conversations as possible.
         examples.sort(key=lambda example: uniform(repr(example), seed=arguments.seed))
     sizes = {"sft": arguments.sft, "preferences": arguments.preferences, "prompts": arguments.prompts}
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def uniform(key: str, *, seed: int) -> float:
 
 
 def part_of(share: float) -> str:
-    """The part whose interval of [0, 1) holds `share`."""
+    """The part whose interval of [0, 1) contains `share`."""
     reached = 0.0
     for name, width in PARTS.items():
         reached += width
@@ -125,7 +125,7 @@ def clean(text: str, counts: Counter[str]) -> str:
 
 
 def turns_of(messages: Iterable[Sequence[dict]], counts: Counter[str]) -> list[str]:
-    """What the two said in turn: messages of one author in a row become lines of one turn, empty ones are dropped."""
+    """Alternating turns: consecutive messages of one author become lines of one turn, empty ones are dropped."""
     turns: list[tuple[str, str]] = []
     for message in (message for group in messages for message in group):
         text = clean(message["text"], counts)
@@ -140,12 +140,12 @@ def turns_of(messages: Iterable[Sequence[dict]], counts: Counter[str]) -> list[s
 
 
 def examples_of(key: str, conversation: dict, counts: Counter[str], max_turns: int, max_chars: int) -> list[Example]:
-    """The conversation cut into examples that do not overlap, at most six, in order."""
+    """The conversation as non-overlapping examples, at most six, in order."""
     turns = turns_of(conversation["messages"], counts)
     topic = clean(conversation.get("prompt") or "", counts)
     examples = []
     for start, window in windows(turns, max_turns=max_turns, max_chars=max_chars):
-        # Both saw the topic as an opener; later on they have usually left it.
+        # The topic was given as a conversation opener; later turns have usually left it.
         system = f"{SYSTEM} Topic: {topic}" if topic and start == 0 else SYSTEM
         roles = ("user", "assistant") * (len(window) // 2)
         said = [{"role": role, "content": text} for role, text in zip(roles, window, strict=True)]
@@ -154,7 +154,7 @@ def examples_of(key: str, conversation: dict, counts: Counter[str], max_turns: i
 
 
 def windows(turns: Sequence[str], *, max_turns: int, max_chars: int) -> Iterator[tuple[int, Sequence[str]]]:
-    """(start, turns[start:end]): an even number of turns, at most max_turns, that is fit to learn from."""
+    """Yields (start, turns[start:end]): an even number of turns, at most max_turns, that passes `fit`."""
     start = 0
     while start + 2 <= len(turns):
         end = min(start + max_turns - max_turns % 2, start + (len(turns) - start) // 2 * 2)
@@ -162,12 +162,12 @@ def windows(turns: Sequence[str], *, max_turns: int, max_chars: int) -> Iterator
             end -= 2
         if end > start:
             yield start, turns[start:end]
-        # Moving on by one turn exchanges the roles, which is as good: both are people.
+        # Advancing by one turn swaps the roles, which is fine: both speakers are human.
         start = max(end, start + 1)
 
 
 def fit(window: Sequence[str], *, max_chars: int) -> bool:
-    """Whether this is worth learning from: something said, something answered, not too long, no links."""
+    """Quality filter: minimum length of context and reply, maximum length, no links."""
     said, reply = " ".join(window[:-1]), window[-1]
     return (
         sum(map(len, window)) <= max_chars
@@ -197,11 +197,11 @@ def rows_of(kind: str, examples: Sequence[Example], *, seed: int) -> list[dict]:
 
 
 def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Example, Example]]:
-    """(example, another whose reply is the wrong one here), in the order of `examples`.
+    """Pairs (example, other example whose reply is the rejected one), in the order of `examples`.
 
-    Sorted by length of reply and cut into blocks; inside a block, the replies are exchanged so that nobody keeps his
-    own, nor gets one of the same conversation or topic, nor the same words. A block where 200 draws do not manage that
-    is left out.
+    Examples are sorted by reply length and split into blocks. Within a block, replies are permuted so that none gets
+    its own, one of the same conversation or topic, or the same words. A block without such a permutation in 200 draws
+    is skipped.
     """
     generator = random.Random(seed)
     order = sorted(range(len(examples)), key=lambda index: (len(examples[index].reply), index))
@@ -217,14 +217,14 @@ def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Examp
 
 
 def foreign(example: Example, other: Example) -> bool:
-    """Whether the other's reply can be taken for a wrong one here."""
+    """Whether the other's reply can serve as the rejected one here."""
     same_topic = example.topic != "" and example.topic == other.topic
     same_words = example.reply.casefold() == other.reply.casefold()
     return example.conversation != other.conversation and not same_topic and not same_words
 
 
 def write_rows(path: Path, rows: Iterable[dict]) -> None:
-    """One JSON object a line, complete or not at all."""
+    """Write a jsonl file atomically."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w", encoding="utf-8") as sink:
         for row in rows:

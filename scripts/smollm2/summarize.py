@@ -1,4 +1,4 @@
-"""What the three steps reached, from their metrics: printed, and kept as summary.json."""
+"""Summarizes the results of the three steps from their metrics: printed, and written to summary.json."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, read_json_lines
 
-# Step → the figures of its evaluations on held-out rows, before the first and after the last update.
+# Step → its metrics on held-out rows, reported before the first and after the last update.
 FIGURES = {
     "sft": ("perplexity",),
     "reward": ("accuracy", "eval_loss"),
@@ -18,7 +18,7 @@ def summarize(output: Path) -> dict[str, dict]:
     """Step → {figure: [before, after], "seconds": float}.
 
     Raises:
-        ValueError: a step has not been evaluated before and after its training, or its metrics cannot be read.
+        ValueError: a step has no evaluation before and after training, or its metrics cannot be read.
     """
     summary: dict[str, dict] = {}
     for step, figures in FIGURES.items():

