@@ -8,7 +8,12 @@ from typing import Any
 
 LARGEST_FILE = 256 << 20  # bytes of a JSON file that is read as a whole
 DEEPEST = 100  # lists and objects within each other; readers of the result are recursive
+TOO_DEEP = f"not valid JSON (nested deeper than {DEEPEST} levels)"
 _LONGEST_INTEGER = 308  # digits; more are beyond float64
+
+
+class NumberTooLarge(ValueError):
+    """A number beyond float64."""
 
 
 def parse_json(text: bytes | str, *, constants: bool = False, unique_keys: bool = False) -> Any:
@@ -27,40 +32,57 @@ def parse_json(text: bytes | str, *, constants: bool = False, unique_keys: bool 
         text = _decoded(text)
     if not text.strip():
         raise ValueError("not valid JSON (it is empty)")
+    try:
+        value = json_decoder(constants=constants, unique_keys=unique_keys).decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON ({error})") from error
+    except RecursionError as error:
+        raise ValueError(TOO_DEEP) from error
+    check_value(value, text)
+    return value
+
+
+def json_decoder(*, constants: bool = False, unique_keys: bool = False) -> json.JSONDecoder:
+    """The decoder of `parse_json`, for text that is read piece by piece: what it gives still needs `check_value`."""
     hooks: dict[str, Any] = {"parse_int": _integer}
     if not constants:
         hooks |= {"parse_constant": _refuse_constant, "parse_float": _finite}
     if unique_keys:
         hooks["object_pairs_hook"] = _object_of_unique_keys
-    try:
-        value = json.loads(text, **hooks)
-        check_depth(value, text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON ({error})") from error
-    except (RecursionError, MemoryError) as error:
-        raise ValueError(f"not valid JSON (nested deeper than {DEEPEST} levels)") from error
+    return json.JSONDecoder(**hooks)
+
+
+def check_value(value: Any, text: str) -> None:
+    """Raise ValueError if a value is nested too deep or holds no Unicode text.
+
+    Args:
+        text: what it was decoded from.
+    """
+    _check_depth(value, text)
     _check_strings(value, text)
-    return value
 
 
-def read_json_file(path: str | Path, *, unique_keys: bool = False) -> Any:
-    """The content of a JSON file. Raises ValueError of one line that names the file, also where it cannot be read."""
+def read_json_file(path: str | Path, *, constants: bool = False, unique_keys: bool = False) -> Any:
+    """The content of a JSON file; the arguments are those of `parse_json`.
+
+    Raises: ValueError of one line that names the file, also where it cannot be read.
+    """
     path = Path(path)
     try:
         if path.is_dir():
             raise ValueError("is a folder; name a file")
         if path.stat().st_size > LARGEST_FILE:
             raise ValueError(f"has more than {LARGEST_FILE >> 20} MiB")
-        return parse_json(path.read_bytes(), unique_keys=unique_keys)
+        return parse_json(path.read_bytes(), constants=constants, unique_keys=unique_keys)
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_json_object(path: str | Path, *, unique_keys: bool = False) -> dict[str, Any]:
+def read_json_object(path: str | Path, *, constants: bool = False, unique_keys: bool = False) -> dict[str, Any]:
     """The object that a JSON file holds. Raises: as `read_json_file`, also where it holds something else."""
-    value = read_json_file(path, unique_keys=unique_keys)
+    value = read_json_file(path, constants=constants, unique_keys=unique_keys)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: wants a JSON object, not {kind_of(value)}")
     return value
@@ -72,15 +94,14 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def check_depth(value: Any, text: str) -> None:
-    """Raise ValueError if a parsed value is nested deeper than DEEPEST; text: what it was parsed from."""
+def _check_depth(value: Any, text: str) -> None:
     if text.count("[") + text.count("{") <= DEEPEST:
         return
     level, depth = [value], 0
     while level:
         depth += 1
         if depth > DEEPEST + 1:  # the last level holds no lists or objects
-            raise ValueError(f"not valid JSON (nested deeper than {DEEPEST} levels)")
+            raise ValueError(TOO_DEEP)
         inner = [item for item in level if isinstance(item, (dict, list))]
         level = [part for item in inner for part in (item.values() if isinstance(item, dict) else item)]
 
@@ -91,7 +112,7 @@ def _decoded(content: bytes) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         place = error.start - (content.rfind(b"\n", 0, error.start) + 1) + 1
-        raise ValueError(f"not valid UTF-8 (line {line}, byte {place} of it); save it as UTF-8") from error
+        raise ValueError(f"not valid JSON (no UTF-8 at line {line}, byte {place} of it: save it as UTF-8)") from error
 
 
 def _check_strings(value: Any, text: str) -> None:
@@ -106,14 +127,14 @@ def _check_strings(value: Any, text: str) -> None:
 
 def _integer(digits: str) -> int:
     if len(digits.lstrip("-")) > _LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(digits.lstrip('-'))} digits is beyond float64")
+        raise NumberTooLarge(f"an integer of {len(digits.lstrip('-'))} digits is beyond float64")
     return int(digits)
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {digits[:40]} is beyond float64")
+        raise NumberTooLarge(f"the number {digits[:40]} is beyond float64")
     return value
 
 

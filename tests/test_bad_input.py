@@ -10,10 +10,17 @@ import math
 import types
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
+from dschat.arguments.script_inputs import read_json
+from dschat.checkpoints.manifest import read_manifest
+from dschat.data.files import file_rows
+from dschat.models.weight_files import weight_problems
+from dschat.strict_json import read_json_object
 
 STEPS = {
     "sft": (arguments.SFTSettings, ["--model_name_or_path", "hub/name", "--data_path", "rows.jsonl"]),
@@ -188,10 +195,137 @@ def test_a_config_that_is_no_yaml_file(content, part, tmp_path):
 
 def test_what_works_in_a_config(tmp_path):
     file = tmp_path / "flags.yaml"
-    for text in ("", "# nothing", "seed:", "data_path: []", "best_metric: -loss", "\ufeffseed: 1",
-                 "reward_timeout: .inf", "output_dir: '2024-01-01'", "kl_coef: 1e-3", "data_path: [a, b]", "data_path: a"):  # fmt: skip
+    working = [
+        "", "# nothing", "seed:", "data_path: []", "best_metric: -loss", "\ufeffseed: 1", "reward_timeout: .inf",
+        "output_dir: '2024-01-01'", "kl_coef: 1e-3", "data_path: [a, b]", "data_path: a",
+    ]  # fmt: skip
+    for text in working:
         file.write_text(text, encoding="utf-8")
         assert mistakes("ppo", "--config", str(file)) == [], text
     file.write_text("seed: -1\nmax_steps: -1")
     lines = mistakes("sft", "--config", str(file), "--seed", "-2")
     assert lines[0].endswith("9223372036854775807") and lines[1].endswith(f"(set in {file}:2)")
+
+
+DEEP = 10_000
+JSON = {  # what no JSON reader takes → part of the message
+    b"": "it is empty",
+    b" \n": "it is empty",
+    b"{": "not valid JSON",
+    b"{'a': 1}": "not valid JSON",
+    b'{"a": 1,}': "not valid JSON",
+    b'{"a": 1} {"b": 2}': "not valid JSON",
+    b"\x00": "not valid JSON",
+    b'{"a": tru}': "not valid JSON",
+    b"[" * DEEP: "nested deeper than 100",
+    b"[" * DEEP + b"]" * DEEP: "nested deeper than 100",
+    b'{"a":' * DEEP + b"1" + b"}" * DEEP: "nested deeper than 100",
+    b"[" * 500 + b"]" * 500: "nested deeper than 100",
+    b'{"a":' * 102 + b"1" + b"}" * 102: "nested deeper than 100",
+    b'{"a": ' + b"9" * 5000 + b"}": "5000 digits is beyond float64",
+    b'{"a": -' + b"9" * 400 + b"}": "400 digits is beyond float64",
+    b'{"a": "gr\xfcn"}': "no UTF-8 at line 1, byte 10",
+    b'{\n"a": "\xff"}': "no UTF-8 at line 2, byte 7",
+    '{"a": 1}'.encode("utf-16"): "no UTF-8",
+    b'{"a": "\\ud800"}': "lone",
+    b'{"\\udfff": 1}': "lone",
+    b'{"a": [["\\ud83d x"]]}': "lone",
+}  # fmt: skip
+STRICT = {  # what readers of settings do not take either
+    b'{"a": NaN}': "NaN is no JSON number",
+    b'{"a": -Infinity}': "-Infinity is no JSON number",
+    b'{"a": 1e400}': "1e400 is beyond float64",
+    b'{"a": 1, "a": 2}': "'a' occurs twice",
+    b'{"b": {"a": 1, "a": 2}}': "'a' occurs twice",
+}
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 400, text
+    return text
+
+
+@pytest.mark.parametrize("content", JSON | STRICT, ids=lambda content: repr(content[:20]))
+def test_no_reader_takes_what_is_no_json(content, tmp_path):
+    part = (JSON | STRICT)[content]
+    file = tmp_path / "settings.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_json_object(file, unique_keys=True)
+    assert str(file) in one_line(caught) and part in str(caught.value)
+    (line,) = mistakes("sft", "--deepspeed_config", str(file))
+    assert line.startswith(f"  - --deepspeed_config {file}: ") and part in line
+    (tmp_path / "manifest.json").write_bytes(content)
+    if content in JSON:
+        with pytest.raises(ValueError, match="manifest.json cannot be read"):
+            read_manifest(tmp_path)
+        (tmp_path / "model.safetensors.index.json").write_bytes(content)
+        (line,) = [line for line in weight_problems(tmp_path) if "index.json" in line]
+        assert part in line and line.endswith("copy it again")
+
+
+@pytest.mark.parametrize("content", [b"[]", b"3", b"null", b'"a"', b"true", b"1.5"])
+def test_an_object_is_wanted(content, tmp_path):
+    file = tmp_path / "settings.json"
+    file.write_bytes(content)
+    (line,) = mistakes("sft", "--deepspeed_config", str(file))
+    assert line.startswith(f"  - --deepspeed_config {file}: wants a JSON object")
+
+
+def test_a_folder_and_a_missing_file_are_no_json(tmp_path):
+    for path, part in ((tmp_path, "is a folder"), (tmp_path / "none.json", "cannot be read (No such file")):
+        (line,) = mistakes("sft", "--deepspeed_config", str(path))
+        assert line.startswith(f"  - --deepspeed_config {path}: {part}")
+
+
+@pytest.mark.parametrize("content", [c for c in JSON if b"\n" not in c and c.strip()], ids=lambda c: repr(c[:20]))
+def test_a_bad_row_is_named_by_file_and_line_and_the_next_is_read(content, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'{"n": 1}\n' + content.replace(b"\n", b" ") + b'\n{"n": NaN}\n')
+    rows = list(file_rows(file))
+    assert [row.fields is None for row in rows] == [False, True, False]
+    assert rows[1].where == f"{file}:2" and rows[1].fault and "\n" not in rows[1].fault
+
+
+ARRAYS = {  # items of one array: what of them is reported, and for the whole file or for the row alone
+    b'[{"n": 1},\n' + b"[" * DEEP: ("nested deeper", True),
+    b'[{"n": 1},\n{"n": ' + b"9" * 5000 + b"}]": ("beyond float64", True),
+    b'[{"n": 1},\n{"n": ' + b"[" * 150 + b"]" * 150 + b"}]": ("nested deeper", False),
+    b'[{"n": 1},\n{"n": "\\ud800"}]': ("lone", False),
+    b'[{"n": 1},\n3]': ("not a JSON object", False),
+}
+
+
+@pytest.mark.parametrize("content", ARRAYS, ids=lambda content: repr(content[10:40]))
+def test_a_bad_item_of_an_array_is_named_by_file_and_line(content, tmp_path):
+    part, whole = ARRAYS[content]
+    file = tmp_path / "rows.json"
+    file.write_bytes(content)
+    if whole:
+        with pytest.raises(ValueError) as caught:
+            list(file_rows(file))
+        assert f"{file}:2: " in one_line(caught) and part in str(caught.value)
+    else:
+        _, row = file_rows(file)
+        assert row.where == f"{file}:2" and part in row.fault
+
+
+def test_tables_whose_text_is_no_utf8(tmp_path):
+    file = tmp_path / "rows.csv"
+    file.write_bytes("prömpt,response\na,b\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"rows\.csv:1: the names of the columns are not valid UTF-8"):
+        list(file_rows(file))
+    text = pyarrow.array([b"\xff\xfe"], pyarrow.binary()).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": text}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match=r"rows\.parquet: not a readable parquet file"):
+        list(file_rows(tmp_path / "rows.parquet"))
+
+
+@pytest.mark.parametrize("content", JSON, ids=lambda content: repr(content[:20]))
+def test_scripts_name_the_file_too(content, tmp_path):
+    file = tmp_path / "run.json"
+    file.write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        read_json(file)
+    assert one_line(caught).startswith(f"{file}: ")

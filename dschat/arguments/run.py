@@ -1,6 +1,5 @@
 """What every step asks: the run, its devices."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,19 +94,11 @@ class DeviceArguments:
     def problems(self) -> list[str]:
         from deepspeed.accelerator import get_accelerator
 
+        from dschat.distributed.deepspeed_overrides import override_problems
+
         problems = []
         if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
             problems.append("--dtype fp16: a CPU cannot train in it; take bf16 or fp32")
         if self.deepspeed_config:
-            problems += _not_a_json_object("--deepspeed_config", self.deepspeed_config)
+            problems += override_problems(self.deepspeed_config, dtype=self.dtype, offload=self.offload)
         return problems
-
-
-def _not_a_json_object(flag: str, path: str) -> list[str]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        return [f"{flag} {path}: cannot be read ({error.strerror})"]
-    except ValueError as error:
-        return [f"{flag} {path}: not valid JSON ({error})"]
-    return [] if isinstance(content, dict) else [f"{flag} {path}: wants a JSON object of DeepSpeed settings"]
