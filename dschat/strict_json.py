@@ -75,7 +75,7 @@ def read_json_file(path: str | Path, *, constants: bool = False, unique_keys: bo
             raise ValueError(f"has more than {LARGEST_FILE >> 20} MiB")
         return parse_json(path.read_bytes(), constants=constants, unique_keys=unique_keys)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
+        raise ValueError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -274,7 +274,7 @@ def test_an_object_is_wanted(content, tmp_path):
 
 
 def test_a_folder_and_a_missing_file_are_no_json(tmp_path):
-    for path, part in ((tmp_path, "is a folder"), (tmp_path / "none.json", "cannot be read (No such file")):
+    for path, part in ((tmp_path, "is a folder"), (tmp_path / "none.json", "No such file")):
         (line,) = mistakes("sft", "--deepspeed_config", str(path))
         assert line.startswith(f"  - --deepspeed_config {path}: {part}")
 
@@ -329,3 +329,85 @@ def test_scripts_name_the_file_too(content, tmp_path):
     with pytest.raises(ValueError) as caught:
         read_json(file)
     assert one_line(caught).startswith(f"{file}: ")
+
+
+DEEPSPEED = {  # content → key (or kind of mistake) in the message, the flag that owns it or what is wrong
+    '{"train_batch_size": 4}': ("train_batch_size", "--per_device_train_batch_size"),
+    '{"train_micro_batch_size_per_gpu": 4}': ("train_micro_batch_size_per_gpu", "--per_device_train_batch_size"),
+    '{"gradient_accumulation_steps": 2}': ("gradient_accumulation_steps", "--gradient_accumulation_steps"),
+    '{"gradient_clipping": 1.0}': ("gradient_clipping", "--max_grad_norm"),
+    '{"gradient_clipping": "x"}': ("gradient_clipping", "--max_grad_norm"),
+    '{"optimizer": {"type": "Adam"}}': ("optimizer", "--learning_rate"),
+    '{"optimizer": null}': ("optimizer", "--learning_rate"),
+    '{"scheduler": {"type": "WarmupLR"}}': ("scheduler", "--lr_scheduler_type"),
+    '{"bf16": {"enabled": false}}': ("bf16.enabled", "--dtype"),
+    '{"bf16": {"enabled": "yes"}}': ("bf16.enabled", "--dtype"),
+    '{"bf16": {"enabled": 1}}': ("bf16.enabled", "--dtype"),
+    '{"fp16": {"enabled": true}}': ("fp16.enabled", "--dtype"),
+    '{"bfloat16": {"enabled": true}}': ("bfloat16", "--dtype"),
+    '{"amp": {"enabled": true}}': ("amp", "--dtype"),
+    '{"torch_autocast": {"enabled": true}}': ("torch_autocast", "--dtype"),
+    '{"data_types": {"grad_accum_dtype": "fp16"}}': ("data_types.grad_accum_dtype", "--dtype"),
+    '{"zero_optimization": {"stage": 3}}': ("zero_optimization.stage", "--zero_stage"),
+    '{"zero_optimization": {"stage": 7}}': ("zero_optimization.stage", "--zero_stage"),
+    '{"zero_optimization": {"cpu_offload": true}}': ("zero_optimization.cpu_offload", "--offload"),
+    '{"elasticity": {"enabled": true}}': ("elasticity", "the launcher"),
+    '{"autotuning": {"enabled": true}}': ("autotuning", "--zero_stage"),
+    '{"zero_optimization": true}': ("zero_optimization", "must be an object, not true or false"),
+    '{"zero_optimization": [2]}': ("zero_optimization", "must be an object, not a list"),
+    '{"bf16": null}': ("bf16", "must be an object, not null"),
+    '{"bf16": true}': ("bf16", "must be an object, not true or false"),
+    '{"fp16": "auto"}': ("fp16", "must be an object, not a string"),
+    '{"data_types": []}': ("data_types", "must be an object, not a list"),
+    '{"aio": 1}': ("aio", "must be an object, not a number"),
+    '{"activation_checkpointing": "yes"}': ("activation_checkpointing", "must be an object"),
+    '{"flops_profiler": 3}': ("flops_profiler", "must be an object"),
+    '{"compile": true}': ("compile", "must be an object"),
+    '{"wall_clock_breakdown": "yes"}': ("wall_clock_breakdown", "must be true or false, not a string"),
+    '{"prescale_gradients": 1}': ("prescale_gradients", "must be true or false, not a number"),
+    '{"steps_per_print": "often"}': ("steps_per_print", "must be a number, not a string"),
+    '{"gradient_predivide_factor": true}': ("gradient_predivide_factor", "must be a number"),
+    '{"zero_optimization": {"overlap_com": true}}': ("overlap_com", "Extra inputs"),
+    '{"zero_optimization": {"reduce_bucket_size": "big"}}': ("reduce_bucket_size", "valid integer"),
+    '{"zero_optimization": {"reduce_bucket_size": -1}}': ("reduce_bucket_size", "greater than 0"),
+    '{"zero_optimization": {"reduce_bucket_size": 1.5}}': ("reduce_bucket_size", "valid integer"),
+    '{"zero_optimization": {"overlap_comm": "maybe"}}': ("overlap_comm", "valid boolean"),
+    '{"zero_optimization": {"overlap_comm": [1]}}': ("overlap_comm", "valid boolean"),
+    '{"zero_optimization": {"offload_optimizer": {"device": "disk"}}}': ("offload_optimizer.device", "'cpu'"),
+    '{"zero_optimization": {"offload_optimizer": "cpu"}}': ("offload_optimizer", ""),
+    '{"zero_optimization": {"offload_param": {"devise": "cpu"}}}': ("offload_param.devise", "Extra inputs"),
+    '{"zero_optimization": {"offload_param": {"buffer_count": "x"}}}': ("offload_param.buffer_count", "valid integer"),
+    '{"zero_optimization": {"stage3_max_live_parameters": -5}}': ("max_live_parameters", "greater than"),
+    '{"fp16": {"loss_scale": "big"}}': ("loss_scale", "must be a number"),
+    '{"fp16": {"initial_scale_power": []}}': ("initial_scale_power", "valid integer"),
+    '{"fp16": {"loss_scal": 1}}': ("loss_scal", ""),
+    '{"comms_logger": {"enabled": "perhaps"}}': ("enabled", "valid boolean"),
+    '{"flops_profiler": {"enabled": "perhaps"}}': ("", "DeepSpeed refuses it"),
+    '{"tensorboard": {"enabled": "perhaps"}}': ("enabled", "valid boolean"),
+    '{"compile": {"deepcompile": "perhaps"}}': ("deepcompile", "valid boolean"),
+    '{"checkpoint": {"tag_validation": "sometimes"}}': ("", "DeepSpeed refuses it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("content", DEEPSPEED)
+def test_a_deepspeed_config_names_the_key_and_the_flag_that_owns_it(content, tmp_path):
+    key, part = DEEPSPEED[content]
+    file = tmp_path / "deepspeed.json"
+    file.write_text(content)
+    (line,) = mistakes("sft", "--deepspeed_config", str(file))
+    assert line.startswith(f"  - --deepspeed_config {file}: ") and key in line and part in line, line
+
+
+def test_what_works_in_a_deepspeed_config(tmp_path):
+    file = tmp_path / "deepspeed.json"
+    working = [
+        "{}", '{"bf16": {"enabled": true}}', '{"fp16": {"enabled": false, "loss_scale_window": 100}}',
+        '{"zero_optimization": {"overlap_comm": false, "reduce_bucket_size": 500000}}',
+        '{"wall_clock_breakdown": true}',
+        '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', '{"aio": {"block_size": 1048576}}',
+        '{"activation_checkpointing": {"partition_activations": true}}', '{"steps_per_print": 10}',
+    ]  # fmt: skip
+    for content in working:
+        file.write_text(content)
+        for step in ("sft", "dpo", "ppo"):
+            assert mistakes(step, "--deepspeed_config", str(file)) == [], content
