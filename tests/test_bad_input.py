@@ -6,13 +6,20 @@ The tables are crossed: every float flag of every program with every number that
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 import types
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from step_materials import write_materials
+from tiny_tokenizers import make_tokenizer
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
@@ -20,6 +27,7 @@ from dschat.arguments.script_inputs import read_json
 from dschat.checkpoints.manifest import read_manifest
 from dschat.data.files import file_rows
 from dschat.models.weight_files import weight_problems
+from dschat.runs.set_up import model_problems
 from dschat.strict_json import read_json_object
 
 STEPS = {
@@ -411,3 +419,73 @@ def test_what_works_in_a_deepspeed_config(tmp_path):
         file.write_text(content)
         for step in ("sft", "dpo", "ppo"):
             assert mistakes(step, "--deepspeed_config", str(file)) == [], content
+
+
+def edited(name: str, **changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+        (folder / name).write_text(json.dumps(content | changes), encoding="utf-8")
+
+    return edit
+
+
+def written(name: str, content: bytes) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+MODELS = {  # what is done to the folder of a good causal language model → part of the message
+    "hidden size": (edited("config.json", hidden_size=64), "contradicts the weights"),
+    "vocabulary": (edited("config.json", vocab_size=7), "contradicts the weights"),
+    "feed-forward size": (edited("config.json", intermediate_size=40), "contradicts the weights"),
+    "key heads": (edited("config.json", num_key_value_heads=4), "contradicts the weights"),
+    "head size": (edited("config.json", head_dim=16), "contradicts the weights"),
+    "more layers": (edited("config.json", num_hidden_layers=5), "num_hidden_layers is 5, and the files hold 2"),
+    "negative size": (edited("config.json", hidden_size=-32), ""),
+    "size is text": (edited("config.json", hidden_size="wide"), ""),
+    "size is null": (edited("config.json", hidden_size=None), ""),
+    "unknown activation": (edited("config.json", hidden_act="none_such"), "describes no model"),
+    "unknown architecture": (edited("config.json", model_type="none_such"), "no model configuration"),
+    "a classifier": (edited("config.json", architectures=["LlamaForSequenceClassification"]), "does not continue text"),
+    "tagger": (edited("config.json", architectures=["LlamaForTokenClassification"]), "does not continue text"),
+    "an encoder": (edited("config.json", architectures=["BertForMaskedLM"], model_type="bert"), "does not continue"),
+    "encoder and decoder": (edited("config.json", architectures=["T5Model"], model_type="t5"), "no decoders"),
+    "template": (written("chat_template.jinja", b"{% for m in messages %}"), "no valid Jinja (line 1"),
+    "template's braces": (written("chat_template.jinja", b"a\n{{ messages"), "no valid Jinja (line 2"),
+    "template's tag": (written("chat_template.jinja", b"\n\n{% whilst %}"), "no valid Jinja (line 3"),
+    "tokenizer's model": (edited("tokenizer.json", model={"type": "None"}), "no tokenizer could be loaded"),
+    "tokenizer's vocabulary": (edited("tokenizer.json", model=3), "no tokenizer could be loaded"),
+    "tokenizer's version": (edited("tokenizer.json", version="99"), "no tokenizer could be loaded"),
+    "weights cut short": (written("model.safetensors", b"\x10\0\0\0\0\0\0\0{}"), "is damaged"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "no model configuration"),
+    "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
+} | {
+    f"{name} {content[:12]!r}": (written(name, content), name)
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+    for content in [*(c for c in JSON), b"[]", b"3", b"null"]
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    write_materials(folder, make_tokenizer(eos="</s>", pad="<pad>"))
+    return folder / "actor"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_broken_model_folder_is_one_line_before_anything_is_loaded(name, model, tmp_path):
+    damage, part = MODELS[name]
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    damage(folder)
+    lines = model_problems("--actor", str(folder), tokens=8, lengths="--max_seq_len 8", causal=True)
+    assert lines and all(line.startswith(f"--actor {folder}: ") and "\n" not in line for line in lines), lines
+    assert any(part in line for line in lines), lines
+
+
+def test_a_model_folder_that_works_and_a_file_in_its_place(model):
+    check = partial(model_problems, "--actor", tokens=8, lengths="--max_seq_len 8", causal=True)
+    assert check(str(model)) == []
+    assert "is a file; name the folder" in check(str(model / "model.safetensors"))[0]
+    assert model_problems("--critic", str(model.parent / "reward"), tokens=8, lengths="") == []
