@@ -25,6 +25,7 @@ from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
+from dschat.runs.set_up import model_problems
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."
@@ -244,6 +245,10 @@ def run(options: argparse.Namespace) -> int:
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
+        if mistakes := model_problems(
+            "MODEL", options.model, tokens=0, lengths="", trust_remote_code=options.trust_remote_code, causal=True
+        ):
+            raise ValueError("\n".join(mistakes))
         tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
         dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
         model = load_causal_lm(

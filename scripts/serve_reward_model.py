@@ -33,6 +33,7 @@ from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
 from dschat.rewards.reward_model import longest_sequence
 from dschat.rewards.server.connections import serve
 from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer
+from dschat.runs.set_up import model_problems
 
 OTHER_FILES = 128  # file descriptors besides the connections
 
@@ -50,6 +51,8 @@ def load_scorer(
     """
     if max_tokens < 0:
         raise ValueError(f"--max_tokens {max_tokens}: must be at least 0")
+    if mistakes := model_problems("MODEL", path, tokens=0, lengths="", trust_remote_code=trust_remote_code):
+        raise ValueError("\n".join(mistakes))
     if not has_scalar_head(path, trust_remote_code=trust_remote_code):
         raise ValueError(f"{path} has no scalar head: its scores would be random. Name what step 2 has written.")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)

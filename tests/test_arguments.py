@@ -81,7 +81,7 @@ def test_values_that_cannot_work_are_refused_with_flag_value_and_way_out(tmp_pat
         broken.write_text(text)
         (line,) = problems(arguments.DeviceArguments, deepspeed_config=str(broken))
         assert line.startswith(f"--deepspeed_config {broken}: ") and reason in line
-    broken.write_text(json.dumps({"gradient_clipping": 2}))
+    broken.write_text(json.dumps({"wall_clock_breakdown": True}))
     assert problems(arguments.DeviceArguments, deepspeed_config=str(broken)) == []
     (line,) = problems(arguments.DeviceArguments, deepspeed_config=str(tmp_path / "none.json"))
     assert "No such file" in line

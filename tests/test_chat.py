@@ -222,7 +222,7 @@ def test_program_runs_by_itself_with_piped_lines(folder, monkeypatch, capsys):
 
 def test_mistakes_are_one_message(folder, tmp_path, monkeypatch, capsys):
     code, said = piped(monkeypatch, capsys, str(tmp_path))
-    assert code == 2 and "tokenizer" in said.err
+    assert code == 2 and "no model configuration" in said.err
     with pytest.raises(SystemExit, match="2"):
         piped(monkeypatch, capsys, folder, "--top_p", "7")
     assert "--top_p: 7: must be above 0 and at most 1" in capsys.readouterr().err

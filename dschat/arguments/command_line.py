@@ -3,22 +3,24 @@
 import argparse
 import copy
 import dataclasses
-import difflib
+import math
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-import yaml
 from transformers import HfArgumentParser
 
 from dschat.arguments.secrets import redacted
+from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unknown_flag
 from dschat.distributed.terminal import printable
 
 Settings = TypeVar("Settings")
+LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class SettingsError(ValueError):
@@ -33,13 +35,15 @@ class SuiteParser(HfArgumentParser):
 
     def __init__(self, groups: Sequence[type], **kwargs: Any):
         self.mistakes: list[str] = []
+        self.locate: Callable[[Sequence[str]], Sequence[str]] = list  # adds where a flag was set
         super().__init__(groups, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            self.mistakes.append(f"{action.option_strings[0]} {arg_string}: {error.message}")
+            reason = error.message if len(arg_string) <= 200 and arg_string.isprintable() else "cannot be read"
+            self.mistakes.append(f"{action.option_strings[0]} {shown(arg_string)}: {reason}")
             return action.default
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -47,7 +51,7 @@ class SuiteParser(HfArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError:
             choices = ", ".join(map(str, action.choices))
-            self.mistakes.append(f"{action.option_strings[0]} {value}: choose one of {choices}")
+            self.mistakes.append(f"{action.option_strings[0]} {shown(value)}: choose one of {choices}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         values = super()._get_values(action, arg_strings)
@@ -63,7 +67,7 @@ class SuiteParser(HfArgumentParser):
         HfArgumentParser._parse_dataclass_field(parser, plain)
 
     def error(self, message: str) -> None:
-        raise_together([*self.mistakes, message])
+        raise_together(self.locate([*self.mistakes, message]))
 
     def flags(self) -> dict[str, argparse.Action]:
         return {
@@ -71,19 +75,20 @@ class SuiteParser(HfArgumentParser):
         }
 
     def unknown(self, flag: str) -> str:
-        near = difflib.get_close_matches(flag, self.flags(), n=1)
-        return f"--{flag} is no flag of this step" + (f": did you mean --{near[0]}?" if near else "; --help lists them")
+        return unknown_flag(flag, self.flags())
 
 
 def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
          below: float | None = None, at_most: float | None = None, needs: Sequence[str] = (),
-         choices: Iterable[str] = (), on_resume: Literal["apply", "refuse", "ignore"] = "apply") -> Any:  # fmt: skip
+         choices: Iterable[str] = (), on_resume: Literal["apply", "refuse", "ignore"] = "apply",
+         finite: bool = True) -> Any:  # fmt: skip
     """A dataclass field that is a flag, with its default, help text and bounds.
 
     Args:
         needs: flags ("name", or "name=value") of which at least one must be set for this flag to have an effect; if
             none is, a value other than the default causes a warning.
         choices: allowed values; empty: any value of the field's type.
+        finite: False: inf is allowed too, whatever at_most says, and means no limit; NaN never is.
         on_resume: effect of a value that differs from the checkpoint's on --resume. "refuse": an error, since models,
             data, random numbers or shapes would differ, see --resume_anyway; "ignore": none; "apply": the new value is
             used and logged.
@@ -91,7 +96,7 @@ def flag(default: Any, text: str, *, at_least: float | None = None, above: float
     bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
     bounds = {word: bound for word, bound in bounds.items() if bound is not None}
     metadata = {"help": text, "bounds": bounds, "needs": tuple(needs), "choices": tuple(choices)}
-    metadata["on_resume"] = on_resume
+    metadata |= {"on_resume": on_resume, "finite": finite}
     if isinstance(default, list):
         return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -110,15 +115,31 @@ def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """A line for each field of the group whose value violates the bounds of its flag()."""
-    holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
+    """A line for each number of the group that violates the bounds of its flag(), or fits no tensor."""
     mistakes = []
     for field in _flags_of(group):
-        value, bounds = vars(group)[field.name], field.metadata["bounds"]
-        if value is not None and not all(holds[word](value, bound) for word, bound in bounds.items()):
-            rule = " and ".join(f"{word} {bound}" for word, bound in bounds.items())
-            mistakes.append(f"--{field.name} {value}: must be {rule}")
+        value = vars(group)[field.name]
+        for number in value if isinstance(value, list) else [value]:
+            rule = _broken_rule(number, field.metadata["bounds"], finite=field.metadata["finite"])
+            if rule:
+                mistakes.append(f"--{field.name} {shown(number)}: must be {rule}")
     return mistakes
+
+
+def _broken_rule(number: Any, bounds: dict[str, float], *, finite: bool) -> str:
+    """The rule that the number breaks, or ""; floats end up in float32 tensors, integers in int64."""
+    if not isinstance(number, (int, float)) or isinstance(number, bool):
+        return ""
+    if not finite and number == math.inf:
+        return ""
+    holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
+    if not all(holds[word](number, bound) for word, bound in bounds.items()):
+        return " and ".join(f"{word} {bound}" for word, bound in bounds.items())
+    if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT32:
+        return f"a finite number (of float32: at most {LARGEST_FLOAT32:.2g})" + ("" if finite else ", or inf")
+    if isinstance(number, int) and not -(2**63) <= number < 2**63:
+        return "an integer of 64 bits"
+    return ""
 
 
 def without_effect(groups: Sequence[Any]) -> list[str]:
@@ -163,7 +184,10 @@ def parse(
     path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     path.add_argument("--config", nargs="?")  # a missing value is reported by the main parser
     config = path.parse_known_args(argv)[0].config
-    argv = (_yaml_flags(Path(config), parser) if config else []) + argv
+    file = read_yaml_flags(Path(config), parser.flags()) if config else YamlFlags([], {}, [])
+    parser.mistakes += file.mistakes
+    locate = partial(file.located, argv=argv)
+    parser.locate, argv = locate, file.words + argv
 
     *parsed, extra, rest = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
@@ -177,7 +201,7 @@ def parse(
     result = settings(**dict(zip(groups, parsed, strict=True)))
     if check is not None:
         mistakes += check(result)
-    raise_together(mistakes)
+    raise_together(locate(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(result) if warn else []):
             print(printable(redacted(f"warning: {line}")), file=sys.stderr)
@@ -214,25 +238,3 @@ def settings_of_user() -> Iterator[None]:
         raise
     except ValueError as mistake:
         raise SettingsError(str(mistake)) from mistake
-
-
-def _yaml_flags(path: Path, parser: SuiteParser) -> list[str]:
-    if not path.is_file():
-        parser.mistakes.append(f"--config {path}: there is no such file")
-        return []
-    try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        parser.mistakes.append(f"--config {path}: not readable as YAML ({error})")
-        return []
-    if not isinstance(settings, dict):
-        parser.mistakes.append(f"--config {path}: wants lines of the form `flag: value`")
-        return []
-    words = []
-    for flag, value in settings.items():
-        if flag not in parser.flags():
-            parser.mistakes.append(f"{path}: {parser.unknown(str(flag))}")
-        elif value is not None:
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{flag}", *map(str, values)]
-    return words

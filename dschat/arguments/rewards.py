@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dschat.arguments.command_line import flag
+from dschat.arguments.run import LONGEST_WAIT
 
 
 @dataclass
@@ -21,7 +22,7 @@ class RewardArguments:
         300.0,
         "seconds that a function or service may take for a batch, and that a service is asked again which is away or "
         "busy; inf: no limit",
-        above=0, needs=["reward"],
+        above=0, at_most=LONGEST_WAIT, finite=False, needs=["reward"],
     )  # fmt: skip
     reward_retries: int = flag(2, "how often one that fails is asked again", at_least=0, needs=["reward"])
     normalize_rewards: bool = flag(

@@ -1,12 +1,13 @@
 """Flags of every step: output, intervals, resume, devices, precision."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from dschat.arguments.command_line import flag
+
+LONGEST_WAIT = 1e8  # seconds, 3 years; timers of the system overflow somewhere above it
 
 
 @dataclass
@@ -15,7 +16,8 @@ class RunArguments:
 
     _argument_group_name: ClassVar[str] = "run"
     output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")
-    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling", on_resume="refuse")
+    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling", at_least=0, at_most=2**63 - 1,
+                     on_resume="refuse")  # fmt: skip
     num_train_epochs: int = flag(1, "passes over the training data", at_least=1)
     max_steps: int = flag(0, "stop after this many steps; 0: as the epochs say", at_least=0)
     eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
@@ -36,10 +38,12 @@ class RunArguments:
     )
     warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
     collective_timeout: float = flag(
-        1800.0, "seconds that a rank may be silent, or all without progress, before the run ends with a report", above=0
+        1800.0, "seconds that a rank may be silent, or all without progress, before the run ends with a report",
+        above=0, at_most=LONGEST_WAIT,
     )
     rendezvous_timeout: float = flag(
-        600.0, "seconds that ranks may be missing when a run starts, before it ends and names them", above=0
+        600.0, "seconds that ranks may be missing when a run starts, before it ends and names them",
+        above=0, at_most=LONGEST_WAIT,
     )
     resume_anyway: bool = flag(
         False, "resume although flags have changed that make another run of it", on_resume="ignore"
@@ -90,19 +94,11 @@ class DeviceArguments:
     def problems(self) -> list[str]:
         from deepspeed.accelerator import get_accelerator
 
+        from dschat.distributed.deepspeed_overrides import override_problems
+
         problems = []
         if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
             problems.append("--dtype fp16: a CPU cannot train in it; take bf16 or fp32")
         if self.deepspeed_config:
-            problems += _not_a_json_object("--deepspeed_config", self.deepspeed_config)
+            problems += override_problems(self.deepspeed_config, dtype=self.dtype, offload=self.offload)
         return problems
-
-
-def _not_a_json_object(flag: str, path: str) -> list[str]:
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        return [f"{flag} {path}: cannot be read ({error.strerror})"]
-    except ValueError as error:
-        return [f"{flag} {path}: not valid JSON ({error})"]
-    return [] if isinstance(content, dict) else [f"{flag} {path}: wants a JSON object of DeepSpeed settings"]

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from dschat.arguments.command_line import flag
 from dschat.arguments.models import TRUST_HELP
+from dschat.arguments.run import LONGEST_WAIT
 
 
 @dataclass
@@ -28,7 +29,8 @@ class SamplingArguments:
         None, "FILE.py:FUNCTION(prompts, responses, rows) -> scores; step 3 watches, never trains on it"
     )
     judge_timeout: float = flag(
-        300.0, "seconds that the judge may take for a batch; inf: no limit", above=0, needs=["judge"]
+        300.0, "seconds that the judge may take for a batch; inf: no limit",
+        above=0, at_most=LONGEST_WAIT, finite=False, needs=["judge"],
     )
     judge_retries: int = flag(2, "how often it is asked again where it fails", at_least=0, needs=["judge"])
 

@@ -6,7 +6,6 @@ The types are for argparse, whose message has the flag. No import of torch.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -14,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from dschat.strict_json import parse_json, read_json_file
 
 MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}
@@ -102,10 +103,7 @@ def new_folder(text: str) -> Path:
 
 def read_json(path: Path) -> Any:
     """Load a JSON file. Raises ValueError with its path."""
-    try:
-        return json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    return read_json_file(path, constants=True)
 
 
 def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -115,9 +113,9 @@ def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str,
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{place}: not valid JSON ({error})") from error
+            row = parse_json(line, constants=True)
+        except ValueError as error:
+            raise ValueError(f"{path}:{place}: {error}") from error
         missing = [name for name in fields if not isinstance(row, dict) or name not in row]
         if missing or not isinstance(row, dict):
             raise ValueError(f"{path}:{place}: wants a JSON object with {', '.join(fields) or 'fields'}")

@@ -33,6 +33,7 @@ from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems, res
 from dschat.checkpoints.verified_folder import digests, file_problems, sync, sync_all, write_atomically
 from dschat.distributed import collectives, failpoint, launch, watchdog
 from dschat.distributed.terminal import printable
+from dschat.strict_json import read_json_object
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 # Raised by writes to a full or detached disk; torch's own writer raises RuntimeError.
@@ -316,9 +317,10 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
 
     Raises: ValueError if they differ, if the ZeRO stages do not match, or if the checkpoint lacks an engine.
     """
-    state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    if not isinstance(state, dict):
-        raise ValueError(f"{folder / 'state.json'} holds no JSON object: resume from another checkpoint")
+    try:
+        state = read_json_object(folder / "state.json", constants=True)
+    except ValueError as error:
+        raise ValueError(f"{error}: resume from another checkpoint") from error
     changed = [
         f"{name} was {state.get(name)} and is {now}"
         for name, now in same.items()
@@ -329,7 +331,7 @@ def load(folder: Path, *, engines: Engines, same: dict[str, Any]) -> dict[str, A
             f"{folder} belongs to another run, which cannot be gone on with: {'; '.join(changed)}. Resume with the "
             "settings and data of its run.json, or start anew with --resume never"
         )
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest = read_json_object(folder / "manifest.json", constants=True)
     resized = manifest["world_size"] != collectives.world_size()
     stages = {name: engine.zero_optimization_stage() for name, engine in engines.items()}
     for name, then in manifest.get("zero_stages", {}).items():
@@ -361,7 +363,7 @@ def changed_arguments(folder: Path, settings: Any, *, anyway: bool) -> list[str]
         ValueError: one of them must not change (its flag() has on_resume="refuse"), and anyway is False.
     """
     try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        manifest = read_json_object(folder / "manifest.json", constants=True)
     except (OSError, ValueError):
         return []
     # Compared with secrets redacted: old manifests contain keys, and a new key is no change.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+from dschat.strict_json import parse_json
 
 NAME = "manifest.json"
 _LARGEST = 256 << 20  # bytes; a manifest of 100,000 files has a tenth of that
@@ -21,13 +22,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         if path.is_symlink() or path.stat().st_size > _LARGEST:
             raise ValueError("a link, or too large")
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_bytes(), constants=True)
         if not isinstance(manifest, dict):
             raise ValueError("no JSON object")
         missing = [name for name in ("files", "world_size", "step") if name not in manifest]
         if missing:
             raise ValueError(f"no {missing[0]}")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{NAME} cannot be read ({error})") from error
     wrong = _wrong_entries(manifest)
     if wrong:

@@ -10,6 +10,7 @@ from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
 from dschat.distributed import collectives
+from dschat.strict_json import read_json_object
 
 
 def save_random_states(folder: Path) -> None:
@@ -33,7 +34,7 @@ def load_random_states(folder: Path) -> None:
     """Restore the states that `save_random_states` wrote."""
     rank = collectives.rank()
     tensors = load_file(folder / f"random_rank{rank}.safetensors")
-    numbers = json.loads((folder / f"random_rank{rank}.json").read_text(encoding="utf-8"))
+    numbers = read_json_object(folder / f"random_rank{rank}.json")
     version, gauss = numbers["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), gauss))
     kind, position, has_gauss, cached = numbers["numpy"]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from dschat.distributed import watchdog
+from dschat.strict_json import read_json_object
 
 MANIFEST = "manifest.json"
 _LOCK = ".lock"
@@ -55,7 +56,7 @@ def written_folder(place: Path) -> Iterator[Path]:
 def folder_problems(place: Path) -> list[str]:
     """Verify a folder made by `written_folder`: a line per missing file, wrong size or wrong checksum."""
     try:
-        files = json.loads((place / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_json_object(place / MANIFEST)["files"]
         return file_problems(place, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
+from dschat.strict_json import TOO_DEEP, NumberTooLarge, check_value, json_decoder, parse_json
+
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -51,17 +53,11 @@ def _json_lines(file: Path) -> Iterator[SourceRow]:
 
 def _json_row(line: bytes, where: str) -> SourceRow:
     try:
-        fields = json.loads(line.decode("utf-8"))
+        return _object_row(parse_json(line.decode("utf-8"), constants=True), where)
     except UnicodeDecodeError as error:
         return SourceRow(None, where, f"not valid UTF-8 (byte {error.start + 1} of the line)")
-    except (json.JSONDecodeError, RecursionError) as error:
-        return SourceRow(None, where, f"not valid JSON ({error})")
-    if b"\\u" in line:  # a lone surrogate is valid JSON, but neither tokenizers nor Arrow accept it
-        try:
-            json.dumps(fields, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            return SourceRow(None, where, "not valid Unicode (a lone \\ud8xx escape)")
-    return _object_row(fields, where)
+    except ValueError as error:
+        return SourceRow(None, where, str(error))
 
 
 def _object_row(fields: Any, where: str) -> SourceRow:
@@ -74,12 +70,13 @@ def _json_array_rows(file: Path) -> Iterator[SourceRow]:
     """Items of one big array, with the line number of each."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
-        decoder, place, line = json.JSONDecoder(), text.index("[") + 1, 1
+        decoder, place, line = json_decoder(constants=True), text.index("[") + 1, 1
         counted = 0
         while text[(place := _skip(text, place))] != "]":
             line, counted = line + text.count("\n", counted, place), place
-            item, place = decoder.raw_decode(text, place)
-            yield _object_row(item, f"{file}:{line}")
+            begin = place
+            item, place = decoder.raw_decode(text, begin)
+            yield _checked_item(item, text[begin:place], f"{file}:{line}")
             place = _skip(text, place)
             if text[place] not in ",]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
@@ -88,8 +85,20 @@ def _json_array_rows(file: Path) -> Iterator[SourceRow]:
         raise ValueError(f"{file}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}:{error.lineno}: the JSON array breaks off ({error.msg}); mend it there.") from error
+    except RecursionError as error:
+        raise ValueError(f"{file}:{line}: {TOO_DEEP}.") from error
+    except NumberTooLarge as error:
+        raise ValueError(f"{file}:{line}: {error}.") from error
     except IndexError:
         raise ValueError(f"{file}: the JSON array has no end (`]`): was the file cut off?") from None
+
+
+def _checked_item(item: Any, text: str, where: str) -> SourceRow:
+    try:
+        check_value(item, text)
+    except ValueError as error:
+        return SourceRow(None, where, str(error))
+    return _object_row(item, where)
 
 
 def _skip(text: str, place: int) -> int:
@@ -103,6 +112,8 @@ def _csv_rows(file: Path) -> Iterator[SourceRow]:
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
         reader = csv.DictReader(lines)
         try:
+            if any(re.search("[\udc80-\udcff]", name) for name in reader.fieldnames or []):
+                raise ValueError(f"{file}:1: the names of the columns are not valid UTF-8; save the file as UTF-8.")
             for row in reader:
                 where = f"{file}:{reader.line_num}"
                 if None in row:
@@ -121,7 +132,7 @@ def _parquet_rows(file: Path) -> Iterator[SourceRow]:
             rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield SourceRow(row, f"{file}:row {number}", "")
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text in it may be no UTF-8
         raise ValueError(f"{file}: not a readable parquet file ({error}).") from error
 
 

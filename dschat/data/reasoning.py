@@ -26,6 +26,8 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
+from dschat.strict_json import parse_json
+
 from .files import SourceRow
 
 PREFIX = "reasoning_gym:"
@@ -128,7 +130,7 @@ def _value(text: Any, hint: Any) -> Any:
             raise ValueError(f"choose one of {', '.join(inside)}")
         return text
     if (origin or hint) in (list, tuple, Sequence):
-        items = json.loads(text) if isinstance(text, str) else text
+        items = parse_json(text) if isinstance(text, str) else text
         if not isinstance(items, list):
             raise ValueError("write a JSON list, such as [1, 2]")
         of = [kind for kind in inside if kind is not Ellipsis]

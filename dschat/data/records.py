@@ -16,11 +16,12 @@ format of DeepSpeed-Chat's data sets).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
 from typing import Any
+
+from dschat.strict_json import parse_json
 
 from .chat_template import Message
 
@@ -215,9 +216,9 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
 def _tools(value: Any) -> list[dict[str, Any]]:
     """Tools in the format of chat templates; many datasets store them as JSON text."""
     try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"tools is not valid JSON ({error})") from error
+        tools = parse_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise ValueError(f"tools is {error}") from error
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError("tools must be a list of JSON objects")
     return tools

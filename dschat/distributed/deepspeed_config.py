@@ -1,10 +1,10 @@
 """Build the DeepSpeed configuration: ZeRO, precision, offload, batch sizes."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from dschat.strict_json import read_json_object
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -80,7 +80,7 @@ def _zero(stage: int, offload: bool) -> dict[str, Any]:
 def _merged(config: dict[str, Any], overrides: str | None) -> dict[str, Any]:
     if overrides is None:
         return config
-    return _overlay(config, json.loads(Path(overrides).read_text(encoding="utf-8")))
+    return _overlay(config, read_json_object(overrides, unique_keys=True))
 
 
 def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from dschat.data.chat_template import ensure_chat_template
 from dschat.distributed import watchdog
+from dschat.models.folder_check import one_line
 from dschat.models.weights import full_shape
 
 logger = logging.getLogger(__name__)
@@ -87,8 +88,9 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError:
         raise
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as problem:
-        raise ValueError(f"no tokenizer could be loaded from {path}: {problem}{_conversion_hint(folder)}") from problem
+    except Exception as problem:  # the tokenizers package raises nothing narrower for a broken tokenizer.json
+        reason = f"{one_line(problem)}{_conversion_hint(folder)}"
+        raise ValueError(f"no tokenizer could be loaded from {path}: {reason}") from problem
     if add_eot_token:
         tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.eos_token_id is None:
@@ -127,9 +129,9 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError:
         raise
-    except (OSError, ValueError) as problem:
+    except Exception as problem:  # of transformers' checks of each config: none has a type of its own
         raise ValueError(
-            f"{path} is not a model that can be loaded: {problem} "
+            f"{path} is not a model that can be loaded: {one_line(problem)} "
             "Name a folder with config.json, weights and tokenizer, or a model of the Hugging Face hub."
         ) from problem
 

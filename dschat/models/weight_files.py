@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -11,6 +10,7 @@ from transformers.utils import cached_file
 
 from dschat.checkpoints.restricted_pickle import pickle_problems
 from dschat.distributed import watchdog
+from dschat.strict_json import read_json_object
 
 
 def weight_problems(folder: str | Path) -> list[str]:
@@ -25,7 +25,7 @@ def weight_problems(folder: str | Path) -> list[str]:
             problems.append(f"{path} is damaged or cut short ({error}): copy it again")
     for path in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
         try:
-            shards = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(read_json_object(path)["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{path} cannot be read ({error}): copy it again")
             continue

@@ -20,6 +20,7 @@ from typing import Any
 
 from dschat.checkpoints.verified_folder import sync
 from dschat.distributed import collectives, failpoint
+from dschat.strict_json import read_json_object
 
 FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.settings.json"
 
@@ -197,7 +198,7 @@ def _batch_of(line: bytes) -> JudgedBatch | None:
 def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise ValueError naming the settings that differ."""
     try:
-        before = json.loads(path.read_text(encoding="utf-8"))
+        before = read_json_object(path, constants=True)
         changed = [f"{name} was {before.get(name)} and is {now}" for name, now in settings.items()
                    if before.get(name) != now]  # fmt: skip
     except (OSError, ValueError, AttributeError) as error:

@@ -14,6 +14,7 @@ from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollout_result import Timings
+from dschat.strict_json import read_json_object
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Iteration:
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Iteration:
         """Load what `save` wrote on the same rank."""
-        rest = json.loads((folder / f"iteration_rank{collectives.rank()}.json").read_text(encoding="utf-8"))
+        rest = read_json_object(folder / f"iteration_rank{collectives.rank()}.json", constants=True)
         tensors = load_file(folder / f"iteration_rank{collectives.rank()}.safetensors", device=str(device))
         done = len(rest["updates"])
         minibatches = [None] * done + [

@@ -71,7 +71,7 @@ def rlhf_model_problems(
     lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
     trusted = models.trust_remote_code
     named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
-    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens)
+    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens, causal=True)
     entries = reward_entries(models, rewards)
     if not entries:
         problems.append(

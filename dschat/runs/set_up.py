@@ -15,6 +15,7 @@ from dschat.arguments import (
     LoraArguments,
     OneModelSettings,
     OptimizerArguments,
+    PreferenceSettings,
     RunArguments,
 )
 from dschat.arguments.command_line import raise_together, settings_of_user
@@ -24,6 +25,13 @@ from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import trainable_engine
 from dschat.distributed.terminal import printable
 from dschat.models.causal_lm import load_tokenizer
+from dschat.models.folder_check import (
+    causal_problems,
+    json_problems,
+    one_line,
+    shape_problems,
+    template_problems,
+)
 from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.positions import position_limit
@@ -34,7 +42,7 @@ from dschat.runs.output_folder import check_shared, claim
 
 def model_problems(
     flag: str, path: str | None, *, tokens: int, lengths: str, add_eot_token: bool = False,
-    trust_remote_code: bool = False,
+    trust_remote_code: bool = False, causal: bool = False,
 ) -> list[str]:  # fmt: skip
     """Validate a model for sequences of `tokens` tokens before any weights are loaded; one line per problem.
 
@@ -44,28 +52,37 @@ def model_problems(
         lengths: the flags and values that add up to it, for the message.
         add_eot_token: whether the run adds an end token to the model's tokenizer.
         trust_remote_code: whether code that ships with the model may run.
+        causal: whether it has to continue text.
     """
     if not path:
         return []  # reported by the argument group of the flag
     folder = Path(path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if folder.is_file():
+        return [f"{flag} {path}: is a file; name the folder that holds config, weights and tokenizer"]
     if looks_local and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
+    broken = json_problems(folder) if folder.is_dir() else []
+    if broken:
+        return [f"{flag} {path}: {problem}" for problem in broken]
     try:
         with custom_code_refused(path):
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError as error:
         return [f"{flag}: {error}"]
-    except (OSError, ValueError) as error:
-        return [f"{flag} {path}: no model configuration found ({str(error).splitlines()[0]})"]
+    except Exception as error:  # of transformers' checks of each config: none has a type of its own
+        return [f"{flag} {path}: no model configuration found ({one_line(error)})"]
     problems = []
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
         problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
-    problems += [f"{flag} {path}: {problem}" for problem in (weight_problems(folder) if folder.is_dir() else [])]
+    found = weight_problems(folder) + shape_problems(folder, config) if folder.is_dir() else []
+    found += causal_problems(config) if causal else []
     try:
-        load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
+        tokenizer = load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
+        found += template_problems(tokenizer)
     except ValueError as error:
-        problems.append(f"{flag} {path}: {error}")
+        found.append(str(error))
+    problems += [f"{flag} {path}: {problem}" for problem in found]
     positions, kind = position_limit(config)
     if positions and tokens > positions:
         problems.append(
@@ -106,6 +123,7 @@ def one_model_problems(kind: str, settings: OneModelSettings) -> list[str]:
         "--model_name_or_path", model.model_name_or_path, tokens=model.max_seq_len,
         lengths=f"--max_seq_len {model.max_seq_len}", add_eot_token=data.add_eot_token,
         trust_remote_code=model.trust_remote_code,
+        causal=kind == "sft" or isinstance(settings, PreferenceSettings),
     )  # fmt: skip
     problems += contradictions(
         settings.lora, settings.devices, dims={"lora_dim": model.lora_dim}, stages={"zero_stage": model.zero_stage}

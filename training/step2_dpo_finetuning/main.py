@@ -40,7 +40,7 @@ def check(settings: PreferenceSettings) -> list[str]:
         problems += model_problems(
             "--ref_model_name_or_path", reference, tokens=model.max_seq_len,
             lengths=f"--max_seq_len {model.max_seq_len}", add_eot_token=data.add_eot_token,
-            trust_remote_code=model.trust_remote_code,
+            trust_remote_code=model.trust_remote_code, causal=True,
         )  # fmt: skip
         if not problems:
             problems += vocabulary_problems(

@@ -59,8 +59,9 @@ def check(settings: arguments.PairSettings) -> list[str]:
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
     problems = model_problems(
-        "--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths, trust_remote_code=trusted
-    )
+        "--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths, trust_remote_code=trusted,
+        causal=True,
+    )  # fmt: skip
     usable = not problems
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")

@@ -1,0 +1,165 @@
+"""The YAML file of --config: one level of flags, each named once, with values that a command line could hold."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import re
+from argparse import Action
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+_LARGEST = 1 << 20  # bytes; a file of flags has a few hundred
+
+
+class YamlFlags(NamedTuple):
+    """What a file sets."""
+
+    words: list[str]  # of a command line that says the same
+    places: dict[str, str]  # flag → "file:line"
+    mistakes: list[str]  # a line each
+
+    def located(self, mistakes: Sequence[str], argv: Sequence[str]) -> list[str]:
+        """The mistakes, with file and line added to those that begin with a flag which the file alone has set."""
+        given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
+        places = {flag: place for flag, place in self.places.items() if flag not in given}
+        found = [re.match(r"(?:argument )?--(\w+)", mistake) for mistake in mistakes]
+        return [
+            f"{mistake} (set in {places[match[1]]})" if match and match[1] in places else mistake
+            for mistake, match in zip(mistakes, found, strict=True)
+        ]
+
+
+def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
+    """Read a --config file.
+
+    Args:
+        flags: name → action of every flag that may be set.
+    """
+    try:
+        loader, root = _root(path)
+        if root is None:
+            return YamlFlags([], {}, [])
+        if not isinstance(root, yaml.MappingNode):
+            raise ValueError(f"--config {path}: wants lines of the form `flag: value`")
+        mistakes = _repeated(root, path)
+        _merge_anchors(loader, root, path)
+    except ValueError as error:
+        return YamlFlags([], {}, [str(error)])
+    words, places = [], {}
+    for key, value in root.value:
+        place = f"{path}:{key.start_mark.line + 1}"
+        try:
+            words += _words(_name(key), loader, value, flags)
+            places[key.value] = place
+        except ValueError as error:
+            mistakes.append(f"--config {place}: {error}")
+    return YamlFlags(words, places, mistakes)
+
+
+def unknown_flag(name: str, flags: Mapping[str, Action]) -> str:
+    """The message for a flag that is none, with the nearest that is one."""
+    near = difflib.get_close_matches(name[:100], flags, n=1)
+    hint = f": did you mean --{near[0]}?" if near else "; --help lists them"
+    return f"--{shown(name)} is no flag of this step{hint}"
+
+
+def shown(value: Any) -> str:
+    """A value in a message: on one line, and of a length that a line can hold."""
+    text = str(value)
+    text = text if text.isprintable() else repr(text)
+    return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
+
+
+def _root(path: Path) -> tuple[yaml.SafeLoader, yaml.Node | None]:
+    if path.is_dir():
+        raise ValueError(f"--config {path}: is a folder; name a YAML file")
+    if not path.is_file():
+        raise ValueError(f"--config {path}: there is no such file")
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"--config {path}: has more than {_LARGEST >> 20} MiB: name a YAML file of flags")
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
+        return loader, loader.get_single_node()
+    except OSError as error:
+        raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--config {path}: not readable as YAML (byte {error.start + 1} is not UTF-8)") from error
+    except yaml.YAMLError as error:
+        raise ValueError(_yaml_mistake(path, error)) from error
+    except RecursionError as error:
+        raise ValueError(f"--config {path}: not readable as YAML (nested too deep)") from error
+
+
+def _yaml_mistake(path: Path, error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    reason = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+    return f"--config {path}{f':{mark.line + 1}' if mark else ''}: not readable as YAML ({reason})"
+
+
+def _repeated(root: yaml.MappingNode, path: Path) -> list[str]:
+    seen: dict[str, int] = {}
+    mistakes = []
+    for key, _ in root.value:
+        line = key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and seen.setdefault(key.value, line) != line:
+            mistakes.append(f"--config {path}:{line}: --{shown(key.value)} is set a second time (first in line "
+                            f"{seen[key.value]}): keep one")  # fmt: skip
+    return mistakes
+
+
+def _merge_anchors(loader: yaml.SafeLoader, root: yaml.MappingNode, path: Path) -> None:
+    try:
+        loader.flatten_mapping(root)  # `<<: *anchor`
+    except yaml.YAMLError as error:
+        raise ValueError(_yaml_mistake(path, error)) from error
+
+
+def _name(key: yaml.Node) -> str:
+    if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
+        text = key.value if isinstance(key, yaml.ScalarNode) else key.id
+        raise ValueError(f"{shown(text)} is no name of a flag: wants lines of the form `flag: value`")
+    return key.value
+
+
+def _words(name: str, loader: yaml.SafeLoader, node: yaml.Node, flags: Mapping[str, Action]) -> list[str]:
+    """`--name value …`, or nothing where the file leaves the value empty."""
+    action = flags.get(name)
+    if name == "config":
+        raise ValueError("--config: a file of flags cannot name another; put the flags of both into one")
+    if action is None or name == "help":
+        raise ValueError(unknown_flag(name, {flag: a for flag, a in flags.items() if flag not in ("help", "config")}))
+    if action.nargs == 0:
+        raise ValueError(f"--{name}: takes no value; write `{action.dest}: false`")
+    if isinstance(node, yaml.MappingNode):
+        raise ValueError(f"--{name}: wants a plain value, not a mapping")
+    if not isinstance(node, yaml.SequenceNode):
+        text = _text(name, loader, node, action)
+        return [] if text is None else [f"--{name}={text}"]
+    if action.nargs not in ("+", "*"):
+        raise ValueError(f"--{name}: wants one value, not a list")
+    if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
+        raise ValueError(f"--{name}: wants a list of plain values, not lists or mappings within it")
+    texts = [_text(name, loader, item, action) for item in node.value]
+    if any(text is None or text.startswith("--") for text in texts):
+        raise ValueError(f"--{name}: an item of the list is empty, or begins like a flag")
+    return [f"--{name}", *map(str, texts)] if texts else []
+
+
+def _text(name: str, loader: yaml.SafeLoader, node: yaml.Node, action: Action) -> str | None:
+    try:
+        value = loader.construct_object(node, deep=True)
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError, AttributeError) as error:
+        reason = getattr(error, "problem", None) or str(error)
+        raise ValueError(f"--{name} {shown(node.value)}: cannot be read ({shown(reason)})") from error
+    if isinstance(value, (datetime.date, bytes)):
+        kind = "a date" if isinstance(value, datetime.date) else "binary data"
+        raise ValueError(f"--{name} {shown(node.value)}: is {kind} in YAML; put text into quotes")
+    if isinstance(value, bool) and action.type is str:
+        raise ValueError(f"--{name} {node.value}: is true or false in YAML; put text into quotes")
+    if isinstance(value, str) and "\0" in value:
+        raise ValueError(f"--{name} {shown(value)}: holds a NUL character")
+    return None if value is None else str(value)
