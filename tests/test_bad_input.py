@@ -24,11 +24,11 @@ from tiny_tokenizers import make_tokenizer
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
 from dschat.arguments.script_inputs import read_json
+from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.manifest import read_manifest
 from dschat.data.files import file_rows
 from dschat.models.weight_files import weight_problems
 from dschat.runs.set_up import model_problems
-from dschat.strict_json import read_json_object
 
 STEPS = {
     "sft": (arguments.SFTSettings, ["--model_name_or_path", "hub/name", "--data_path", "rows.jsonl"]),

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dschat.strict_json import parse_json, read_json_file
+from dschat.arguments.strict_json import parse_json, read_json_file
 
 MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}

@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from dschat.arguments import flag_values
 from dschat.arguments.command_line import on_resume
 from dschat.arguments.secrets import redacted_values
+from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.earlier_runs import bring_back, newest_before, set_aside, step_folders
 from dschat.checkpoints.leftovers import remove_leftovers
 from dschat.checkpoints.manifest import read_manifest, unlisted
@@ -33,7 +34,6 @@ from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems, res
 from dschat.checkpoints.verified_folder import digests, file_problems, sync, sync_all, write_atomically
 from dschat.distributed import collectives, failpoint, launch, watchdog
 from dschat.distributed.terminal import printable
-from dschat.strict_json import read_json_object
 
 Engines = Mapping[str, deepspeed.DeepSpeedEngine]
 # Raised by writes to a full or detached disk; torch's own writer raises RuntimeError.

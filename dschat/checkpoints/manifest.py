@@ -7,7 +7,7 @@ import re
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dschat.strict_json import parse_json
+from dschat.arguments.strict_json import parse_json
 
 NAME = "manifest.json"
 _LARGEST = 256 << 20  # bytes; a manifest of 100,000 files has a tenth of that

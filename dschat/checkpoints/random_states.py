@@ -9,8 +9,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from safetensors.torch import load_file, save_file
 
+from dschat.arguments.strict_json import read_json_object
 from dschat.distributed import collectives
-from dschat.strict_json import read_json_object
 
 
 def save_random_states(folder: Path) -> None:

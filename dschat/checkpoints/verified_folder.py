@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from dschat.arguments.strict_json import read_json_object
 from dschat.distributed import watchdog
-from dschat.strict_json import read_json_object
 
 MANIFEST = "manifest.json"
 _LOCK = ".lock"

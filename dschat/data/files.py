@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pyarrow
 import pyarrow.parquet
 
-from dschat.strict_json import TOO_DEEP, NumberTooLarge, check_value, json_decoder, parse_json
+from dschat.arguments.strict_json import TOO_DEEP, NumberTooLarge, check_value, json_decoder, parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 

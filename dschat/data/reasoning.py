@@ -26,7 +26,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import parse_qsl
 
-from dschat.strict_json import parse_json
+from dschat.arguments.strict_json import parse_json
 
 from .files import SourceRow
 

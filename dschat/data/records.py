@@ -21,7 +21,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dschat.strict_json import parse_json
+from dschat.arguments.strict_json import parse_json
 
 from .chat_template import Message
 

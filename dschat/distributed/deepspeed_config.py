@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from dschat.strict_json import read_json_object
+from dschat.arguments.strict_json import read_json_object
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

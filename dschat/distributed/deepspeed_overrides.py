@@ -9,8 +9,8 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.utils import logger as deepspeed_logger
 from pydantic import ValidationError
 
+from dschat.arguments.strict_json import kind_of, read_json_object
 from dschat.distributed.deepspeed_config import training_config
-from dschat.strict_json import kind_of, read_json_object
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
 OWNED = {  # key → the flags that set it

@@ -8,9 +8,9 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
+from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.restricted_pickle import pickle_problems
 from dschat.distributed import watchdog
-from dschat.strict_json import read_json_object
 
 
 def weight_problems(folder: str | Path) -> list[str]:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.verified_folder import sync
 from dschat.distributed import collectives, failpoint
-from dschat.strict_json import read_json_object
 
 FINAL, PART, SETTINGS = "preferences.jsonl", "preferences.part", "preferences.settings.json"
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from dschat.arguments.strict_json import read_json_object
 from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollout_result import Timings
-from dschat.strict_json import read_json_object
 
 
 @dataclass
