@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def files_of_at_most(size: int):
-    """Inside, no file of this process can grow beyond so many bytes: what fits is written, then the system refuses."""
+    """Context in which no file of this process can exceed this size: further writes fail after what fits."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

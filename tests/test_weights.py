@@ -19,7 +19,7 @@ from dschat.models.weights import ExportError, export_model, full_weights, pretr
 
 
 def with_adapters(name, dtype=torch.float32):
-    """A model whose adapters do something: B is random as well."""
+    """A model with non-zero adapters: B is random as well."""
     model = tiny_causal_lm(name).to(dtype)
     add_lora(model, dim=2, module_name="all", only_optimize_lora=False)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_a_fold_in_bfloat16_is_rounded_once():
     exact = (layer.base_layer.weight.double() + 2.0 * b @ a).to(torch.bfloat16)
     folded = dict(full_weights(model))["model.layers.1.mlp.down_proj.weight"]
     assert folded.dtype == torch.bfloat16
-    # fp32 and fp64 sums may fall on two sides of a rounding border, seldom.
+    # fp32 and fp64 sums rarely round to different values.
     assert (folded != exact).float().mean() < 0.01
 
 
