@@ -497,8 +497,9 @@ def test_a_model_folder_that_works_and_a_file_in_its_place(model):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_architecture_is_said_to_contradict_its_own_weights(name, tmp_path):
     for kind, build in (("causal", tiny_causal_lm), ("classifier", tiny_classifier)):
-        saved = build(name)
-        saved.save_pretrained(tmp_path / kind)
+        if kind == "classifier" and name in ("cohere", "granite"):  # transformers has no classifiers of them
+            continue
+        build(name).save_pretrained(tmp_path / kind)
         config = AutoConfig.from_pretrained(tmp_path / kind)
         assert shape_problems(tmp_path / kind, config) == []
         assert bool(causal_problems(config)) == (kind == "classifier")
