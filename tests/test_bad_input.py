@@ -19,7 +19,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from step_materials import write_materials
+from tiny_models import CONFIGS, tiny_causal_lm, tiny_classifier
 from tiny_tokenizers import make_tokenizer
+from transformers import AutoConfig
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
@@ -27,6 +29,7 @@ from dschat.arguments.script_inputs import read_json
 from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.manifest import read_manifest
 from dschat.data.files import file_rows
+from dschat.models.folder_check import causal_problems, shape_problems
 from dschat.models.weight_files import weight_problems
 from dschat.runs.set_up import model_problems
 
@@ -489,3 +492,14 @@ def test_a_model_folder_that_works_and_a_file_in_its_place(model):
     assert check(str(model)) == []
     assert "is a file; name the folder" in check(str(model / "model.safetensors"))[0]
     assert model_problems("--critic", str(model.parent / "reward"), tokens=8, lengths="") == []
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_architecture_is_said_to_contradict_its_own_weights(name, tmp_path):
+    for kind, build in (("causal", tiny_causal_lm), ("classifier", tiny_classifier)):
+        if kind == "classifier" and name in ("cohere", "granite"):  # transformers has no classifiers of them
+            continue
+        build(name).save_pretrained(tmp_path / kind)
+        config = AutoConfig.from_pretrained(tmp_path / kind)
+        assert shape_problems(tmp_path / kind, config) == []
+        assert bool(causal_problems(config)) == (kind == "classifier")
