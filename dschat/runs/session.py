@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -108,7 +108,7 @@ class TrainingSession:
 
     def log_evaluation(
         self, step: int, metrics: Mapping[str, float], *, export: Callable[[Path], None],
-        samples: Iterable[Mapping[str, Any]] = (),
+        samples: Sequence[Mapping[str, Any]] = (),
     ) -> None:  # fmt: skip
         """Log an evaluation, and export the model if it is the best so far. A collective.
 
@@ -118,7 +118,8 @@ class TrainingSession:
         """
         if metrics:
             self.log.metrics(step, metrics, phase="eval")
-            self.log.samples(step, samples, phase="eval")
+            if samples:
+                self.log.samples(step, samples, phase="eval")
         with settings_of_user():
             self.best.update_best(step, metrics, export)
 
