@@ -24,7 +24,7 @@ def nothing_stays_locked():
 
 def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
     output_folder.claim(tmp_path)
-    other = f"from dschat import output_folder; output_folder.claim({str(tmp_path)!r})"
+    other = f"from dschat.runs import output_folder; output_folder.claim({str(tmp_path)!r})"
     said = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
     assert said.returncode and f"another run is writing there (process {os.getpid()} on" in said.stderr
 
