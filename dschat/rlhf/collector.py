@@ -45,23 +45,23 @@ class RolloutCollector:
         """
         iteration, ppo = Iteration(), self.trainer.ppo
         slots: Sequence[int] = range(self.batches.global_batch_size)
-        groups: dict[int, Experience] = {}
+        by_slot: dict[int, Experience] = {}
         for attempt in range(1 + ppo.dynamic_sampling):
             for part, mine in self.roll_out(number, attempt, slots, iteration):
                 if not ppo.dynamic_sampling:
                     iteration.minibatches = self.dataset.add(part, iteration=number)
                     continue
                 size = ppo.num_samples_per_prompt
-                groups |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
-            unfilled = [slot for slot, group in groups.items() if not group.trained.any()]
+                by_slot |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
+            unfilled = [slot for slot, group in by_slot.items() if not group.trained.any()]
             slots = sorted(collectives.all_gather_lists(unfilled))
             if not slots:
                 break
-        if groups:
+        if by_slot:
             size = self.trainer.rollouts.per_device_generation_batch_size
-            mine = sorted(groups)
+            mine = sorted(by_slot)
             for start in range(0, len(mine), size):
-                part = Experience.concatenate([groups[slot] for slot in mine[start : start + size]])
+                part = Experience.concatenate([by_slot[slot] for slot in mine[start : start + size]])
                 iteration.minibatches = self.dataset.add(part, iteration=number)
         return iteration
 
