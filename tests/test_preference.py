@@ -9,9 +9,9 @@ import pytest
 import torch
 from datasets import Dataset
 from programs import MAINS
-from step_materials import flags, metrics_of, weights_of, write_materials, write_rows
+from step_materials import flags, metrics_of, tiny_llama, weights_of, write_materials, write_rows
 from test_steps import assert_loads_with_plain_transformers, assert_same_line
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dschat.arguments import PreferenceArguments
 from dschat.data.collators import collate_preferences
@@ -250,8 +250,11 @@ def test_contradictions_are_refused_together(run, materials):
     assert "all rows have one prompt" in said and "Traceback" not in said
 
 
-def test_a_reference_that_reads_other_tokens_is_refused(run, materials):
-    said = run("run", code=2, ref_model_name_or_path=materials / "other_reward")
+def test_a_reference_that_reads_other_tokens_is_refused(run, materials, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(materials / "other_reward")
+    tiny_llama(LlamaForCausalLM, tokenizer, seed=2).save_pretrained(tmp_path / "other_actor")
+    tokenizer.save_pretrained(tmp_path / "other_actor")
+    said = run("run", code=2, ref_model_name_or_path=tmp_path / "other_actor")
     assert "--ref_model_name_or_path" in said and "tokens differ between their vocabularies" in said
     assert "Traceback" not in said and "reference log-probs" not in said
 

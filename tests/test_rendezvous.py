@@ -104,7 +104,10 @@ def test_under_torchrun_its_agent_holds_the_store_and_each_attempt_meets_anew(mo
 
 def test_a_rank_that_is_interrupted_while_it_waits_takes_the_others_along(tmp_path):
     script = tmp_path / "ranks.py"
-    script.write_text("from dschat.distributed import launch\nlaunch.run(lambda: launch.join(seed=1, rendezvous_timeout=100))\n")
+    script.write_text(
+        "from dschat.distributed import launch\n"
+        "launch.run(lambda: launch.join(seed=1, rendezvous_timeout=100))\n"
+    )
     plain = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [
         subprocess.Popen(
