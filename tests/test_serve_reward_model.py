@@ -164,7 +164,7 @@ def test_scores_are_those_of_the_reward_model_in_the_run(server, monkeypatch):
         expected = model.score(rollout, answers.messages)
         served = Rewards([parse_reward(f"{server.url}/score")], normalize=False,
                          retry_policy=RetryPolicy(seconds=30.0, retries=0)).score(rollout, answers)  # fmt: skip
-    assert served.known.all()
+    assert served.has_score.all()
     torch.testing.assert_close(served.total, expected, atol=1e-5, rtol=1e-4)
     assert len({round(score, 3) for score in expected.tolist()}) == 3
 

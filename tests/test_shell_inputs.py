@@ -120,7 +120,7 @@ def test_numbers_are_decimal_also_with_a_leading_zero(tmp_path):
     (tmp_path / "judge.py").touch()
     command = "bash scripts/iterative_dpo.sh --model m --prompts p --judge judge.py:judge --output out"
     commands = commands_of(f"{command} --rounds 01 --seed 08 --batch 010", folder=tmp_path)
-    flags = [{name: v for group in c.parsed() for name, v in vars(group).items()} for c in commands]
+    flags = [command.flags() for command in commands]
     assert [flag["seed"] for flag in flags] == [9, 8] and flags[1]["per_device_train_batch_size"] == 10
 
 
