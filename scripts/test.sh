@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Lint and the CPU tests, as CI runs them. Arguments go to pytest: bash scripts/test.sh tests/test_losses.py -x
+# Lint and the CPU tests, as CI runs them. Arguments go to pytest: bash scripts/test.sh tests/losses -x
 # The environment is $VENV, the active virtualenv or .venv (see scripts/install.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

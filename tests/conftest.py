@@ -11,7 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # on a machine with GPUs too; tests marked gpu choose for themselves
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+SUPPORT = ROOT / "tests" / "support"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH")]))
 
 import pytest  # noqa: E402
 

@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 
 import torch
+from repository import ROOT
 from safetensors.torch import load_file
 
-ROOT = Path(__file__).resolve().parents[1]
 MAIN = ROOT / "training" / "step3_rlhf_finetuning" / "main.py"
 
 

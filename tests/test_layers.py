@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 # Pure tensor functions, in any package.
 PURE = (
     "tensors", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms", "rlhf.score_shaping",

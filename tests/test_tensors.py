@@ -2,7 +2,6 @@
 
 import math
 import socket
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from dschat.tensors import (
 )
 
 NAN, INF = float("nan"), float("inf")
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_masks_of_another_shape_or_dtype_are_refused():

@@ -7,11 +7,12 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from repository import TRAINING
 from rlhf_models import QUESTIONS, save_models
 
 from dschat.data.datasets import DataOptions, build_dataset
 
-TOOL = Path(__file__).resolve().parents[1] / "training" / "step2_reward_model_finetuning" / "make_preferences.py"
+TOOL = TRAINING / "step2_reward_model_finetuning" / "make_preferences.py"
 JUDGE = """
 def judge(prompts, responses, rows):
     return [row["sign"] * len(response) for row, response in zip(rows, responses)]

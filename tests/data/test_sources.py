@@ -8,7 +8,7 @@ from datasets import Dataset, DatasetDict
 
 from dschat.data.sources import load_source, parse_data_path
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "samples"
 ROWS = [{"prompt": f"q{i}", "n": i} for i in range(5)]
 
 

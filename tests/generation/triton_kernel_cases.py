@@ -1,7 +1,7 @@
 """The Triton kernels against plain torch, for test_triton_kernels.py, which starts this in a separate process.
 
-TRITON_INTERPRET=1 pytest tests/triton_kernel_cases.py    # a machine without GPU
-pytest tests/triton_kernel_cases.py                       # on the GPU
+TRITON_INTERPRET=1 pytest tests/generation/triton_kernel_cases.py    # a machine without GPU
+pytest tests/generation/triton_kernel_cases.py                       # on the GPU
 """
 
 import math

@@ -3,12 +3,11 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import SCRIPTS
 
 pytest.importorskip("reasoning_gym", reason="the extra reasoning is not installed")
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path[:0] = [str(SCRIPTS / "chain_sum"), str(SCRIPTS / "smollm2")]
 
 from exam import seen_prompts, unseen_sums  # noqa: E402

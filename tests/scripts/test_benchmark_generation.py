@@ -10,10 +10,11 @@ from random import Random
 
 import pytest
 import torch
+from repository import SCRIPTS
 from tiny_models import tiny_causal_lm
 from transformers import AutoModelForCausalLM
 
-BENCHMARK = Path(__file__).parents[1] / "scripts" / "benchmark"
+BENCHMARK = SCRIPTS / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
 import contenders  # noqa: E402

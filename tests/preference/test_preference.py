@@ -9,8 +9,16 @@ import pytest
 import torch
 from datasets import Dataset
 from programs import MAINS
-from step_materials import flags, metrics_of, tiny_llama, weights_of, write_materials, write_rows
-from test_steps import assert_loads_with_plain_transformers, assert_same_line
+from step_materials import (
+    assert_loads_with_plain_transformers,
+    assert_same_line,
+    flags,
+    metrics_of,
+    tiny_llama,
+    weights_of,
+    write_materials,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from dschat.arguments import PreferenceArguments

@@ -20,6 +20,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from repository import SCRIPTS
 from rlhf_models import group_of_one
 from test_rewards import ANSWERS, ENDED, MESSAGES, actor_tokenizer, classifier, reward_model, rollout_of
 from tiny_tokenizers import BOS_HEADERS, make_tokenizer
@@ -28,7 +29,7 @@ from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.server.dynamic_batches import DynamicBatches, QueueFull
 from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
 
-SERVER = Path(__file__).resolve().parents[1] / "scripts" / "serve_reward_model.py"
+SERVER = SCRIPTS / "serve_reward_model.py"
 TOKEN = "a secret"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]

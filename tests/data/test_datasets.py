@@ -11,7 +11,7 @@ from dschat.checkpoints import verified_folder
 from dschat.data.chat_template import encode_conversation, encode_prompt, ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset, data_problems
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parent / "samples"
 KINDS = ("sft", "preference", "prompt")
 
 

@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import ROOT
+from shell_commands import Command
 
-from tests.shell_commands import Command
-
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts" / "benchmark"))
 
 import algorithms  # noqa: E402

@@ -9,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from repository import SCRIPTS
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "smollm2"
+SCRIPTS = SCRIPTS / "smollm2"
 sys.path.insert(0, str(SCRIPTS))
 
 import prepare_data as data  # noqa: E402

@@ -4,11 +4,11 @@ import json
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from repository import SCRIPTS
 
-QUICKSTART = Path(__file__).parents[1] / "scripts" / "quickstart"
+QUICKSTART = SCRIPTS / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
 import arithmetic_chats as chats  # noqa: E402

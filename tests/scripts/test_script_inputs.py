@@ -17,12 +17,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from repository import SCRIPTS
 from safetensors.torch import save_file
 
 from dschat.arguments import PPOArguments
 from dschat.arguments.script_inputs import read_json_lines
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 METRIC = '{"step": 1, "time": 1.0, "phase": "eval", "perplexity": 2.0}\n'
 
 

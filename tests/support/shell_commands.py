@@ -13,11 +13,11 @@ from types import ModuleType
 from typing import Any
 
 from deepspeed.launcher.runner import parse_args as parse_launcher_args
+from repository import ROOT
 
 from dschat import arguments
 from dschat.arguments.command_line import parse
 
-ROOT = Path(__file__).resolve().parents[1]
 PROGRAMS = ("main.py", "make_preferences.py")
 SETTINGS = {
     "step1_supervised_finetuning": arguments.SFTSettings,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import TRAINING
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, prompts_of, save_models
 from torch import nn
 
@@ -14,7 +15,7 @@ from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import SamplingParams
 from dschat.rlhf.rollout_result import Timings
 
-TOOL = Path(__file__).parents[1] / "training/step2_reward_model_finetuning"
+TOOL = TRAINING / "step2_reward_model_finetuning"
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -3,11 +3,11 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
+from repository import SCRIPTS
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.insert(0, str(SCRIPTS))
 
 import report  # noqa: E402
 

@@ -6,10 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_tokenizers import make_tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerBase,
+)
 
 from dschat.data.chat_template import ensure_chat_template
 
@@ -125,3 +134,27 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:
     return load_file(output / "model.safetensors")
+
+
+def assert_loads_with_plain_transformers(step: str, output: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    auto_class = AutoModelForSequenceClassification if step == "reward" else AutoModelForCausalLM
+    model, report = auto_class.from_pretrained(output, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    chat = [{"role": "user", "content": "What is 1 plus 1?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
+    assert tokenizer.decode(ids[0]).count("What is 1 plus 1?") == 1
+    width = 1 if step == "reward" else len(tokenizer)
+    assert model(ids).logits.shape[-1] == width
+    if step != "reward":
+        assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+def assert_same_line(ours: dict, theirs: dict, case: object) -> None:
+    """Equal up to the rounding of float32 sums in another order."""
+    assert ours.keys() == theirs.keys(), case
+    for name, value in theirs.items():
+        rounding = 1e-4 if name == "rollout_gap_max" else 2e-6  # this mismatch is pure rounding
+        close = pytest.approx(value, rel=1e-4, abs=rounding) if not isinstance(value, str) else value
+        same = ours[name] == close
+        assert same, f"{case}: {theirs['phase']} {theirs['step']}: {name} is {ours[name]} and not {value}"

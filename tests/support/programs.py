@@ -1,8 +1,8 @@
 """Runs multi-process programs for tests from a fork server, to avoid importing torch and DeepSpeed in every process.
 
-`python tests/programs.py` imports what the steps import and waits. For every JSON line on its standard input it forks
-one process per rank, which runs a script as `__main__` in the environment that torchrun would set (a single rank gets
-none, as with plain `python`). `Programs` is the client for tests; conftest.py provides it as a fixture.
+`python tests/support/programs.py` imports what the steps import and waits. For every JSON line on its standard input
+it forks one process per rank, which runs a script as `__main__` in the environment that torchrun would set (a single
+rank gets none, as with plain `python`). `Programs` is the client for tests; conftest.py provides it as a fixture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-TRAINING = Path(__file__).resolve().parents[1] / "training"
+from repository import TRAINING
+
 MAINS = {
     "sft": TRAINING / "step1_supervised_finetuning" / "main.py",
     "reward": TRAINING / "step2_reward_model_finetuning" / "main.py",

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import json
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
 
-ROOT = Path(__file__).resolve().parents[1]
 GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass) if hasattr(group, "problems")]
 STEPS = {"sft": arguments.SFTSettings, "reward": arguments.RewardModelSettings, "ppo": arguments.RLHFSettings}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
 from dschat.generation.cuda import triton_kernels
 
@@ -20,7 +21,7 @@ def test_the_kernels_agree_with_plain_torch():
     if not torch.cuda.is_available():
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
-    ran = subprocess.run(command, env=environment, cwd=CASES.parents[1], capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-8000:] + ran.stderr[-2000:]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from dschat.models.causal_lm import load_causal_lm
@@ -17,7 +18,6 @@ from dschat.models.scalar_head import has_scalar_head, load_scalar_head
 from dschat.models.weights import export_model
 from dschat.runs.set_up import model_problems
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = """
 from pathlib import Path
 from transformers import LlamaConfig

@@ -6,12 +6,11 @@ import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from repository import SCRIPTS
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "quickstart")]
 
 import arithmetic_chats  # noqa: E402
