@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 
-class Ended(SystemExit):
-    """A signal has ended a run outside of the training loop, without a checkpoint."""
+class EndedBySignal(SystemExit):
+    """A signal has ended a run without a checkpoint: outside of the training loop, or if the save failed."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -19,7 +19,7 @@ class Ended(SystemExit):
 
 @contextmanager
 def exit_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGUSR1 raise Ended in the main thread, unless a SignalFlag handles them.
+    """Inside, SIGTERM and SIGUSR1 raise EndedBySignal in the main thread, unless a SignalFlag handles them.
 
     Their default action would end the process without notifying the other ranks, which would hang.
     """
@@ -30,7 +30,7 @@ def exit_on_signals() -> Iterator[None]:
     def end(number: int, _frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
         print(f"{signal.Signals(number).name}: the run ends here, not saved", file=sys.stderr, flush=True)
-        raise Ended(number)
+        raise EndedBySignal(number)
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:

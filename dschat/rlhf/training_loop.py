@@ -63,7 +63,7 @@ class PPORun:
         """Run the remaining iterations.
 
         Args:
-            resume_from: a checkpoint verified by checkpoint.find.
+            resume_from: a checkpoint verified by find_checkpoint.
             received: signal flag; its handlers are active from the first iteration on, and still when this returns.
         """
         engine = self.trainer.engine
@@ -179,7 +179,7 @@ class PPORun:
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:
-                log.say(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
+                log.info(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
         return metrics
 
     def update_kl_coef_and_ref(self, done: int, metrics: dict[str, float]) -> None:

@@ -76,10 +76,10 @@ class Best:
         try:
             self._keep(folder, {"step": step, name: value}, export)
         except ExportError as error:
-            self.log.say(f"warning: {error}. So the best model is not kept, the one before it is; the run goes on")
+            self.log.info(f"warning: {error}. So the best model is not kept, the one before it is; the run goes on")
             return
         self.step, self.value = step, value
-        self.log.say(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
+        self.log.info(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
 
     def _keep(self, folder: Path, about: dict[str, Any], export: Callable[[Path], None]) -> None:
         """Export to a temporary folder, swap it with the previous best model, then delete that.

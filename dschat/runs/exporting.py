@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.selection import newest_checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.models.weights import ExportError, export_model
 from dschat.runs.signals import SignalFlag
@@ -51,7 +51,7 @@ def export_run(
 
 def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
     """Instructions for exporting the models of a run later, from its last checkpoint."""
-    newest = checkpoint.newest(output_dir)
+    newest = newest_checkpoint(output_dir)
     if newest is None:
         return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"
     words = list(argv)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments
 from dschat.arguments.command_line import settings_of_user
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.selection import find_checkpoint
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
 from dschat.distributed import collectives, failpoint, groups, launch, watchdog
@@ -82,7 +82,7 @@ def fit(
         check_evaluation_rows(run, len(splits.eval))
     batches, total = schedule(splits.train, settings)
     with settings_of_user():
-        resume_from = checkpoint.find(run.output_dir, run.resume)
+        resume_from = find_checkpoint(run.output_dir, run.resume)
     engine = build_trainable(
         load,
         learning_rate=model.learning_rate,
@@ -103,7 +103,7 @@ def fit(
         name, settings=settings, engines={"model": engine}, fingerprint=data_fingerprint(batches, splits.train),
         total_steps=total, resume_from=resume_from, device=engine.device, received=received,
     )  # fmt: skip
-    session.log.say(
+    session.log.info(
         f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
     )
 

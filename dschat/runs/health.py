@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat.arguments import RunArguments
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.selection import newest_checkpoint
 from dschat.runs.run_log import RunLog
 
 WATCHED = ("loss", "kl", "policy_loss", "value_loss")
@@ -54,15 +54,15 @@ class Health:
             TooManyBadSteps: --max_bad_steps updates in a row were skipped.
         """
         if any(skipped):
-            self.log.say(
+            self.log.info(
                 f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
                 "a gradient was not finite; the models are as they were"
             )
         for one in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
             if one and 0 < self.run.max_bad_steps <= self.skipped_in_a_row:
-                good = checkpoint.newest(self.run.output_dir)
-                self.log.say(
+                good = newest_checkpoint(self.run.output_dir)
+                self.log.info(
                     f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "
                     + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
                     + "; lower the learning rate, or look at the data of these steps"
@@ -73,7 +73,7 @@ class Health:
                 self._compare(step, name, metrics[name])
         if self.stop_at_kl and metrics.get("kl", 0.0) >= self.stop_at_kl and not self.ends_early:
             self.ends_early = True
-            self.log.say(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
+            self.log.info(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
 
     def _compare(self, step: int, name: str, value: float) -> None:
         """Warn of an outlier; update mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""
@@ -82,7 +82,7 @@ class Health:
         count, mean, squares = self.moments.get(name, [0, 0.0, 0.0])
         deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
         if self.run.warn_sigma and count >= LEARNING_STEPS and abs(value - mean) > self.run.warn_sigma * deviation > 0:
-            self.log.say(
+            self.log.info(
                 f"warning: step {step}: {name} {value:.4g} is {abs(value - mean) / deviation:.1f} standard deviations "
                 f"from its mean {mean:.4g}"
             )

@@ -44,10 +44,10 @@ class RunLog:
                  tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
         self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
         self.started = time.monotonic()
-        self.speaks = collectives.is_main()
-        self.writer, self.about = None, {}
+        self.writes = collectives.is_main()
+        self.writer, self.metadata = None, {}
         self._failed: set[str] = set()
-        if not self.speaks:
+        if not self.writes:
             return
         self.folder = Path(output_dir)
         until = -1 if finished_steps is None else finished_steps
@@ -56,7 +56,7 @@ class RunLog:
         if tensorboard is not None:
             purge = None if finished_steps is None else finished_steps + 1
             self._attempt("TensorBoard", lambda: setattr(self, "writer", SummaryWriter(tensorboard, purge_step=purge)))
-        self.about = {
+        self.metadata = {
             "name": name,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "arguments": redacted_values(arguments),
@@ -64,11 +64,12 @@ class RunLog:
             "devices": {"accelerator": get_accelerator().device_name(), "processes": collectives.world_size(),
                         "name": get_accelerator().current_device_name()},
         }  # fmt: skip
-        self._attempt("run.json", lambda: _replace(self.folder / "run.json", json.dumps(self.about, indent=1).encode()))
+        content = json.dumps(self.metadata, indent=1).encode()
+        self._attempt("run.json", lambda: _replace(self.folder / "run.json", content))
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
         """Log metrics: a line of metrics.jsonl, a TensorBoard scalar for each, and a console line."""
-        if not self.speaks:
+        if not self.writes:
             return
         seconds = time.monotonic() - self.started
         line = {"step": step, "time": round(seconds, 3), "phase": phase}
@@ -78,16 +79,16 @@ class RunLog:
         if self.writer is not None:
             self._attempt("TensorBoard", lambda: self._add_scalars(step, values, phase))
         numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self.say(f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}")
+        self.info(f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}")
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], *, phase: str = "train") -> None:
         """Append rollouts to samples.jsonl: mappings with at least prompt, response and score."""
-        if self.speaks:
+        if self.writes:
             lines = (json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows)
             self._attempt("samples.jsonl", lambda: _append(self.folder / "samples.jsonl", "".join(lines)))
 
-    def say(self, text: str) -> None:
-        if self.speaks:
+    def info(self, text: str) -> None:
+        if self.writes:
             self._attempt("console", lambda: print(printable(redacted(f"[{self.name}] {text}")), flush=True))
 
     def close(self) -> None:

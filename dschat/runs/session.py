@@ -13,14 +13,15 @@ from datasets import Dataset
 
 from dschat.arguments import flag_values
 from dschat.arguments.command_line import settings_of_user
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.loading import changed_arguments, load_checkpoint
+from dschat.checkpoints.saving import Engines
 from dschat.data.arrow import content_digest
 from dschat.data.batches import GlobalBatches
 from dschat.distributed import collectives
 from dschat.runs.best_model import Best
+from dschat.runs.checkpoint_saver import CheckpointSaver
 from dschat.runs.health import Health
 from dschat.runs.run_log import RunLog
-from dschat.runs.saving import Saving
 from dschat.runs.signals import SignalFlag
 
 
@@ -35,7 +36,7 @@ class TrainingSession:
         engines: the trained engines by name, which checkpoints contain.
         fingerprint: entries that must match those of the checkpoint to resume from, see `data_fingerprint`.
         total_steps: number of optimizer steps (in step 3, of iterations).
-        resume_from: a checkpoint that checkpoint.find has verified, or None for a new run.
+        resume_from: a checkpoint that find_checkpoint has verified, or None for a new run.
         device: device of this rank.
         received: handles signals inside the context, and after it too if no exception left it: the export follows.
         stop_at_kl: KL divergence that ends the run, see Health; 0: none.
@@ -51,7 +52,7 @@ class TrainingSession:
     """
 
     def __init__(
-        self, name: str, *, settings: Any, engines: checkpoint.Engines, fingerprint: Mapping[str, Any],
+        self, name: str, *, settings: Any, engines: Engines, fingerprint: Mapping[str, Any],
         total_steps: int, resume_from: Path | None, device: torch.device, received: SignalFlag, stop_at_kl: float = 0.0,
         restore: Callable[[dict[str, Any], list[str]], None] | None = None,
     ) -> None:  # fmt: skip
@@ -61,8 +62,8 @@ class TrainingSession:
         changed: list[str] = []
         if resume_from:
             with settings_of_user():
-                changed = checkpoint.changed_arguments(resume_from, settings, anyway=self.run.resume_anyway)
-                self.resumed_state = checkpoint.load(resume_from, engines=engines, same=self.fingerprint)
+                changed = changed_arguments(resume_from, settings, resume_anyway=self.run.resume_anyway)
+                self.resumed_state = load_checkpoint(resume_from, engines=engines, fingerprint=self.fingerprint)
                 if restore is not None:
                     restore(self.resumed_state, changed)
         self.first_step = self.resumed_state.get("step", 0)
@@ -73,21 +74,22 @@ class TrainingSession:
             finished_steps=self.first_step if resume_from else None,
         )  # fmt: skip
         if resume_from:
-            self.log.say(f"resuming from {resume_from}" + (f"; changed since: {'; '.join(changed)}" if changed else ""))
+            changes = f"; changed since: {'; '.join(changed)}" if changed else ""
+            self.log.info(f"resuming from {resume_from}{changes}")
         self.health = Health(self.run, self.log, self.resumed_state.get("health"), stop_at_kl=stop_at_kl)
         self.best = Best(self.run, self.log, self.resumed_state.get("best"))
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainingSession:
         self._stack.enter_context(self.received.listening())
-        self.saving = Saving(self.run, self.engines, self.log, self.received, device=self.device)
+        self.saver = CheckpointSaver(self.run, self.engines, self.log, self.received, device=self.device)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            self.saving.finish()
+            self.saver.finish()
         self._stack.__exit__(kind, error, trace)
         if error is None:
             self.log.close()
@@ -127,7 +129,7 @@ class TrainingSession:
         self, step: int, loop_state: Mapping[str, Any] | None = None, *, update: int = 0,
         extra_writer: Callable[[Path], Any] | None = None,
     ) -> None:  # fmt: skip
-        """Save a checkpoint if one is due; end the run if a signal was received. A collective; see Saving.save_if_due.
+        """Save a checkpoint if one is due; end the run if a signal was received. A collective; see CheckpointSaver.
 
         Args:
             step: number of finished steps.
@@ -140,11 +142,11 @@ class TrainingSession:
             **(loop_state or {}), **self.fingerprint,
         }  # fmt: skip
         last = not update and self.is_last(step)
-        self.saving.save_if_due(step, state, update=update, last=last, also=extra_writer)
+        self.saver.save_if_due(step, state, update=update, last=last, extra_writer=extra_writer)
 
 
 def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:
-    """Identifies the rows of every step; a resumed run must have the same fingerprint (checkpoint.load). A collective.
+    """Identifies the rows of every step; a resumed run must have the same fingerprint (load_checkpoint). A collective.
 
     Args:
         rows: the prepared rows, if their content is to be hashed too; the main rank reads all of them.

@@ -8,7 +8,7 @@ import pytest
 from dschat.arguments import RewardArguments, RLHFSettings
 from dschat.arguments.command_line import SettingsError, raise_together
 from dschat.arguments.secrets import redacted, redacted_values
-from dschat.checkpoints.checkpoint import changed_arguments
+from dschat.checkpoints.loading import changed_arguments
 from dschat.rewards.specification import parse_reward
 from dschat.runs.run_log import RunLog
 
@@ -55,11 +55,11 @@ def rewards() -> RewardArguments:
 
 def test_run_json_and_the_console_hold_no_key(rewards, tmp_path, capsys):
     log = RunLog(str(tmp_path), name="ppo", arguments=asdict(rewards), total_steps=1)
-    log.say("asking http://host/score?api_key=SECRET")
+    log.info("asking http://host/score?api_key=SECRET")
     assert json.loads((tmp_path / "run.json").read_text())["arguments"]["reward"] == [
         "http://host/score?api_key=***@0.5", "length",
     ]  # fmt: skip
-    assert log.about["arguments"]["reward"][0] == "http://host/score?api_key=***@0.5", "this is what a manifest gets"
+    assert log.metadata["arguments"]["reward"][0] == "http://host/score?api_key=***@0.5", "this is what a manifest gets"
     assert "SECRET" not in capsys.readouterr().out
     assert rewards.reward[0] == "http://host/score?api_key=SECRET@0.5", "the run itself needs it"
 
@@ -67,16 +67,16 @@ def test_run_json_and_the_console_hold_no_key(rewards, tmp_path, capsys):
 def test_a_new_key_is_the_same_run_and_another_address_is_not(rewards, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"arguments": redacted_values(asdict(rewards))}))
     rewards.reward[0] = "http://host/score?api_key=ROTATED@0.5"
-    assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), anyway=False) == []
+    assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), resume_anyway=False) == []
     rewards.reward[0] = "http://elsewhere/score?api_key=ROTATED@0.5"
     with pytest.raises(ValueError, match=r"--reward was .*host/score\?api_key=\*\*\*") as caught:
-        changed_arguments(tmp_path, RLHFSettings(rewards=rewards), anyway=False)
+        changed_arguments(tmp_path, RLHFSettings(rewards=rewards), resume_anyway=False)
     assert "ROTATED" not in str(caught.value)
 
 
 def test_a_manifest_of_an_earlier_version_that_holds_the_key_is_the_same_run(rewards, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"arguments": {"reward": rewards.reward}}))
-    assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), anyway=False) == []
+    assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), resume_anyway=False) == []
 
 
 def test_mistakes_in_an_address_do_not_print_its_secrets():

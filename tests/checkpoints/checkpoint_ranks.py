@@ -7,7 +7,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.loading import load_checkpoint
+from dschat.checkpoints.saving import save_checkpoint
+from dschat.checkpoints.selection import find_checkpoint
 from dschat.distributed import collectives, launch
 
 FOLDER = Path(sys.argv[1])
@@ -17,7 +19,7 @@ def draw() -> list[float]:
     return [random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
 
 
-def also(folder: Path) -> None:
+def write_rank_file(folder: Path) -> None:
     (folder / f"of_rank_{collectives.rank()}.txt").write_text("x" * 100)
 
 
@@ -25,12 +27,12 @@ def main() -> None:
     launch.join(seed=1)
     launch.seed_all(collectives.rank())  # ranks may have different random states
     np.random.randn()  # leaves a second normal number cached
-    first = checkpoint.save(FOLDER, 1, engines={}, state={"step": 1, "rows": 9}, keep=5, also=also)
+    first = save_checkpoint(FOLDER, 1, engines={}, state={"step": 1, "rows": 9}, keep=5, extra_writer=write_rank_file)
     expected = draw()
-    checkpoint.save(FOLDER, 2, engines={}, state={"step": 2, "rows": 9}, keep=5)
-    assert checkpoint.find(FOLDER, "auto") == FOLDER / "checkpoints" / "step-00000002"
+    save_checkpoint(FOLDER, 2, engines={}, state={"step": 2, "rows": 9}, keep=5)
+    assert find_checkpoint(FOLDER, "auto") == FOLDER / "checkpoints" / "step-00000002"
     assert {path.name for path in first.iterdir()} >= {"of_rank_0.txt", "of_rank_1.txt"}
-    assert checkpoint.load(first, engines={}, same={"rows": 9}) == {"step": 1, "rows": 9}
+    assert load_checkpoint(first, engines={}, fingerprint={"rows": 9}) == {"step": 1, "rows": 9}
     assert draw() == expected
     assert collectives.all_gather_objects(expected)[0] != collectives.all_gather_objects(expected)[1]
     collectives.barrier()
@@ -40,12 +42,12 @@ def main() -> None:
             path.write_text("{}")
     collectives.barrier()
     try:
-        checkpoint.find(FOLDER, "auto")
+        find_checkpoint(FOLDER, "auto")
     except ValueError as error:
         assert "none of the 2 checkpoints" in str(error)
     else:
         raise AssertionError("a damaged checkpoint was found good")
-    checkpoint.save(FOLDER, 3, engines={}, state={"step": 3}, keep=1)
+    save_checkpoint(FOLDER, 3, engines={}, state={"step": 3}, keep=1)
 
 
 if __name__ == "__main__":

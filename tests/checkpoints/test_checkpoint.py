@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.loading import load_checkpoint
+from dschat.checkpoints.saving import save_checkpoint
+from dschat.checkpoints.selection import find_checkpoint, verify_checkpoint
 
 RANKS = Path(__file__).with_name("checkpoint_ranks.py")
 
@@ -28,9 +30,9 @@ def generators_are_put_back():
 
 def save(output: Path, step: int, *, keep: int = 10, text: str = "weights " * 50) -> Path:
     """A checkpoint whose only content of its own is a file."""
-    return checkpoint.save(
+    return save_checkpoint(
         output, step, engines={}, state={"step": step, "rows": 7}, keep=keep,
-        also=lambda folder: (folder / "model.bin").write_text(text) and None,
+        extra_writer=lambda folder: (folder / "model.bin").write_text(text) and None,
     )  # fmt: skip
 
 
@@ -91,28 +93,28 @@ BAD_MANIFESTS = {
 
 def test_an_untouched_checkpoint_verifies_and_is_found(tmp_path):
     folder = save(tmp_path, 5)
-    assert checkpoint.verify(folder) == []
-    assert checkpoint.find(tmp_path, "auto") == folder == checkpoint.find(tmp_path, str(folder))
+    assert verify_checkpoint(folder) == []
+    assert find_checkpoint(tmp_path, "auto") == folder == find_checkpoint(tmp_path, str(folder))
     assert (tmp_path / "checkpoints" / "latest").read_text() == folder.name
-    assert checkpoint.find(tmp_path / "nothing", "auto") is None
-    assert checkpoint.find(tmp_path, "never") is None
-    assert checkpoint.find(tmp_path, "auto") is None, "a new run begins, the older checkpoints are aside"
-    assert checkpoint.verify(tmp_path / "checkpoints-before-1" / folder.name) == []
+    assert find_checkpoint(tmp_path / "nothing", "auto") is None
+    assert find_checkpoint(tmp_path, "never") is None
+    assert find_checkpoint(tmp_path, "auto") is None, "a new run begins, the older checkpoints are aside"
+    assert verify_checkpoint(tmp_path / "checkpoints-before-1" / folder.name) == []
 
 
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES.keys())
 def test_damage_is_named_and_the_one_before_is_used(damage, message, tmp_path, capsys):
     older, newer = save(tmp_path, 2), save(tmp_path, 4)
     damage(newer)
-    (problem,) = checkpoint.verify(newer)
+    (problem,) = verify_checkpoint(newer)
     assert message in problem
-    assert checkpoint.find(tmp_path, "auto") == older
-    assert f"{newer} is damaged and passed over" in capsys.readouterr().out
+    assert find_checkpoint(tmp_path, "auto") == older
+    assert f"{newer} is damaged and skipped" in capsys.readouterr().out
     with pytest.raises(ValueError, match="cannot be used"):
-        checkpoint.find(tmp_path, str(newer))
+        find_checkpoint(tmp_path, str(newer))
     damage(older)
-    with pytest.raises(ValueError, match="none of the 2 checkpoints .* never starts anew"):
-        checkpoint.find(tmp_path, "auto")
+    with pytest.raises(ValueError, match="none of the 2 checkpoints .* does not start from scratch"):
+        find_checkpoint(tmp_path, "auto")
 
 
 @pytest.mark.parametrize("change, message", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS.keys())
@@ -120,23 +122,24 @@ def test_a_manifest_that_save_would_not_write_is_refused_in_one_line(change, mes
     folder = save(tmp_path, 2)
     manifest = json.loads((folder / "manifest.json").read_text()) | change
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    (problem,) = checkpoint.verify(folder)
+    (problem,) = verify_checkpoint(folder)
     assert message in problem and "\n" not in problem and problem.isprintable()
 
 
 def test_a_manifest_nested_without_end_is_refused(tmp_path):
     folder = save(tmp_path, 2)
     (folder / "manifest.json").write_text("[" * 100_000)
-    (problem,) = checkpoint.verify(folder)
+    (problem,) = verify_checkpoint(folder)
     assert "manifest.json cannot be read" in problem
 
 
 @pytest.mark.parametrize("name", ["actor.pt", "actor.bin", "actor", "actor.json"])
 def test_code_is_found_in_a_listed_pickle_of_any_name(name, tmp_path):
-    folder = checkpoint.save(
-        tmp_path, 2, engines={}, state={}, keep=2, also=lambda folder: torch.save({"x": os.system}, folder / name)
-    )
-    (problem,) = checkpoint.verify(folder)
+    folder = save_checkpoint(
+        tmp_path, 2, engines={}, state={}, keep=2,
+        extra_writer=lambda folder: torch.save({"x": os.system}, folder / name),
+    )  # fmt: skip
+    (problem,) = verify_checkpoint(folder)
     assert f"{name} is refused: it would run posix.system" in problem
 
 
@@ -144,9 +147,9 @@ def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(tmp_path):
     folder = save(tmp_path, 3)
     shutil.copytree(folder, folder.with_name(".step-00000004.tmp"))
     (folder.with_name(".step-00000004.tmp") / "stale").touch()
-    assert checkpoint.find(tmp_path, "auto") == folder
+    assert find_checkpoint(tmp_path, "auto") == folder
     again = save(tmp_path, 4)
-    assert not (again / "stale").exists() and checkpoint.verify(again) == []
+    assert not (again / "stale").exists() and verify_checkpoint(again) == []
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
 
 
@@ -162,7 +165,7 @@ def records(output: Path, step: int, text: str = "first") -> None:
 def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tmp_path, capsys):
     save(tmp_path, 5)
     records(tmp_path, 5)
-    assert checkpoint.find(tmp_path, "never") is None
+    assert find_checkpoint(tmp_path, "never") is None
     aside = tmp_path / "checkpoints-before-1"
     (said,) = capsys.readouterr().out.splitlines()
     assert f"metrics and samples of the run before are in {aside}" in said
@@ -171,12 +174,12 @@ def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tm
         "best", "latest", "metrics.jsonl", "run.json", "samples.jsonl", "step-00000005"]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints-before-1"]
     records(tmp_path, 0, "second")  # it has evaluated, but not trained: nothing to keep
-    assert checkpoint.find(tmp_path, "auto") is None
+    assert find_checkpoint(tmp_path, "auto") is None
     (said,) = capsys.readouterr().out.splitlines()
-    assert "starts anew" in said and f"--resume {aside / 'step-00000005'}" in said
+    assert "starts from scratch" in said and f"--resume {aside / 'step-00000005'}" in said
     assert len(list(tmp_path.glob("*-before-*"))) == 1
     records(tmp_path, 1, "second")
-    assert checkpoint.find(tmp_path, "auto") is None
+    assert find_checkpoint(tmp_path, "auto") is None
     assert (tmp_path / "history-before-2" / "run.json").read_text() == '"second"'
     assert "1, " in (tmp_path / "history-before-2" / "metrics.jsonl").read_text()
 
@@ -184,17 +187,17 @@ def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tm
 def test_a_checkpoint_that_was_set_aside_is_gone_on_with_as_if_it_had_not_been(tmp_path):
     save(tmp_path, 5)
     records(tmp_path, 5)
-    checkpoint.find(tmp_path, "never")
+    find_checkpoint(tmp_path, "never")
     save(tmp_path, 2, text="second")
     records(tmp_path, 2, "second")
     aside = tmp_path / "checkpoints-before-1" / "step-00000005"
-    assert checkpoint.find(tmp_path, str(aside)) == aside
+    assert find_checkpoint(tmp_path, str(aside)) == aside
     for name in ("metrics.jsonl", "samples.jsonl", "run.json", "best/config.json"):
         assert "first" in (tmp_path / name).read_text()
         assert "second" in (tmp_path / "checkpoints-before-2" / name).read_text()
     assert not (tmp_path / "checkpoints").exists(), "those of the second run are kept with its records"
     save(tmp_path, 6)
-    assert checkpoint.find(tmp_path, "auto").name == "step-00000006"
+    assert find_checkpoint(tmp_path, "auto").name == "step-00000006"
 
 
 def test_what_an_interrupted_start_or_end_left_is_removed_by_the_next(tmp_path):
@@ -210,7 +213,7 @@ def test_what_an_interrupted_start_or_end_left_is_removed_by_the_next(tmp_path):
         (folder / "config.json").write_text("half" if folder.name != "best.replaced" else "the best so far")
     (tmp_path / ".metrics.jsonl.tmp").touch()
     (tmp_path / "checkpoints" / ".latest.tmp").touch()
-    assert checkpoint.find(tmp_path, "auto") == newer
+    assert find_checkpoint(tmp_path, "auto") == newer
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
     assert (tmp_path / "best" / "config.json").read_text() == "the best so far"
@@ -224,7 +227,7 @@ def test_a_tensor_file_that_does_not_fit_on_the_disk_is_a_failed_save_and_no_mor
 
     folder = save(tmp_path, 1)
     with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0: I/O error: No space left"):
-        checkpoint.save(tmp_path, 2, engines={}, state={}, keep=2, also=full)
+        save_checkpoint(tmp_path, 2, engines={}, state={}, keep=2, extra_writer=full)
     assert names(tmp_path) == ["latest", folder.name]
 
 
@@ -234,7 +237,7 @@ def test_generators_that_do_not_fit_on_the_disk_are_a_failed_save_and_no_more(tm
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0"):
-            checkpoint.save(tmp_path, 2, engines={}, state={}, keep=2)
+            save_checkpoint(tmp_path, 2, engines={}, state={}, keep=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == []
@@ -251,7 +254,7 @@ def test_a_new_run_is_not_mistaken_for_the_longer_one_that_was_here_before(tmp_p
     for step in (50, 100):
         save(tmp_path, step, keep=2, text="old run")
     new = save(tmp_path, 10, keep=2, text="new run")
-    assert checkpoint.find(tmp_path, "auto") == new
+    assert find_checkpoint(tmp_path, "auto") == new
     assert names(tmp_path) == ["latest", "step-00000010"]
     assert (new / "model.bin").read_text() == "new run"
 
@@ -259,7 +262,7 @@ def test_a_new_run_is_not_mistaken_for_the_longer_one_that_was_here_before(tmp_p
 def test_a_step_saved_again_replaces_the_older_one(tmp_path):
     save(tmp_path, 4, text="first")
     folder = save(tmp_path, 4, text="second")
-    assert (folder / "model.bin").read_text() == "second" and checkpoint.verify(folder) == []
+    assert (folder / "model.bin").read_text() == "second" and verify_checkpoint(folder) == []
 
 
 def test_the_manifest_covers_every_file_but_itself(tmp_path):
@@ -277,21 +280,21 @@ def test_every_generator_goes_on_where_it_was(tmp_path):
     folder = save(tmp_path, 1)
     expected = draw()
     draw()
-    assert checkpoint.load(folder, engines={}, same={"rows": 7}) == {"step": 1, "rows": 7}
+    assert load_checkpoint(folder, engines={}, fingerprint={"rows": 7}) == {"step": 1, "rows": 7}
     assert draw() == expected
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path):
     folder = save(tmp_path, 1)
     with pytest.raises(ValueError, match="rows was 7 and is 8.*--resume never"):
-        checkpoint.load(folder, engines={}, same={"rows": 8})
+        load_checkpoint(folder, engines={}, fingerprint={"rows": 8})
 
 
 def test_two_ranks_save_find_and_agree(programs, tmp_path):
     programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log")
     assert names(tmp_path) == ["latest", "step-00000003"]
     folder = tmp_path / "checkpoints" / "step-00000003"
-    assert checkpoint.verify(folder) == [], "one process may convert it"
+    assert verify_checkpoint(folder) == [], "one process may convert it"
     folder = folder.rename(folder.with_name("step-00000003-update-0001"))
-    (problem,) = checkpoint.verify(folder)
+    (problem,) = verify_checkpoint(folder)
     assert "2 processes in the middle of an iteration" in problem and "start as many" in problem

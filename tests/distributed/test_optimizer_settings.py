@@ -9,7 +9,8 @@ import torch
 from rlhf_models import group_of_one
 from torch import nn
 
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.loading import load_checkpoint
+from dschat.checkpoints.saving import save_checkpoint
 from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import optimizer_step, trainable_engine
 from dschat.models.weights import gathered
@@ -112,9 +113,9 @@ def test_from_the_first_step_on_a_resumed_run_uses_its_own_flags(change, zero_st
     after = replace(before, **CHANGES[change])
     written = engine_of(before, zero_stage=zero_stage, dtype="fp32")
     lines = train(written, range(BEFORE))
-    folder = checkpoint.save(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
+    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
     resumed = engine_of(after, zero_stage=zero_stage, dtype="fp32")
-    checkpoint.load(folder, engines={"model": resumed}, same={})
+    load_checkpoint(folder, engines={"model": resumed}, fingerprint={})
     lines += train(resumed, range(BEFORE, BEFORE + AFTER))
     weights, rates = plain_torch(before, after)
     assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
@@ -129,9 +130,9 @@ def test_in_bf16_too_the_settings_are_those_of_the_flags(zero_stage, tmp_path: P
     before, after = Flags(), Flags(**CHANGES["all at once"])
     written = engine_of(before, zero_stage=zero_stage, dtype="bf16")
     train(written, range(BEFORE))
-    folder = checkpoint.save(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
+    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
     resumed = engine_of(after, zero_stage=zero_stage, dtype="bf16")
-    checkpoint.load(folder, engines={"model": resumed}, same={})
+    load_checkpoint(folder, engines={"model": resumed}, fingerprint={})
     weights, biases = resumed.optimizer.param_groups
     assert (weights["weight_decay"], biases["weight_decay"]) == (after.weight_decay, 0.0)
     assert weights["betas"] == biases["betas"] == after.betas

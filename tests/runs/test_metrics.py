@@ -186,7 +186,7 @@ def test_a_console_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
         patch.setattr("sys.stdout", full)
         log = log_of(tmp_path)
         log.metrics(1, {"loss": 3.0})
-        log.say("still here")
+        log.info("still here")
         with suppress(OSError):
             full.close()  # what it holds back cannot be written either
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]

@@ -8,7 +8,8 @@ from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_m
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.loading import load_checkpoint
+from dschat.checkpoints.selection import newest_checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.rlhf.experience import MiniDataset
@@ -101,7 +102,7 @@ def finished(models, tmp_path_factory) -> Path:
     """The checkpoint of a finished run of one iteration; a run that resumes it has nothing left to do."""
     output = tmp_path_factory.mktemp("finished")
     fit(make_run(models, output), None)
-    return checkpoint.newest(output)
+    return newest_checkpoint(output)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +110,12 @@ def adapted(models, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("adapted")
     run = fit(make_run(models, output, kl_target=1.0, kl_horizon=4.0), None)
     assert run.trainer.kl_coef == pytest.approx(0.2 * 0.8), "far below its target: lowered by as much as it may be"
-    return checkpoint.newest(output)
+    return newest_checkpoint(output)
 
 
 def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
     """Whoever adds an entry decides in it what a changed flag does."""
-    state = checkpoint.load(finished, engines={}, same={})
+    state = load_checkpoint(finished, engines={}, fingerprint={})
     identity = {"rows", "global_batch_size", "seed", "content", "shadow_models", "sequences_per_update"}
     positions = {"step", "update", "prompts_consumed"}
     assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
@@ -148,7 +149,7 @@ def test_updates_of_another_size_are_refused(models, finished, tmp_path):
 def test_another_temperature_counts_from_the_next_rollout_on_and_not_in_the_middle_of_one(models, finished, tmp_path):
     run = fit(make_run(models, tmp_path, temperature=0.5), finished)
     assert run.trainer.rollouts.temperature == 0.5
-    state = checkpoint.load(finished, engines={}, same={})
+    state = load_checkpoint(finished, engines={}, fingerprint={})
     with pytest.raises(ValueError, match="--temperature was 0.7 and is 0.5, but .* in the middle of an iteration"):
         run.load_state(state | {"update": 1}, [])
     make_run(models, tmp_path).load_state(state | {"update": 1}, [])
@@ -156,7 +157,7 @@ def test_another_temperature_counts_from_the_next_rollout_on_and_not_in_the_midd
 
 def test_a_best_model_by_another_metric_is_sought_anew_and_the_metric_is_checked_at_once(models, tmp_path):
     fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), None)
-    resumed, best = checkpoint.newest(tmp_path), tmp_path / "best" / "best.json"
+    resumed, best = newest_checkpoint(tmp_path), tmp_path / "best" / "best.json"
     before = best.read_text()
     assert "response_length" in before
     fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), resumed)

@@ -18,7 +18,8 @@ from programs import MAINS
 from safetensors.torch import load_file, save_file
 from step_materials import flags, metrics_of, weights_of, write_materials
 
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.disk_space import check_space
+from dschat.checkpoints.selection import newest_checkpoint, verify_checkpoint
 from dschat.runs.signals import SAVED
 
 FOLDERS = {"sft": [""], "reward": [""], "dpo": [""], "ppo": ["", "critic"]}
@@ -84,7 +85,7 @@ STAGES = {
 def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "keep_checkpoints": 1}
     run("sft", **settings, fail=f"save_{stage}#{STAGES[stage]}", code=-signal.SIGKILL)
-    assert checkpoint.newest(tmp_path / "run").name in ("step-00000002", "step-00000004")
+    assert newest_checkpoint(tmp_path / "run").name in ("step-00000002", "step-00000004")
     said = run("sft", **settings, resume="auto")
     assert "resuming from" in said and "damaged" not in said
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
@@ -140,10 +141,10 @@ def test_a_signal_saves_at_the_next_update_and_the_resumed_run_equals_the_unbrok
     step, fail, settings, run, whole, tmp_path
 ):
     said = run(step, **settings, fail=fail, code=SAVED)
-    assert "--resume auto goes on" in said
+    assert "--resume auto continues it" in said
     assert not (tmp_path / "run" / "model.safetensors").exists()
     if fail.startswith("update") and step == "ppo":
-        assert "-update-" in checkpoint.newest(tmp_path / "run").name, "in the middle of an iteration"
+        assert "-update-" in newest_checkpoint(tmp_path / "run").name, "in the middle of an iteration"
     run(step, **settings, resume="auto")
     assert_same_run(tmp_path / "run", whole(step, **settings), step)
 
@@ -151,9 +152,9 @@ def test_a_signal_saves_at_the_next_update_and_the_resumed_run_equals_the_unbrok
 def test_signals_in_a_save_do_not_spoil_it(run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2}
     run("sft", **settings, fail="save_written:TERM,save_renamed:TERM,save_pointed:USR1", code=SAVED)
-    newest = checkpoint.newest(tmp_path / "run")
-    assert newest.name == "step-00000003" and checkpoint.verify(newest) == []
-    assert checkpoint.verify(newest.with_name("step-00000002")) == []
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest.name == "step-00000003" and verify_checkpoint(newest) == []
+    assert verify_checkpoint(newest.with_name("step-00000002")) == []
     run("sft", **settings, resume="auto")
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
@@ -161,15 +162,15 @@ def test_signals_in_a_save_do_not_spoil_it(run, whole, tmp_path):
 def test_the_second_ctrl_c_leaves_at_once_and_the_save_before_stands(run, tmp_path):
     said = run("sft", max_steps=4, save_interval=2, fail="update:INT#3,save_written:INT#2", code=130)
     assert "once more leaves at once" in said
-    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
-    assert checkpoint.verify(checkpoint.newest(tmp_path / "run")) == []
+    assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
+    assert verify_checkpoint(newest_checkpoint(tmp_path / "run")) == []
 
 
 @pytest.mark.parametrize("fail", ["save_writing:raise@1#1", "save_writing:raise@0#1"])
 def test_a_full_disk_is_told_and_training_goes_on(fail, run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "zero": 2, "processes": 2}
     said = run("sft", **settings, fail=fail)
-    assert "the checkpoint cannot be written: rank" in said and "The run goes on unsaved" in said
+    assert "the checkpoint cannot be written: rank" in said and "The run goes on without it" in said
     assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step-00000004"}, "the failed attempt at step 2 leaves nothing"
@@ -179,8 +180,8 @@ def test_a_rank_that_cannot_write_its_engine_keeps_nobody_waiting_for_the_averag
     """Under ZeRO-3 all ranks gather the average to be written: one that has failed before must not stay away."""
     settings = {"zero": 3, "processes": 2, "enable_ema": True, "save_interval": 1}
     said = run("ppo", **settings, fail="save_writing:raise@1#1")
-    assert "the checkpoint cannot be written: rank 1" in said and "The run goes on unsaved" in said
-    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
+    assert "the checkpoint cannot be written: rank 1" in said and "The run goes on without it" in said
+    assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
 def test_records_that_cannot_be_written_cost_their_lines_and_no_training(run, whole, tmp_path):
@@ -219,9 +220,9 @@ def test_an_export_to_a_full_disk_is_one_message_with_the_command_that_makes_it_
     settings = {"max_steps": 4, "save_interval": 2, "processes": 2}
     said = run("sft", **settings, fail="export_weights:raise", code=1)
     assert "Traceback" not in said and said.count("the model could not be written") == 1
-    saved = checkpoint.newest(tmp_path / "run")
+    saved = newest_checkpoint(tmp_path / "run")
     assert f"The last checkpoint is {saved}. Make room" in said and said.rstrip().endswith("--resume auto")
-    assert saved.name == "step-00000004" and checkpoint.verify(saved) == []
+    assert saved.name == "step-00000004" and verify_checkpoint(saved) == []
     assert not list((tmp_path / "run").glob("*.safetensors")) and not (tmp_path / "run" / "config.json").exists()
     run("sft", **settings, resume="auto")
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
@@ -241,13 +242,13 @@ def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_ot
     said = run(
         "ppo", zero=3, processes=2, enable_ema=True, ref_refresh_interval=1, save_interval=1, max_steps=2, fail=fail
     )
-    assert "the checkpoint cannot be written: rank 0" in said and "The run goes on unsaved" in said
-    assert checkpoint.newest(tmp_path / "run").name == "step-00000002"
+    assert "the checkpoint cannot be written: rank 0" in said and "The run goes on without it" in said
+    assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
 def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"takes about .* GB.*lower --keep_checkpoints"):
-        checkpoint.check_space(tmp_path, 1 << 62)
+        check_space(tmp_path, 1 << 62)
 
 
 def test_saving_by_the_clock(run, whole, tmp_path):
@@ -356,7 +357,7 @@ def test_changed_flags_are_told_or_refused(run, tmp_path):
     assert "changed since: " in said and "--max_steps was 3, is 4" in said and "--learning_rate" in said
     rates = {line["step"]: line["learning_rate"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"}
     assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the 4 steps of now"
-    checkpoint_lines = json.loads((checkpoint.newest(tmp_path / "run") / "manifest.json").read_text())
+    checkpoint_lines = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
     assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
 
 
@@ -513,7 +514,7 @@ def test_of_other_zero_stages_the_right_one_is_asked_for(then, now, run, tmp_pat
 
 def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_path):
     run("ppo", max_steps=3, processes=2, save_interval=1, fail="update:TERM@1#6", code=SAVED)
-    assert "-update-" in checkpoint.newest(tmp_path / "run").name
+    assert "-update-" in newest_checkpoint(tmp_path / "run").name
     said = run("ppo", max_steps=3, processes=1, resume="auto")
     assert "in the middle of an iteration" in said and "resuming from" in said
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
@@ -530,9 +531,9 @@ def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whol
     try:
         settings = {"max_steps": 4, "save_interval": 2, "zero": 2}
         said = run("sft", **settings)  # one checkpoint fits, a second beside it does not
-        assert "The run goes on unsaved" in said
+        assert "The run goes on without it" in said
         (saved,) = folder.glob("step-*")
-        assert saved.name == "step-00000002" and checkpoint.verify(saved) == []
+        assert saved.name == "step-00000002" and verify_checkpoint(saved) == []
         assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
     finally:
         subprocess.run(["umount", folder], check=True)
@@ -549,7 +550,7 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_with_its_checkpoint_and_one_
         settings = {"max_steps": 4, "save_interval": 2, "keep_checkpoints": 1, "zero": 2}
         said = run("sft", **settings, code=1)
         (saved,) = (folder / "checkpoints").glob("step-*")
-        assert checkpoint.verify(saved) == [] and f"The last checkpoint is {saved}. Make room" in said
+        assert verify_checkpoint(saved) == [] and f"The last checkpoint is {saved}. Make room" in said
         assert "Traceback" not in said and not (folder / "config.json").exists()
         assert not list(folder.rglob(".unfinished"))
         subprocess.run(["mount", "-o", "remount,size=4m", folder], check=True)
@@ -602,16 +603,19 @@ EXCHANGE = """
 import os, sys
 from pathlib import Path
 import torch
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.disk_space import check_space
+from dschat.checkpoints.loading import load_checkpoint
+from dschat.checkpoints.saving import save_checkpoint
+from dschat.checkpoints.selection import find_checkpoint, newest_checkpoint, verify_checkpoint
 from dschat.distributed import launch
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 launch.join(seed=1)
 config = frozen_config(dtype="fp32", zero_stage=0, micro_batch_size=1, world_size=1)
 engines = {"model": frozen_engine(torch.nn.Linear(2, 2), config=config)}
-folder = checkpoint.save(sys.argv[1], 1, engines=engines, state={}, keep=1)
-assert checkpoint.find(sys.argv[1], "auto") == folder
-checkpoint.load(folder, engines=engines, same={})
+folder = save_checkpoint(sys.argv[1], 1, engines=engines, state={}, keep=1)
+assert find_checkpoint(sys.argv[1], "auto") == folder
+load_checkpoint(folder, engines=engines, fingerprint={})
 
 class Runs:
     def __reduce__(self):
@@ -620,7 +624,7 @@ class Runs:
 (file,) = (folder / "model").glob("*model_states.pt")
 torch.save({"module": Runs()}, file)
 try:
-    checkpoint.load(folder, engines=engines, same={})
+    load_checkpoint(folder, engines=engines, fingerprint={})
 except ValueError as error:
     print(error)
 """

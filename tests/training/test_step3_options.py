@@ -15,7 +15,7 @@ from step_materials import flags, metrics_of, weights_of, write_materials, write
 from transformers import AutoModelForCausalLM
 
 from dschat.arguments import EvaluationArguments, PPOArguments, RewardArguments
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.selection import newest_checkpoint
 from dschat.runs.signals import SAVED
 
 REWARD = """
@@ -200,7 +200,7 @@ def test_killed_and_resumed_all_that_changes_with_the_run_goes_on(fail, save_int
     run("run", **ALL, fail=fail, code=code, save_interval=save_interval)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     said = run("run", **ALL, resume="auto", save_interval=save_interval)
-    assert "resuming from" in said and checkpoint.newest(tmp_path / "run") is not None
+    assert "resuming from" in said and newest_checkpoint(tmp_path / "run") is not None
     assert_same(tmp_path / "run", unbroken)
 
 

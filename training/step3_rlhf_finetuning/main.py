@@ -2,7 +2,7 @@
 
 from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import parse, settings_of_user
-from dschat.checkpoints import checkpoint
+from dschat.checkpoints.selection import find_checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
@@ -27,7 +27,7 @@ def main() -> None:
     data, optimizer, run = settings.data, settings.optimizer, settings.run
     device = start(run, settings.devices)
     with settings_of_user():
-        resumed = checkpoint.find(run.output_dir, run.resume)
+        resumed = find_checkpoint(run.output_dir, run.resume)
         judge = load_judge(rollouts.judge) if rollouts.judge else None
         entries = reward_entries(models, rewards)
         sources = [parse_reward(entry) for entry in entries]
