@@ -60,7 +60,7 @@ def save_checkpoint(
     """
     folder = Path(output_dir, "checkpoints", f"step-{step:08d}" + (f"-update-{update:04d}" if update else ""))
     temporary = folder.with_name(f".{folder.name}.tmp")
-    errors = WriteErrors(temporary)
+    errors = WriteErrors(temporary, content="the checkpoint")
     if collectives.is_main():
         errors.attempt(lambda: _create_temporary(temporary, engines))
     errors.raise_on_all_ranks()

@@ -19,14 +19,17 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 class WriteErrors:
-    """The write errors of this rank while it writes to a temporary folder that all ranks share.
+    """The write errors of this rank while all ranks write to one folder.
 
     Attributes:
+        folder: removed if any rank fails.
+        content: what is being written, for the message.
         messages: one line per error; after the first one, this rank writes no more.
     """
 
-    def __init__(self, temporary: Path) -> None:
-        self.temporary, self.messages = temporary, []
+    def __init__(self, folder: Path, *, content: str) -> None:
+        self.folder, self.content = folder, content
+        self.messages: list[str] = []
 
     def attempt(self, write: Callable[[], Any]) -> None:
         """Write something, unless this rank has already failed; an error is recorded."""
@@ -37,13 +40,13 @@ class WriteErrors:
                 self.messages.append(f"rank {collectives.rank()}: {error}")
 
     def raise_on_all_ranks(self) -> None:
-        """If any rank has failed, remove the temporary folder and raise OSError on every rank. A collective."""
+        """If any rank has failed, remove the folder and raise OSError on every rank. A collective."""
         messages = collectives.all_gather_lists(self.messages)
         if messages:
             if collectives.is_main():
-                shutil.rmtree(self.temporary, ignore_errors=True)
+                shutil.rmtree(self.folder, ignore_errors=True)
             collectives.barrier()
-            raise OSError(f"the checkpoint cannot be written: {'; '.join(messages[:3])}")
+            raise OSError(f"{self.content} cannot be written: {'; '.join(messages[:3])}")
 
     @contextmanager
     def recorded_from(self, engine: deepspeed.DeepSpeedEngine) -> Iterator[None]:

@@ -135,8 +135,7 @@ class PPORun:
         dumps = trainer.ppo.dump_step == number + 1 and not behind
         if dumps:
             folder = Path(self.settings.run.output_dir, "dump", f"step-{number + 1:08d}")
-            folder.mkdir(parents=True, exist_ok=True)
-            dump_inputs(folder, trainer, iteration)
+            dumps = dump_inputs(folder, trainer, iteration)
         for update in range(behind, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(count) if self.unsupervised else ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,20 +14,40 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dschat.distributed import collectives
-from dschat.models.weights import export_model
+from dschat.checkpoints.write_errors import WriteErrors
+from dschat.distributed import collectives, failpoint
+from dschat.models.weights import ExportError, export_model
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 
+CONTENT = "the dump of --dump_step"
 
-def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration) -> None:
+
+def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration) -> bool:
     """Write actor, critic and this iteration's minibatches before its first update. A collective.
 
     folder/actor and folder/critic (if there is one) are plain Hugging Face folders with adapters merged;
     iteration_rank*.safetensors hold the fields of Experience for each minibatch; settings.json the update's flags.
+
+    Returns: whether it could be written; if not, the folder is removed with a warning.
     """
-    for name, engine in trainer.engine.trained.items():
-        export_model(engine.module.model, folder / name, trainer.tokenizer)
+    errors = WriteErrors(folder, content=CONTENT)
+    try:
+        errors.attempt(lambda: folder.mkdir(parents=True, exist_ok=True))
+        errors.raise_on_all_ranks()
+        for name, engine in trainer.engine.trained.items():
+            export_model(engine.module.model, folder / name, trainer.tokenizer)
+        errors.attempt(lambda: _write_iteration(folder, trainer, iteration))
+        errors.raise_on_all_ranks()
+    except (OSError, ExportError) as error:
+        _warn_and_remove(folder, error)
+        return False
+    return True
+
+
+def _write_iteration(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration) -> None:
+    """Write this rank's minibatches, and on the main rank the settings."""
+    failpoint.reached("dump_inputs")
     iteration.save(folder)
     if collectives.is_main():
         settings = {
@@ -34,6 +56,13 @@ def dump_inputs(folder: Path, trainer: DeepSpeedPPOTrainer, iteration: Iteration
             "ppo": asdict(trainer.ppo),
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps(settings, indent=1), encoding="utf-8")
+
+
+def _warn_and_remove(folder: Path, error: Exception) -> None:
+    """Warn that the dump is incomplete, and remove what was written: scripts/replay.py needs all of it."""
+    if collectives.is_main():
+        shutil.rmtree(folder, ignore_errors=True)
+        print(f"warning: {error}. The run goes on without the dump", file=sys.stderr, flush=True)
 
 
 class UpdateDump:
@@ -51,7 +80,19 @@ class UpdateDump:
         self.tensors[name].append(tensor.detach().clone())
 
     def write(self, metrics: Mapping[str, float]) -> None:
-        """Write the recorded tensors, and on the main rank the update's metrics."""
+        """Write the recorded tensors, and on the main rank the update's metrics. A collective.
+
+        If a rank cannot write them, the dump is removed with a warning.
+        """
+        errors = WriteErrors(self.folder, content=CONTENT)
+        errors.attempt(lambda: self._write(metrics))
+        try:
+            errors.raise_on_all_ranks()
+        except OSError as error:
+            _warn_and_remove(self.folder, error)
+
+    def _write(self, metrics: Mapping[str, float]) -> None:
+        failpoint.reached("dump_update")
         tensors = {f"{name}.{part}": x for name, parts in self.tensors.items() for part, x in enumerate(parts)}
         save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
                   self.folder / f"update_rank{collectives.rank()}.safetensors")  # fmt: skip

@@ -166,6 +166,36 @@ def test_the_second_ctrl_c_leaves_at_once_and_the_save_before_stands(run, tmp_pa
     assert verify_checkpoint(newest_checkpoint(tmp_path / "run")) == []
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_whose_checkpoint_does_not_fit_on_the_disk_ends_the_run_with_one_message(processes, run, tmp_path):
+    """Each save of rank 0 writes two files of the engine, so the fifth is the first one of the third save."""
+    settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": processes}
+    fail = f"update:TERM@{processes - 1}#5,save_writing:raise@0#5"
+    output = run("sft", **settings, fail=fail, code=128 + signal.SIGTERM)
+    newest = newest_checkpoint(tmp_path / "run")
+    assert newest.name == "step-00000004" and verify_checkpoint(newest) == []
+    assert "Traceback" not in output
+    assert output.count("SIGTERM: the run ends at step 5 without saving it: the checkpoint cannot be written: ") == 1
+    assert f"The last complete checkpoint is {newest}, 1 step earlier: make room, then --resume auto" in output
+    assert {path.name for path in newest.parent.iterdir()} == {"latest", "step-00000002", "step-00000004"}
+
+
+@pytest.mark.parametrize(
+    "fail, settings",
+    [
+        ("export_weights:raise#1", {}),
+        ("dump_inputs:raise@1", {"processes": 2, "zero": 3}),
+        ("dump_update:raise@0", {"processes": 2, "zero": 3}),
+    ],
+)
+def test_a_dump_that_does_not_fit_on_the_disk_is_removed_and_training_continues(fail, settings, run, tmp_path):
+    output = run("ppo", max_steps=2, dump_step=1, **settings, fail=fail)
+    assert "Traceback" not in output and output.count("The run goes on without the dump") == 1
+    trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
+    assert trained == [1, 2] and (tmp_path / "run" / "model.safetensors").exists()
+    assert list((tmp_path / "run" / "dump").iterdir()) == []
+
+
 @pytest.mark.parametrize("fail", ["save_writing:raise@1#1", "save_writing:raise@0#1"])
 def test_a_full_disk_is_told_and_training_goes_on(fail, run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "zero": 2, "processes": 2}
