@@ -1,8 +1,12 @@
-"""The file of --deepspeed_config, checked before a run starts: keys that flags own, and what DeepSpeed would refuse."""
+"""Validate the file of --deepspeed_config before a run starts: unknown keys, keys that flags set, DeepSpeed's rules."""
 
 from __future__ import annotations
 
+import difflib
+import functools
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from deepspeed.runtime.config import DeepSpeedConfig
@@ -13,7 +17,7 @@ from dschat.arguments.strict_json import kind_of, read_json_object
 from dschat.distributed.deepspeed_config import training_config
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
-OWNED = {  # key → the flags that set it
+OWNED = {  # key → the flags that set it; several are other names, which DeepSpeed looks up only if they are used
     "train_batch_size": f"{_BATCHES}, --gradient_accumulation_steps and the number of processes",
     "train_micro_batch_size_per_gpu": _BATCHES,
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
@@ -44,24 +48,84 @@ SWITCHES = (
 
 
 def override_problems(path: str, *, dtype: str, offload: bool) -> list[str]:
-    """What makes a --deepspeed_config unusable, a line each; no engine is built for it.
+    """Validate a --deepspeed_config without building an engine; a line per problem.
 
     Args:
         dtype, offload: of the run; a file may repeat them.
     """
-    where = f"--deepspeed_config {path}"
     try:
         changes = read_json_object(path, unique_keys=True)
     except ValueError as error:
         return [f"--deepspeed_config {error}"]
-    agreed = {"bf16.enabled": dtype == "bf16", "fp16.enabled": dtype == "fp16"}
-    problems = [
-        f"{where}: {key} is set by {flags}: drop the key, and set the flag"
+    consistent = {"bf16.enabled": dtype == "bf16", "fp16.enabled": dtype == "fp16"}
+    problems = _unknown_keys(changes) + [
+        f"{key} is set by {flags}: drop the key, and set the flag"
         for key, flags in OWNED.items()
-        if _holds(changes, key) and not (key in agreed and _at(changes, key) is agreed[key])
+        if _holds(changes, key) and not (key in consistent and _at(changes, key) is consistent[key])
     ]
-    problems += [f"{where}: {line}" for line in _wrong_kinds(changes)]
-    return problems or [f"{where}: {line}" for line in _refusals(path, dtype, offload)]
+    problems += _wrong_types(changes)
+    return [f"--deepspeed_config {path}: {line}" for line in problems or _refusals(path, dtype, offload)]
+
+
+class _RecordedReads(dict):
+    """A dict that records every key that is looked up in it, present or not."""
+
+    def __init__(self, content: dict[str, Any], recorded: set[str]) -> None:
+        super().__init__(content)
+        self.recorded = recorded
+
+    def __contains__(self, key: object) -> bool:
+        self.recorded.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.recorded.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.recorded.add(key)
+        return super().get(key, default)
+
+    def keys(self) -> _RecordedReads:  # type: ignore[override]
+        return self  # DeepSpeed looks up `key in config.keys()`
+
+    def __copy__(self) -> _RecordedReads:
+        return _RecordedReads(self, self.recorded)
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """The top-level keys of a DeepSpeed configuration: those that the installed DeepSpeed looks up in one."""
+    recorded = {key.partition(".")[0] for key in OWNED}
+    config = training_config(
+        dtype="fp32", zero_stage=0, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    with _errors_only():
+        DeepSpeedConfig(_RecordedReads(config, recorded))
+    return frozenset(recorded)
+
+
+def _unknown_keys(changes: dict[str, Any]) -> list[str]:
+    """Top-level keys that DeepSpeed ignores without a warning, each with the nearest key that it knows."""
+    problems = []
+    for key in changes:
+        if key not in known_keys():
+            nearest = difflib.get_close_matches(key, known_keys(), n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
+            problems.append(f"{key} is no key of a DeepSpeed configuration, and would be ignored: {remedy}")
+    return problems
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """Inside, DeepSpeed logs errors only."""
+    level = deepspeed_logger.level
+    deepspeed_logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        deepspeed_logger.setLevel(level)
 
 
 def _holds(changes: dict[str, Any], key: str) -> bool:
@@ -75,40 +139,37 @@ def _at(changes: dict[str, Any], key: str) -> Any:
     return (changes[group] if group else changes)[name]
 
 
-def _wrong_kinds(changes: dict[str, Any]) -> list[str]:
-    """Values of kinds that DeepSpeed does not check, and fails of much later, or takes for others."""
-    wanted = dict.fromkeys(GROUPS, (dict, "an object")) | dict.fromkeys(SWITCHES, (bool, "true or false"))
-    wanted |= dict.fromkeys(NUMBERS, ((int, float), "a number"))
+def _wrong_types(changes: dict[str, Any]) -> list[str]:
+    """Values of types that DeepSpeed does not check: it would fail much later, or misread them."""
+    expected = dict.fromkeys(GROUPS, (dict, "an object")) | dict.fromkeys(SWITCHES, (bool, "true or false"))
+    expected |= dict.fromkeys(NUMBERS, ((int, float), "a number"))
     return [
         f"{key} must be {name}, not {kind_of(changes[key])}"
-        for key, (kind, name) in wanted.items()
+        for key, (kind, name) in expected.items()
         if key in changes and (not isinstance(changes[key], kind) or (key in NUMBERS and changes[key] is True))
     ]
 
 
 def _refusals(path: str, dtype: str, offload: bool) -> list[str]:
-    """What DeepSpeed's own reader refuses."""
-    level = deepspeed_logger.level
-    deepspeed_logger.setLevel(logging.ERROR)
+    """Errors of DeepSpeed's own reader, a line each."""
     try:
-        DeepSpeedConfig(training_config(
-            dtype=dtype, zero_stage=3, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
-            max_grad_norm=1.0, offload=offload, overrides=path,
-        ))  # fmt: skip
+        with _errors_only():
+            DeepSpeedConfig(training_config(
+                dtype=dtype, zero_stage=3, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
+                max_grad_norm=1.0, offload=offload, overrides=path,
+            ))  # fmt: skip
     except ValidationError as error:
         return [
             f"{'.'.join(map(str, fault['loc'])) or error.title}: {fault['msg']} (DeepSpeed's {error.title})"
             for fault in error.errors()
         ]
-    except Exception as error:  # of DeepSpeed's many readers: whatever it is, an engine would end with it
+    except Exception as error:  # DeepSpeed's readers raise many types; building an engine would raise the same
         return [f"DeepSpeed refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"]
-    finally:
-        deepspeed_logger.setLevel(level)
     return []
 
 
 def _world_size() -> int:
-    """As DeepSpeed's reader counts it."""
+    """The world size that DeepSpeed's reader assumes."""
     from deepspeed import comm
 
     return comm.get_world_size() if comm.is_initialized() else 1
