@@ -25,7 +25,7 @@ from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
-from dschat.runs.set_up import model_problems
+from dschat.runs.validation import model_problems
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HELP = "/reset forgets the conversation, /quit leaves, Ctrl-C stops an answer."

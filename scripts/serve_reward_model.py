@@ -33,7 +33,7 @@ from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
 from dschat.rewards.reward_model import longest_sequence
 from dschat.rewards.server.connections import serve
 from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer
-from dschat.runs.set_up import model_problems
+from dschat.runs.validation import model_problems
 
 OTHER_FILES = 128  # file descriptors besides the connections
 

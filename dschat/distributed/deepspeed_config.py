@@ -18,7 +18,6 @@ def training_config(
     world_size: int,
     max_grad_norm: float,
     offload: bool = False,
-    overrides: str | None = None,
 ) -> dict[str, Any]:
     """The configuration of a trained model.
 
@@ -27,7 +26,6 @@ def training_config(
         micro_batch_size: sequences per device and forward pass.
         max_grad_norm: global L2 norm at which gradients are clipped; 0: no clipping.
         offload: keep optimizer states, and ZeRO-3 parameters, in host memory.
-        overrides: path of a JSON file that is merged recursively over the result.
     """
     config = {
         "train_micro_batch_size_per_gpu": micro_batch_size,
@@ -42,7 +40,7 @@ def training_config(
     }
     if dtype == "bf16" and zero_stage > 0:  # without ZeRO, DeepSpeed's bf16 optimizer only accumulates in bf16
         config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merged(config, overrides)
+    return config
 
 
 def frozen_config(
@@ -77,13 +75,12 @@ def _zero(stage: int, offload: bool) -> dict[str, Any]:
     return zero
 
 
-def _merged(config: dict[str, Any], overrides: str | None) -> dict[str, Any]:
-    if overrides is None:
-        return config
-    return _overlay(config, read_json_object(overrides, unique_keys=True))
+def with_overrides(config: dict[str, Any], path: str | None) -> dict[str, Any]:
+    """The configuration, merged recursively with the JSON file of --deepspeed_config if there is one."""
+    return config if path is None else _merged(config, read_json_object(path, unique_keys=True))
 
 
-def _overlay(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _overlay(base[key], changes[key]) for key in base.keys() & changes.keys()
+def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()
             if isinstance(base[key], dict) and isinstance(changes[key], dict)}  # fmt: skip
     return base | changes | both

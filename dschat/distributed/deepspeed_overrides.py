@@ -14,7 +14,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from pydantic import ValidationError
 
 from dschat.arguments.strict_json import kind_of, read_json_object
-from dschat.distributed.deepspeed_config import training_config
+from dschat.distributed.deepspeed_config import training_config, with_overrides
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
 OWNED = {  # key → the flags that set it; several are other names, which DeepSpeed looks up only if they are used
@@ -152,12 +152,13 @@ def _wrong_types(changes: dict[str, Any]) -> list[str]:
 
 def _refusals(path: str, dtype: str, offload: bool) -> list[str]:
     """Errors of DeepSpeed's own reader, a line each."""
+    config = training_config(
+        dtype=dtype, zero_stage=3, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
+        max_grad_norm=1.0, offload=offload,
+    )  # fmt: skip
     try:
         with _errors_only():
-            DeepSpeedConfig(training_config(
-                dtype=dtype, zero_stage=3, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
-                max_grad_norm=1.0, offload=offload, overrides=path,
-            ))  # fmt: skip
+            DeepSpeedConfig(with_overrides(config, path))
     except ValidationError as error:
         return [
             f"{'.'.join(map(str, fault['loc'])) or error.title}: {fault['msg']} (DeepSpeed's {error.title})"

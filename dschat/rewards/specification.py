@@ -90,7 +90,7 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
 def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[str]:
     """One line per invalid entry, checked before any model is loaded; a duplicate entry is invalid too.
 
-    The content of a reward model's folder is validated elsewhere (dschat.runs.set_up.model_problems).
+    The content of a reward model's folder is validated elsewhere (dschat.runs.validation.model_problems).
     """
     problems = []
     for entry in dict.fromkeys(entries):

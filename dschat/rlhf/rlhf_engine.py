@@ -27,7 +27,7 @@ from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
 from dschat.rewards.weighted_sum import RewardModel
-from dschat.runs.set_up import build_trainable
+from dschat.runs.trainable import ModelHyperparameters, build_trainable
 
 
 class DeepSpeedRLHFEngine:
@@ -63,10 +63,10 @@ class DeepSpeedRLHFEngine:
         }  # fmt: skip
         self.policy = build_trainable(
             lambda config: self._causal_lm(config, dropout=models.actor_dropout, trained=True),
-            learning_rate=models.actor_learning_rate,
-            weight_decay=models.actor_weight_decay,
-            zero_stage=models.actor_zero_stage,
-            lora_dim=models.actor_lora_dim,
+            ModelHyperparameters(
+                learning_rate=models.actor_learning_rate, weight_decay=models.actor_weight_decay,
+                zero_stage=models.actor_zero_stage, lora_dim=models.actor_lora_dim,
+            ),
             total_steps=max(1, total_steps - ppo.actor_freeze_steps),
             **shared,
         )
@@ -76,10 +76,10 @@ class DeepSpeedRLHFEngine:
                 lambda config: self._scalar_head(
                     models.critic_path, config, tokenizer, dropout=models.critic_dropout, trained=True
                 ),
-                learning_rate=models.critic_learning_rate,
-                weight_decay=models.critic_weight_decay,
-                zero_stage=models.critic_zero_stage,
-                lora_dim=models.critic_lora_dim,
+                ModelHyperparameters(
+                    learning_rate=models.critic_learning_rate, weight_decay=models.critic_weight_decay,
+                    zero_stage=models.critic_zero_stage, lora_dim=models.critic_lora_dim,
+                ),
                 total_steps=total_steps,
                 **shared,
             )

@@ -21,7 +21,7 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.ptx import UnsupervisedBatches
 from dschat.rlhf.update_dump import UpdateDump, dump_inputs
 from dschat.runs.run_log import RunLog
-from dschat.runs.session import TrainingSession, data_fingerprint
+from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
 
 
@@ -101,9 +101,9 @@ class PPORun:
             "sequences_per_update": self.dataset.minibatch_size * groups.data_parallel_size(),
         }
         return TrainingSession(
-            "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, fingerprint=fingerprint,
-            total_steps=self.iterations, resume_from=resume_from, device=engine.policy.device, received=received,
-            stop_at_kl=self.trainer.ppo.stop_at_kl, restore=self.load_state,
+            "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, total_steps=self.iterations,
+            resume=ResumePoint(checkpoint=resume_from, fingerprint=fingerprint, restore=self.load_state),
+            received=received, stop_at_kl=self.trainer.ppo.stop_at_kl,
         )  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any], changed: list[str]) -> None:

@@ -18,7 +18,8 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.specification import model_paths, reward_problems
 from dschat.runs.output_conflicts import overwritten_models
-from dschat.runs.set_up import contradictions, data_options, model_problems
+from dschat.runs.set_up import data_options
+from dschat.runs.validation import contradictions, model_problems
 
 
 def reward_entries(models: RLHFModelArguments, rewards: RewardArguments) -> list[str]:

@@ -31,16 +31,14 @@ class CheckpointSaver:
         seconds: total time that training has been blocked by saving.
     """
 
-    def __init__(
-        self, run: RunArguments, engines: Engines, log: RunLog, received: SignalFlag, *, device: torch.device
-    ) -> None:
+    def __init__(self, run: RunArguments, engines: Engines, log: RunLog, received: SignalFlag) -> None:
         """Log the expected size of a checkpoint.
 
         Args:
             received: the signal that this rank has received, if any.
-            device: device of this rank; NCCL reduces no CPU tensors.
         """
-        self.run, self.engines, self.log, self.received, self.device = run, engines, log, received, device
+        self.run, self.engines, self.log, self.received = run, engines, log, received
+        self.device = next(iter(engines.values())).device  # NCCL reduces no CPU tensors
         self.seconds, self.started = 0.0, time.monotonic()
         self._background: threading.Thread | None = None
         self.last = self.started

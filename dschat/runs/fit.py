@@ -20,9 +20,9 @@ from dschat.distributed import collectives, failpoint, groups, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
 from dschat.models.weights import export_model
 from dschat.runs.best_model import check_evaluation_rows
-from dschat.runs.session import TrainingSession, data_fingerprint
-from dschat.runs.set_up import build_trainable
+from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
+from dschat.runs.trainable import ModelHyperparameters, build_trainable
 
 Batch = dict[str, torch.Tensor]
 
@@ -80,31 +80,16 @@ def fit(
     model, run = settings.model, settings.run
     with settings_of_user():
         check_evaluation_rows(run, len(splits.eval))
-    batches, total = schedule(splits.train, settings)
+    batches, total_steps = schedule(splits.train, settings)
     with settings_of_user():
-        resume_from = find_checkpoint(run.output_dir, run.resume)
-    engine = build_trainable(
-        load,
-        learning_rate=model.learning_rate,
-        weight_decay=model.weight_decay,
-        zero_stage=model.zero_stage,
-        lora_dim=model.lora_dim,
-        micro_batch_size=model.per_device_train_batch_size,
-        total_steps=total,
-        optimizer=settings.optimizer,
-        lora=settings.lora,
-        devices=settings.devices,
-    )
-    if objective.verify is not None:
-        with settings_of_user():
-            objective.verify(engine)
-    launch.seed_all(run.seed + collectives.rank())  # same initial weights on all ranks, different dropout masks
+        checkpoint = find_checkpoint(run.output_dir, run.resume)
+    engine = build_engine(load, objective, settings, total_steps=total_steps)
     session = TrainingSession(
-        name, settings=settings, engines={"model": engine}, fingerprint=data_fingerprint(batches, splits.train),
-        total_steps=total, resume_from=resume_from, device=engine.device, received=received,
+        name, settings=settings, engines={"model": engine}, total_steps=total_steps, received=received,
+        resume=ResumePoint(checkpoint=checkpoint, fingerprint=data_fingerprint(batches, splits.train)),
     )  # fmt: skip
     session.log.info(
-        f"{total} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
+        f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
     )
 
     def evaluate(step: int) -> None:
@@ -118,7 +103,7 @@ def fit(
     with session:
         if session.evaluates_first:
             evaluate(session.first_step)
-        for step in range(session.first_step, total):
+        for step in range(session.first_step, total_steps):
             watchdog.phase("update")
             failpoint.reached("update")
             rows, done = batches.step(step), step + 1
@@ -128,6 +113,32 @@ def fit(
             if session.evaluation_is_due(done):
                 evaluate(done)
             session.save_if_due(done)
+    return engine
+
+
+def build_engine(
+    load: Callable[[dict[str, Any]], nn.Module], objective: Objective, settings: arguments.OneModelSettings, *,
+    total_steps: int,
+) -> deepspeed.DeepSpeedEngine:  # fmt: skip
+    """Build the engine of the trained model, validate the objective for it, and seed the ranks apart."""
+    model = settings.model
+    engine = build_trainable(
+        load,
+        ModelHyperparameters(
+            learning_rate=model.learning_rate, weight_decay=model.weight_decay, zero_stage=model.zero_stage,
+            lora_dim=model.lora_dim,
+        ),
+        micro_batch_size=model.per_device_train_batch_size,
+        total_steps=total_steps,
+        optimizer=settings.optimizer,
+        lora=settings.lora,
+        devices=settings.devices,
+    )  # fmt: skip
+    if objective.verify is not None:
+        with settings_of_user():
+            objective.verify(engine)
+    # Same initial weights on all ranks, different dropout masks.
+    launch.seed_all(settings.run.seed + collectives.rank())
     return engine
 
 

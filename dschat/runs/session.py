@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from datasets import Dataset
 
 from dschat.arguments import flag_values
@@ -25,6 +25,35 @@ from dschat.runs.run_log import RunLog
 from dschat.runs.signals import SignalFlag
 
 
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """Where a run starts: at a checkpoint, or from scratch.
+
+    Attributes:
+        checkpoint: a checkpoint that find_checkpoint has verified, or None for a new run.
+        fingerprint: entries that must match those of the checkpoint, see `data_fingerprint`.
+        restore: called with the loop state of the checkpoint and the list of changed flags (a line each; it may append
+            to it). Raises ValueError if the run cannot be resumed from that state.
+    """
+
+    checkpoint: Path | None
+    fingerprint: Mapping[str, Any]
+    restore: Callable[[dict[str, Any], list[str]], None] | None = None
+
+    def load(self, engines: Engines, settings: Any) -> tuple[dict[str, Any], list[str]]:
+        """Restore the engines and the loop. Returns the loop state and the changed flags; {} and [] in a new run.
+
+        Raises: ValueError if the checkpoint does not belong to this run.
+        """
+        if self.checkpoint is None:
+            return {}, []
+        changed = changed_arguments(self.checkpoint, settings, resume_anyway=settings.run.resume_anyway)
+        state = load_checkpoint(self.checkpoint, engines=engines, fingerprint=dict(self.fingerprint))
+        if self.restore is not None:
+            self.restore(state, changed)
+        return state, changed
+
+
 class TrainingSession:
     """One training run, new or resumed from a checkpoint.
 
@@ -34,14 +63,10 @@ class TrainingSession:
         name: name of the step, for the log.
         settings: the step's argument groups, including `run`.
         engines: the trained engines by name, which checkpoints contain.
-        fingerprint: entries that must match those of the checkpoint to resume from, see `data_fingerprint`.
         total_steps: number of optimizer steps (in step 3, of iterations).
-        resume_from: a checkpoint that find_checkpoint has verified, or None for a new run.
-        device: device of this rank.
+        resume: the checkpoint to resume from, if any.
         received: handles signals inside the context, and after it too if no exception left it: the export follows.
         stop_at_kl: KL divergence that ends the run, see Health; 0: none.
-        restore: called with the loop state of the checkpoint and the list of changed flags (a line each; it may append
-            to it). Raises ValueError if the run cannot be resumed from that state.
 
     Attributes:
         resumed_state: the loop state loaded from the checkpoint; {} in a new run.
@@ -52,37 +77,30 @@ class TrainingSession:
     """
 
     def __init__(
-        self, name: str, *, settings: Any, engines: Engines, fingerprint: Mapping[str, Any],
-        total_steps: int, resume_from: Path | None, device: torch.device, received: SignalFlag, stop_at_kl: float = 0.0,
-        restore: Callable[[dict[str, Any], list[str]], None] | None = None,
+        self, name: str, *, settings: Any, engines: Engines, total_steps: int, resume: ResumePoint,
+        received: SignalFlag, stop_at_kl: float = 0.0,
     ) -> None:  # fmt: skip
-        self.run, self.engines, self.fingerprint = settings.run, engines, dict(fingerprint)
-        self.total_steps, self.device, self.received = total_steps, device, received
-        self.resumed_state: dict[str, Any] = {}
-        changed: list[str] = []
-        if resume_from:
-            with settings_of_user():
-                changed = changed_arguments(resume_from, settings, resume_anyway=self.run.resume_anyway)
-                self.resumed_state = load_checkpoint(resume_from, engines=engines, fingerprint=self.fingerprint)
-                if restore is not None:
-                    restore(self.resumed_state, changed)
+        self.run, self.engines, self.fingerprint = settings.run, engines, dict(resume.fingerprint)
+        self.total_steps, self.received = total_steps, received
+        with settings_of_user():
+            self.resumed_state, changed = resume.load(engines, settings)
         self.first_step = self.resumed_state.get("step", 0)
         tensorboard = self.run.tensorboard_path or str(Path(self.run.output_dir, "tensorboard"))
         self.log = RunLog(
             self.run.output_dir, name=name, arguments=flag_values(settings), total_steps=total_steps,
             tensorboard=tensorboard if self.run.enable_tensorboard else None,
-            finished_steps=self.first_step if resume_from else None,
+            finished_steps=self.first_step if resume.checkpoint else None,
         )  # fmt: skip
-        if resume_from:
+        if resume.checkpoint:
             changes = f"; changed since: {'; '.join(changed)}" if changed else ""
-            self.log.info(f"resuming from {resume_from}{changes}")
+            self.log.info(f"resuming from {resume.checkpoint}{changes}")
         self.health = Health(self.run, self.log, self.resumed_state.get("health"), stop_at_kl=stop_at_kl)
         self.best = Best(self.run, self.log, self.resumed_state.get("best"))
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainingSession:
         self._stack.enter_context(self.received.listening())
-        self.saver = CheckpointSaver(self.run, self.engines, self.log, self.received, device=self.device)
+        self.saver = CheckpointSaver(self.run, self.engines, self.log, self.received)
         return self
 
     def __exit__(

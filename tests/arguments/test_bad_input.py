@@ -31,7 +31,7 @@ from dschat.checkpoints.manifest import read_manifest
 from dschat.data.files import file_rows
 from dschat.models.folder_check import causal_problems, shape_problems
 from dschat.models.weight_files import weight_problems
-from dschat.runs.set_up import model_problems
+from dschat.runs.validation import model_problems
 
 STEPS = {
     "sft": (arguments.SFTSettings, ["--model_name_or_path", "hub/name", "--data_path", "rows.jsonl"]),

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from dschat.distributed.deepspeed_config import DTYPES, frozen_config, training_config
+from dschat.distributed.deepspeed_config import DTYPES, frozen_config, training_config, with_overrides
 
 PLAIN = {"dtype": "bf16", "zero_stage": 2, "micro_batch_size": 4, "gradient_accumulation_steps": 3, "world_size": 5,
          "max_grad_norm": 1.0}  # fmt: skip
@@ -61,9 +61,10 @@ def test_the_users_json_lies_over_the_generated_one_key_by_key(tmp_path):
     file = tmp_path / "mine.json"
     mine = {"gradient_clipping": 7.0, "zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
     file.write_text(json.dumps(mine))
-    plain, merged = config(zero_stage=3), config(zero_stage=3, overrides=str(file))
+    plain, merged = config(zero_stage=3), with_overrides(config(zero_stage=3), str(file))
     assert merged["gradient_clipping"] == 7.0 and merged["wall_clock_breakdown"] is True
     assert merged["zero_optimization"] == plain["zero_optimization"] | {"overlap_comm": False}
+    assert with_overrides(plain, None) == plain
     untouched = plain.keys() - mine.keys()
     assert {name: merged[name] for name in untouched} == {name: plain[name] for name in untouched}
 
@@ -71,7 +72,7 @@ def test_the_users_json_lies_over_the_generated_one_key_by_key(tmp_path):
 def test_a_value_of_another_kind_replaces_a_group(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"bf16": None, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
-    merged = config(offload=True, overrides=str(file))
+    merged = with_overrides(config(offload=True), str(file))
     assert merged["bf16"] is None
     offload = config(offload=True)["zero_optimization"]["offload_optimizer"]
     assert merged["zero_optimization"]["offload_optimizer"] == offload | {"device": "nvme"}

@@ -16,7 +16,7 @@ from dschat.models.causal_lm import load_causal_lm
 from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import has_scalar_head, load_scalar_head
 from dschat.models.weights import export_model
-from dschat.runs.set_up import model_problems
+from dschat.runs.validation import model_problems
 
 CONFIGURATION = """
 from pathlib import Path

@@ -9,7 +9,7 @@ from tiny_models import tiny_causal_lm, tiny_tokenizer
 from dschat.generation import Decoder
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
-from dschat.runs.set_up import model_problems
+from dschat.runs.validation import model_problems
 
 # Short factors up to 16 positions, long ones beyond.
 LONGROPE = {

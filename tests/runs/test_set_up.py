@@ -17,7 +17,8 @@ from dschat.arguments.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
 from dschat.rlhf.validation import rlhf_problems, rlhf_warnings
 from dschat.runs.session import data_fingerprint
-from dschat.runs.set_up import load_splits, make_output_folder, one_model_problems
+from dschat.runs.set_up import load_splits, make_output_folder
+from dschat.runs.validation import one_model_problems
 
 STEPS = {
     "sft": (arguments.SFTSettings, partial(one_model_problems, "sft")),

@@ -17,7 +17,7 @@ from shell_commands import ROOT, Command, commands_in_text, commands_of, module_
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError
 from dschat.rlhf.validation import rlhf_problems
-from dschat.runs.set_up import one_model_problems
+from dschat.runs.validation import one_model_problems
 
 STEP1, STEP2, STEP3 = "step1_supervised_finetuning", "step2_reward_model_finetuning", "step3_rlhf_finetuning"
 DPO = "step2_dpo_finetuning"

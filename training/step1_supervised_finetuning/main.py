@@ -20,7 +20,8 @@ from dschat.models.packed_attention import choose_packing
 from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, fit
-from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
+from dschat.runs.set_up import data_options, load_splits, start
+from dschat.runs.validation import one_model_problems
 
 
 def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:

@@ -16,14 +16,8 @@ from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import fit
 from dschat.runs.output_conflicts import overwritten_models
-from dschat.runs.set_up import (
-    data_options,
-    load_splits,
-    model_problems,
-    one_model_problems,
-    start,
-    vocabulary_problems,
-)
+from dschat.runs.set_up import data_options, load_splits, start
+from dschat.runs.validation import model_problems, one_model_problems, vocabulary_problems
 
 
 def check(settings: PreferenceSettings) -> list[str]:

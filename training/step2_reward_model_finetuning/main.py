@@ -18,7 +18,8 @@ from dschat.models.scalar_head import TokenScores, last_token_scores, load_scala
 from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, evaluation_means, fit
-from dschat.runs.set_up import data_options, load_splits, one_model_problems, start
+from dschat.runs.set_up import data_options, load_splits, start
+from dschat.runs.validation import one_model_problems
 
 
 def pairwise(

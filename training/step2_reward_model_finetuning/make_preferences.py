@@ -47,7 +47,8 @@ from dschat.rewards.weighted_sum import (
     reward_problems,
 )
 from dschat.runs import signals
-from dschat.runs.set_up import data_options, load_splits, model_problems, start
+from dschat.runs.set_up import data_options, load_splits, start
+from dschat.runs.validation import model_problems
 
 MAX_FAILED_CALLS = 3  # consecutive batches without any score on one process: then the run stops
 Score = Callable[[Rollout, Answers], list[float | None]]
