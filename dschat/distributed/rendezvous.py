@@ -14,7 +14,7 @@ from torch import distributed as dist
 from dschat.distributed.launch_environment import LaunchError
 from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
 
-LATE = 3.0  # seconds that rank 0 keeps the store open for others to read why the run ends
+READERS_TIMEOUT = 3.0  # seconds that rank 0 keeps the store open for others to read why the run ends
 SHOWN = 8  # maximum number of missing ranks that a message lists
 
 
@@ -114,7 +114,7 @@ def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -
             confirm(store, rank)
             if holds_store:
                 here = [number for number in range(world_size) if store.check([f"joined/{number}"])]
-                wait_for_readers(store, here, seconds=LATE)
+                wait_for_readers(store, here, seconds=READERS_TIMEOUT)
         except RuntimeError:
             pass  # the store is closed: no rank is left to notify
         if isinstance(error, RuntimeError):

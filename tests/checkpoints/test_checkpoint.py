@@ -91,7 +91,7 @@ BAD_MANIFESTS = {
 }
 
 
-def test_an_untouched_checkpoint_verifies_and_is_found(tmp_path):
+def test_an_intact_checkpoint_passes_verification_and_is_found(tmp_path):
     folder = save(tmp_path, 5)
     assert verify_checkpoint(folder) == []
     assert find_checkpoint(tmp_path, "auto") == folder == find_checkpoint(tmp_path, str(folder))
@@ -103,7 +103,7 @@ def test_an_untouched_checkpoint_verifies_and_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES.keys())
-def test_damage_is_named_and_the_one_before_is_used(damage, message, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(damage, message, tmp_path, capsys):
     older, newer = save(tmp_path, 2), save(tmp_path, 4)
     damage(newer)
     (problem,) = verify_checkpoint(newer)
@@ -118,7 +118,7 @@ def test_damage_is_named_and_the_one_before_is_used(damage, message, tmp_path, c
 
 
 @pytest.mark.parametrize("change, message", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS.keys())
-def test_a_manifest_that_save_would_not_write_is_refused_in_one_line(change, message, tmp_path):
+def test_an_invalid_manifest_is_refused_in_one_line(change, message, tmp_path):
     folder = save(tmp_path, 2)
     manifest = json.loads((folder / "manifest.json").read_text()) | change
     (folder / "manifest.json").write_text(json.dumps(manifest))
@@ -126,7 +126,7 @@ def test_a_manifest_that_save_would_not_write_is_refused_in_one_line(change, mes
     assert message in problem and "\n" not in problem and problem.isprintable()
 
 
-def test_a_manifest_nested_without_end_is_refused(tmp_path):
+def test_a_deeply_nested_manifest_is_refused(tmp_path):
     folder = save(tmp_path, 2)
     (folder / "manifest.json").write_text("[" * 100_000)
     (problem,) = verify_checkpoint(folder)
@@ -143,7 +143,7 @@ def test_code_is_found_in_a_listed_pickle_of_any_name(name, tmp_path):
     assert f"{name} is refused: it would run posix.system" in problem
 
 
-def test_what_a_killed_save_left_is_no_checkpoint_and_is_cleared_away(tmp_path):
+def test_the_temporary_folder_of_a_killed_save_is_ignored_and_removed(tmp_path):
     folder = save(tmp_path, 3)
     shutil.copytree(folder, folder.with_name(".step-00000004.tmp"))
     (folder.with_name(".step-00000004.tmp") / "stale").touch()
@@ -162,21 +162,21 @@ def records(output: Path, step: int, text: str = "first") -> None:
     (output / "best" / "config.json").write_text(text)
 
 
-def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tmp_path, capsys):
+def test_a_run_without_resume_keeps_the_earlier_checkpoints_and_prints_how_to_use_them(tmp_path, capsys):
     save(tmp_path, 5)
     records(tmp_path, 5)
     assert find_checkpoint(tmp_path, "never") is None
     aside = tmp_path / "checkpoints-before-1"
-    (said,) = capsys.readouterr().out.splitlines()
-    assert f"metrics and samples of the run before are in {aside}" in said
-    assert f"--resume {aside / 'step-00000005'}" in said
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert f"metrics and samples of the run before are in {aside}" in printed
+    assert f"--resume {aside / 'step-00000005'}" in printed
     assert sorted(path.name for path in aside.iterdir()) == [
         "best", "latest", "metrics.jsonl", "run.json", "samples.jsonl", "step-00000005"]  # fmt: skip
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints-before-1"]
     records(tmp_path, 0, "second")  # it has evaluated, but not trained: nothing to keep
     assert find_checkpoint(tmp_path, "auto") is None
-    (said,) = capsys.readouterr().out.splitlines()
-    assert "starts from scratch" in said and f"--resume {aside / 'step-00000005'}" in said
+    (printed,) = capsys.readouterr().out.splitlines()
+    assert "starts from scratch" in printed and f"--resume {aside / 'step-00000005'}" in printed
     assert len(list(tmp_path.glob("*-before-*"))) == 1
     records(tmp_path, 1, "second")
     assert find_checkpoint(tmp_path, "auto") is None
@@ -184,7 +184,7 @@ def test_a_forgotten_resume_loses_nothing_and_the_next_auto_names_the_command(tm
     assert "1, " in (tmp_path / "history-before-2" / "metrics.jsonl").read_text()
 
 
-def test_a_checkpoint_that_was_set_aside_is_gone_on_with_as_if_it_had_not_been(tmp_path):
+def test_a_checkpoint_that_was_set_aside_is_resumed_with_its_logs(tmp_path):
     save(tmp_path, 5)
     records(tmp_path, 5)
     find_checkpoint(tmp_path, "never")
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_was_set_aside_is_gone_on_with_as_if_it_had_not_been(t
     assert find_checkpoint(tmp_path, "auto").name == "step-00000006"
 
 
-def test_what_an_interrupted_start_or_end_left_is_removed_by_the_next(tmp_path):
+def test_files_of_an_interrupted_start_or_end_are_removed_at_the_next_start(tmp_path):
     older, newer = save(tmp_path, 3), save(tmp_path, 4)
     newer.rename(newer.with_name(".step-00000004.old"))  # killed while the new one was to take its name
     half = [
@@ -219,7 +219,7 @@ def test_what_an_interrupted_start_or_end_left_is_removed_by_the_next(tmp_path):
     assert (tmp_path / "best" / "config.json").read_text() == "the best so far"
 
 
-def test_a_tensor_file_that_does_not_fit_on_the_disk_is_a_failed_save_and_no_more(tmp_path):
+def test_a_safetensors_error_is_a_failed_save(tmp_path):
     """safetensors raises an error of its own, which is no OSError."""
 
     def full(folder: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_tensor_file_that_does_not_fit_on_the_disk_is_a_failed_save_and_no_mor
     assert names(tmp_path) == ["latest", folder.name]
 
 
-def test_generators_that_do_not_fit_on_the_disk_are_a_failed_save_and_no_more(tmp_path):
+def test_random_states_that_do_not_fit_on_the_disk_are_a_failed_save(tmp_path):
     """The file that safetensors writes is larger than the system allows here, as on a disk that is full."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
@@ -243,14 +243,14 @@ def test_generators_that_do_not_fit_on_the_disk_are_a_failed_save_and_no_more(tm
     assert names(tmp_path) == []
 
 
-def test_the_newest_are_kept_and_only_they(tmp_path):
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
     for step in (1, 2, 3, 10, 200):
         save(tmp_path, step, keep=2)
     assert names(tmp_path) == ["latest", "step-00000010", "step-00000200"]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000200"
 
 
-def test_a_new_run_is_not_mistaken_for_the_longer_one_that_was_here_before(tmp_path):
+def test_checkpoints_of_an_earlier_longer_run_are_removed(tmp_path):
     for step in (50, 100):
         save(tmp_path, step, keep=2, text="old run")
     new = save(tmp_path, 10, keep=2, text="new run")
@@ -259,7 +259,7 @@ def test_a_new_run_is_not_mistaken_for_the_longer_one_that_was_here_before(tmp_p
     assert (new / "model.bin").read_text() == "new run"
 
 
-def test_a_step_saved_again_replaces_the_older_one(tmp_path):
+def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
     save(tmp_path, 4, text="first")
     folder = save(tmp_path, 4, text="second")
     assert (folder / "model.bin").read_text() == "second" and verify_checkpoint(folder) == []
@@ -272,7 +272,7 @@ def test_the_manifest_covers_every_file_but_itself(tmp_path):
     assert manifest["step"] == 1 and manifest["world_size"] == 1
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path):
+def test_every_random_generator_is_restored(tmp_path):
     def draw() -> list[float]:
         return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.randn(()).item()]
 
@@ -290,7 +290,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path):
         load_checkpoint(folder, engines={}, fingerprint={"rows": 8})
 
 
-def test_two_ranks_save_find_and_agree(programs, tmp_path):
+def test_two_ranks_save_and_find_the_same_checkpoint(programs, tmp_path):
     programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log")
     assert names(tmp_path) == ["latest", "step-00000003"]
     folder = tmp_path / "checkpoints" / "step-00000003"

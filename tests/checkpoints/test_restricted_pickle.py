@@ -85,7 +85,7 @@ def script_module() -> bytes:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES.keys())
-def test_what_would_run_something_is_refused_and_not_run(disguise, tmp_path):
+def test_a_pickle_that_would_run_code_is_refused_and_not_run(disguise, tmp_path):
     path = tmp_path / "model_states.pt"
     path.write_bytes(disguise(tmp_path / "was_run"))
     (problem,) = pickle_problems(path)
@@ -95,7 +95,7 @@ def test_what_would_run_something_is_refused_and_not_run(disguise, tmp_path):
     assert not (tmp_path / "was_run").exists()
 
 
-def test_deepspeeds_states_of_every_precision_pass_and_come_back(tmp_path):
+def test_deepspeed_states_of_every_precision_are_accepted_and_restored(tmp_path):
     path = tmp_path / "optim_states.pt"
     scaler = DynamicLossScaler(2.0**16, 1000, 1, 2, False, dtype=torch.float16)
     state = {
@@ -112,7 +112,7 @@ def test_deepspeeds_states_of_every_precision_pass_and_come_back(tmp_path):
         assert loaded[name] == state[name]
 
 
-def test_the_environment_is_as_it_was_afterwards(monkeypatch):
+def test_restricted_unpickling_restores_the_environment(monkeypatch):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     before, allowed = dict(os.environ), set(torch.serialization.get_safe_globals())
     with pytest.raises(ValueError, match="nothing"), restricted_unpickling():

@@ -30,7 +30,7 @@ with written_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def test_a_folder_has_its_files_and_a_manifest_of_them(tmp_path):
+def test_a_written_folder_has_its_files_and_a_manifest_of_them(tmp_path):
     write(tmp_path / "x")
     assert folder_problems(tmp_path / "x") == []
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a.txt", "b.bin", "inner", "manifest.json", "x"]
@@ -56,14 +56,14 @@ def test_every_flipped_bit_and_every_missing_file_is_found(tmp_path):
     assert "cannot be read" in folder_problems(tmp_path / "nothing")[0]
 
 
-def test_what_raises_inside_leaves_nothing(tmp_path):
+def test_an_exception_while_writing_leaves_no_files(tmp_path):
     with pytest.raises(KeyError), written_folder(tmp_path / "x") as folder:
         (folder / "a").touch()
         raise KeyError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_folder_is_replaced_and_a_good_one_stays(tmp_path):
+def test_a_damaged_folder_is_replaced_and_an_intact_one_is_kept(tmp_path):
     write(tmp_path / "x", "first")
     write(tmp_path / "x", "second")
     assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "first", "of another process, which was faster"
@@ -73,7 +73,7 @@ def test_a_damaged_folder_is_replaced_and_a_good_one_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypatch):
+def test_files_are_synced_before_the_folder_is_renamed(tmp_path, monkeypatch):
     synced, sync = [], verified_folder.sync
     monkeypatch.setattr(
         verified_folder, "sync", lambda path: (synced.append((path, (tmp_path / "x").exists())), sync(path))
@@ -84,7 +84,7 @@ def test_files_are_on_the_disk_before_the_folder_has_its_name(tmp_path, monkeypa
     assert synced[-1] == (tmp_path, True), "the name itself"
 
 
-def test_a_killed_writer_leaves_no_folder_and_the_next_one_removes_what_it_left(tmp_path, monkeypatch):
+def test_the_temporary_folder_of_a_killed_writer_is_removed_by_the_next(tmp_path, monkeypatch):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "x"], stdout=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "ready\n"
     (left,) = tmp_path.iterdir()
@@ -98,7 +98,7 @@ def test_a_killed_writer_leaves_no_folder_and_the_next_one_removes_what_it_left(
     assert [path.name for path in tmp_path.iterdir()] == ["y"]
 
 
-def test_a_folder_without_lock_is_left_for_a_day(tmp_path):
+def test_an_unfinished_folder_without_lock_is_kept_for_a_day(tmp_path):
     """It may be about to be locked or renamed; folders of earlier releases had no lock."""
     for path in (tmp_path / "a.unfinished", tmp_path / "b.unfinished"):
         path.mkdir()
@@ -115,7 +115,7 @@ def test_a_folder_without_lock_is_left_for_a_day(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["b.unfinished"]
 
 
-def test_listed_files_are_compared_with_size_and_checksum(tmp_path):
+def test_listed_files_are_compared_by_size_and_checksum(tmp_path):
     (tmp_path / "a").write_bytes(b"")
     empty = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"  # SHA-256 of nothing
     assert file_problems(tmp_path, {"a": (0, empty)}) == []

@@ -33,7 +33,7 @@ def no_waiting(monkeypatch):
     monkeypatch.setattr(build_locks.time, "sleep", sleep)
 
 
-def test_on_one_machine_a_lock_that_no_process_holds_is_stale_at_once(no_waiting, tmp_path, capfd):
+def test_on_one_machine_a_lock_that_no_process_holds_is_stale_immediately(no_waiting, tmp_path, capfd):
     killed, young, running = lock_of(tmp_path, "killed", age=700), lock_of(tmp_path, "young"), lock_of(tmp_path, "busy")
     with running.open():
         clear_stale_build_locks(tmp_path)
@@ -42,14 +42,14 @@ def test_on_one_machine_a_lock_that_no_process_holds_is_stale_at_once(no_waiting
     assert capfd.readouterr().err == ""
 
 
-def test_a_machine_that_was_here_long_ago_builds_nothing_any_more(no_waiting, tmp_path):
+def test_a_machine_registered_long_ago_is_ignored(no_waiting, tmp_path):
     lock = lock_of(tmp_path, "young")
     another_machine(tmp_path, age=10 * 24 * 3600)
     clear_stale_build_locks(tmp_path)
     assert not lock.exists()
 
 
-def test_a_lock_that_may_be_another_machines_is_waited_for(tmp_path, monkeypatch, capfd):
+def test_a_lock_that_another_machine_may_hold_is_waited_for(tmp_path, monkeypatch, capfd):
     lock = lock_of(tmp_path, "theirs")
     another_machine(tmp_path)
     pauses = []
@@ -67,7 +67,7 @@ def test_a_lock_that_may_be_another_machines_is_waited_for(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("age", [0.0, -5000.0], ids=["", "whose clock is ahead"])
-def test_it_is_waited_for_no_longer_than_a_build_takes(age, tmp_path, monkeypatch, capfd):
+def test_the_wait_ends_after_the_longest_build_time(age, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
     monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
     lock = lock_of(tmp_path, "theirs", age=age)
@@ -76,7 +76,7 @@ def test_it_is_waited_for_no_longer_than_a_build_takes(age, tmp_path, monkeypatc
     assert not lock.exists() and "waiting for another machine" in capfd.readouterr().err
 
 
-def test_a_lock_of_another_user_may_be_held_unseen(tmp_path, monkeypatch):
+def test_a_lock_of_another_user_is_waited_for_before_it_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
     monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)

@@ -24,7 +24,7 @@ def test_the_global_batch_is_the_product_that_deepspeed_checks():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_precision_at_most_is_on(dtype):
+def test_at_most_one_precision_is_enabled(dtype):
     for made in (config(dtype=dtype), frozen_config(dtype=dtype, zero_stage=3, micro_batch_size=1, world_size=1)):
         on = {name for name in ("bf16", "fp16") if made[name]["enabled"]}
         assert on == ({dtype} - {"fp32"})
@@ -38,7 +38,7 @@ def test_bf16_accumulates_gradients_in_float32_where_zero_can():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("offload", [False, True])
-def test_offload_moves_what_the_stage_has_sharded(stage, offload):
+def test_offload_covers_the_states_that_the_stage_partitions(stage, offload):
     zero = config(zero_stage=stage, offload=offload)["zero_optimization"]
     assert zero["stage"] == stage
     assert ("offload_optimizer" in zero) == (offload and stage >= 1)
@@ -50,14 +50,14 @@ def test_offload_moves_what_the_stage_has_sharded(stage, offload):
 @pytest.mark.parametrize(
     "stage, offload, expected", [(0, False, 0), (1, False, 0), (2, False, 0), (3, False, 3), (0, True, 3), (3, True, 3)]
 )
-def test_a_frozen_model_is_whole_or_partitioned(stage, offload, expected):
+def test_a_frozen_model_is_replicated_or_partitioned(stage, offload, expected):
     """Stages 1 and 2 shard what only training has; host memory can hold parameters under stage 3 alone."""
     zero = frozen_config(dtype="bf16", zero_stage=stage, micro_batch_size=1, world_size=1, offload=offload)
     assert zero["zero_optimization"]["stage"] == expected
     assert ("offload_param" in zero["zero_optimization"]) == offload
 
 
-def test_the_users_json_lies_over_the_generated_one_key_by_key(tmp_path):
+def test_overrides_are_merged_key_by_key(tmp_path):
     file = tmp_path / "mine.json"
     mine = {"gradient_clipping": 7.0, "zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
     file.write_text(json.dumps(mine))
@@ -69,7 +69,7 @@ def test_the_users_json_lies_over_the_generated_one_key_by_key(tmp_path):
     assert {name: merged[name] for name in untouched} == {name: plain[name] for name in untouched}
 
 
-def test_a_value_of_another_kind_replaces_a_group(tmp_path):
+def test_an_override_of_another_type_replaces_a_group(tmp_path):
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({"bf16": None, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
     merged = with_overrides(config(offload=True), str(file))

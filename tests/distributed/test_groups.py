@@ -20,7 +20,7 @@ def test_without_sequence_parallelism_every_rank_reads_its_own_rows(found):
         assert of_rank["1"] == [rank, 4, 0, 1, 10.0**rank, 10.0**rank]  # no group: all ranks, and this rank alone
 
 
-def test_neighbours_share_a_row_and_ranks_of_the_same_part_average(found):
+def test_adjacent_ranks_share_rows_and_ranks_of_the_same_part_form_data_parallel_groups(found):
     # Sequence parallel pairs (0, 1) and (2, 3); data parallel pairs (0, 2) and (1, 3).
     sums = {0: (101.0, 11.0), 1: (1010.0, 11.0), 2: (101.0, 1100.0), 3: (1010.0, 1100.0)}
     for rank, of_rank in enumerate(found):

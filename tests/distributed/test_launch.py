@@ -21,36 +21,36 @@ def test_two_ranks(case, programs, tmp_path):
     programs.run(RANKS, [case, tmp_path], processes=2, log=tmp_path / "log")
 
 
-def test_a_mistake_of_the_user_is_told_once_without_a_stack(programs, tmp_path):
+def test_a_settings_error_is_printed_once_without_a_traceback(programs, tmp_path):
     text = programs.run(RANKS, ["mistake", tmp_path], processes=2, log=tmp_path / "log", code=2)
     assert text.count("--shade green: choose another") == 1
     assert "Traceback" not in text
 
 
-def test_a_fault_of_ours_shows_its_stack(programs, tmp_path):
+def test_an_internal_error_prints_a_traceback(programs, tmp_path):
     text = programs.run(RANKS, ["fault", tmp_path], processes=2, log=tmp_path / "log", code=1)
     assert "Traceback" in text and "a fault of ours" in text
 
 
-def test_a_fault_of_one_rank_is_printed_first_and_ends_the_others_which_name_it(programs, tmp_path):
+def test_an_error_of_one_rank_is_printed_first_and_ends_the_others_which_name_it(programs, tmp_path):
     text = programs.run(RANKS, ["fault_of_one", tmp_path], processes=3, log=tmp_path / "log", code=1)
     assert text.index("Traceback") < text.index("rank 1 (") and "KeyError: 'a fault of ours'" in text
     named = text.count("has failed in phase 'start': KeyError: 'a fault of ours'")
     assert named == 2, "by rank 0, which waits for nobody, and by rank 2, which waits"
 
 
-def test_a_mistake_that_only_one_rank_finds_ends_all_with_status_2(programs, tmp_path):
+def test_a_settings_error_of_one_rank_ends_all_with_status_2(programs, tmp_path):
     text = programs.run(RANKS, ["mistake_of_one", tmp_path], processes=2, log=tmp_path / "log", code=None)
     assert "rank 1 (" in text and "--shade green: choose another" in text
 
 
-def test_a_signal_to_one_rank_before_the_loop_ends_all_with_its_status(programs, tmp_path):
+def test_a_signal_to_one_rank_before_training_ends_all_with_its_status(programs, tmp_path):
     text = programs.run(RANKS, ["terminated", tmp_path], processes=2, log=tmp_path / "log", code=128 + signal.SIGTERM)
     assert text.count("SIGTERM: the run ends here, not saved") == 1 and "rank 1 (" in text
     assert "Traceback" not in text
 
 
-def test_a_process_that_did_not_join_is_a_group_of_one():
+def test_collectives_work_without_a_process_group():
     assert (collectives.rank(), collectives.world_size(), collectives.is_main()) == (0, 1, True)
     collectives.barrier()
     assert collectives.all_gather_objects("me") == ["me"]
@@ -63,7 +63,7 @@ def test_a_process_that_did_not_join_is_a_group_of_one():
     assert value.tolist() == [1, 2] and largest.tolist() == [2.0, 3.0]
 
 
-def test_one_seed_seeds_every_generator():
+def test_seed_all_seeds_every_generator():
     def draw(seed: int) -> list[float]:
         launch.seed_all(seed)
         return [random.random(), np.random.rand(), torch.rand(()).item()]
@@ -112,7 +112,7 @@ def test_ranks_share_the_cores(given, expected, environment, monkeypatch):
         torch.set_num_threads(before)
 
 
-def test_missing_build_tools_are_named_before_anything_is_built(environment, monkeypatch, tmp_path):
+def test_missing_build_tools_are_listed_before_any_build(environment, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     environment["PATH"] = str(tmp_path)
     environment.pop("CXX", None)
@@ -143,7 +143,7 @@ def test_a_virtual_environment_builds_into_itself_with_its_own_ninja(environment
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
-def test_builds_that_another_user_has_left_in_the_environment_are_not_loaded(environment, monkeypatch, tmp_path):
+def test_a_build_folder_of_another_user_is_not_used(environment, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     environment.pop("TORCH_EXTENSIONS_DIR", None)
     (tmp_path / "torch_extensions").mkdir()

@@ -20,15 +20,15 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_
 
 
 @pytest.mark.parametrize("given", [TORCH, OPEN_MPI, HYDRA, SLURM], ids=["torch", "openmpi", "hydra", "slurm"])
-def test_every_launcher_gives_the_same_place(given):
+def test_every_launcher_gives_the_same_ranks(given):
     assert launch_variables(given) == TORCH
 
 
-def test_srun_with_pmi_has_the_local_rank_of_slurm():
+def test_srun_with_pmi_variables_uses_the_local_rank_of_slurm():
     assert launch_variables(SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}) == TORCH
 
 
-def test_mpirun_inside_a_slurm_job_counts_its_own_processes():
+def test_mpirun_inside_a_slurm_job_takes_precedence():
     daemons = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
     assert launch_variables(OPEN_MPI | daemons) == TORCH
 
@@ -45,11 +45,11 @@ def test_mpirun_inside_a_slurm_job_counts_its_own_processes():
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     ],
 )
-def test_one_process_has_no_ranks(given):
+def test_a_single_process_needs_no_launch_variables(given):
     assert launch_variables(given) == {}
 
 
-def test_on_one_node_rank_0_is_here_and_a_job_has_its_own_port():
+def test_on_one_node_the_address_is_local_and_every_job_has_its_own_port():
     here = {name: value for name, value in OPEN_MPI.items() if not name.startswith("MASTER")}
     here |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     one = launch_variables(here | {"PMIX_NAMESPACE": "job-1"})
@@ -61,7 +61,7 @@ def test_on_one_node_rank_0_is_here_and_a_job_has_its_own_port():
     assert found[0] == found[1] != found[2] and 10000 <= int(found[0]) < 30000
 
 
-def test_a_rank_alone_needs_no_address_and_the_size_of_the_node_has_two_names():
+def test_a_single_rank_needs_no_address_and_local_size_is_accepted():
     alone = launch_variables({"RANK": "0", "WORLD_SIZE": "1"})
     assert alone["LOCAL_RANK"] == "0" and alone["LOCAL_WORLD_SIZE"] == "1"
     deepspeed = {name: value for name, value in TORCH.items() if name != "LOCAL_WORLD_SIZE"} | {"LOCAL_SIZE": "2"}
@@ -78,7 +78,7 @@ def test_a_rank_alone_needs_no_address_and_the_size_of_the_node_has_two_names():
         ("", ""),
     ],
 )
-def test_the_first_host_of_a_slurm_list(nodes, first):
+def test_first_host_of_a_slurm_node_list(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -103,7 +103,7 @@ def test_the_first_host_of_a_slurm_list(nodes, first):
         ({"MASTER_PORT": "http"}, "MASTER_PORT 'http'"),
     ],
 )
-def test_a_bad_variable_is_named_with_the_way_to_start(change, message):
+def test_an_invalid_variable_is_named_with_the_ways_to_launch(change, message):
     given = {name: value for name, value in (TORCH | change).items() if value is not None}
     with pytest.raises(LaunchError) as caught:
         launch_variables(given)
@@ -121,13 +121,13 @@ def test_a_bad_variable_is_named_with_the_way_to_start(change, message):
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "7"}, "RANK 7 must be from 0 to 3"),
     ],
 )
-def test_ranks_of_other_launchers_that_cannot_be_known_are_refused(given, message):
+def test_incomplete_variables_of_other_launchers_are_refused(given, message):
     with pytest.raises(LaunchError) as caught:
         launch_variables(given)
     assert message in str(caught.value)
 
 
-def test_one_process_of_a_node_reports_for_all():
+def test_local_rank_0_is_the_first_of_its_node():
     assert is_first_of_node({}) and is_first_of_node({"LOCAL_RANK": "0"}) and is_first_of_node({"LOCAL_RANK": "x"})
     assert not is_first_of_node({"LOCAL_RANK": "1"}) and not is_first_of_node({"SLURM_LOCALID": "2"})
 
@@ -139,11 +139,11 @@ def test_one_process_of_a_node_reports_for_all():
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2, LOCAL_RANK 1, but RANK is not set"),
     ],
 )
-def test_a_step_says_so_at_once_with_status_2(given, message, programs, tmp_path):
-    said = programs.run(MAINS["sft"], [], log=tmp_path / "log", code=2, environment=given | {
+def test_a_step_with_invalid_launch_variables_exits_with_status_2(given, message, programs, tmp_path):
+    printed = programs.run(MAINS["sft"], [], log=tmp_path / "log", code=2, environment=given | {
         name: value for name, value in TORCH.items() if name not in ("RANK", "WORLD_SIZE")
     })  # fmt: skip
-    assert said.count(message) == 1 and "Traceback" not in said
+    assert printed.count(message) == 1 and "Traceback" not in printed
 
 
 RANKS_OF_MPI = """
@@ -156,7 +156,7 @@ launch.run(main)
 """
 
 
-def test_two_processes_of_mpirun_are_one_run(tmp_path):
+def test_two_processes_of_mpirun_join_one_run(tmp_path):
     """The processes get what mpirun would give them, and find each other."""
     (tmp_path / "ranks.py").write_text(RANKS_OF_MPI)
     plain = {name: value for name, value in os.environ.items() if name not in TORCH}
@@ -170,6 +170,6 @@ def test_two_processes_of_mpirun_are_one_run(tmp_path):
         )
         for rank in range(2)
     ]  # fmt: skip
-    said = [process.communicate(timeout=120)[0] for process in started]
+    printed = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert all("place [0, 1]" in text for text in said)
+    assert all("place [0, 1]" in text for text in printed)

@@ -66,7 +66,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
             torch.testing.assert_close(getattr(cut, name), expected, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: n + m)
 
 
-def test_greedy_baselines_and_evaluations_are_cut_too(folder):
+def test_greedy_baselines_and_evaluations_are_split_too(folder):
     trainer = make_trainer(folder, per_device_training_batch_size=3, gradient_accumulation_steps=8)
     passes = watched(trainer)
     trainer.greedy_scores(prompts_of(trainer), Timings())
@@ -75,7 +75,7 @@ def test_greedy_baselines_and_evaluations_are_cut_too(folder):
     assert {rows for noted in passes.values() for rows, _ in noted[-2:]} == {3, 1}
 
 
-def test_a_reward_model_of_make_preferences_reads_as_many_answers_at_once_as_there_are_prompts(folder, monkeypatch):
+def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_batch_size(folder, monkeypatch):
     sys.path.insert(0, str(TOOL))
     import make_preferences
 
@@ -123,7 +123,7 @@ class Noting(nn.Module):
 
 
 @pytest.mark.parametrize(("most", "repeated"), [(3, 0), (5, 2)])
-def test_a_rank_with_fewer_rows_runs_as_many_passes_and_hands_out_its_own_rows_only(monkeypatch, most, repeated):
+def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its_own_rows(monkeypatch, most, repeated):
     """5 rows, 2 at a time, are 3 passes; another rank has `most`."""
     agreed = []
 

@@ -108,7 +108,7 @@ def plain_torch(before: Flags, after: Flags) -> tuple[list[torch.Tensor], list[f
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 @pytest.mark.parametrize("change", CHANGES)
-def test_from_the_first_step_on_a_resumed_run_uses_its_own_flags(change, zero_stage, tmp_path):
+def test_a_resumed_run_uses_its_own_flags_from_the_first_step(change, zero_stage, tmp_path):
     before = Flags()
     after = replace(before, **CHANGES[change])
     written = engine_of(before, zero_stage=zero_stage, dtype="fp32")
@@ -125,7 +125,7 @@ def test_from_the_first_step_on_a_resumed_run_uses_its_own_flags(change, zero_st
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
-def test_in_bf16_too_the_settings_are_those_of_the_flags(zero_stage, tmp_path: Path):
+def test_a_resumed_run_in_bf16_uses_its_own_flags(zero_stage, tmp_path: Path):
     """DeepSpeed has another optimizer wrapper there, which keeps its own bound of the gradient norm."""
     before, after = Flags(), Flags(**CHANGES["all at once"])
     written = engine_of(before, zero_stage=zero_stage, dtype="bf16")

@@ -27,7 +27,7 @@ TRAPS = {
 }
 
 
-def test_the_first_parent_is_taken_and_its_folder_is_kept(tmp_path):
+def test_the_first_usable_parent_is_chosen_and_its_folder_is_reused(tmp_path):
     (tmp_path / "first").mkdir()
     before = os.umask(0)
     try:
@@ -39,7 +39,7 @@ def test_the_first_parent_is_taken_and_its_folder_is_kept(tmp_path):
     assert private_folder([tmp_path / "first"]) == folder and (folder / "built.so").exists()
 
 
-def test_a_folder_of_ours_that_others_may_read_is_closed_and_used(tmp_path):
+def test_an_own_folder_that_others_may_read_is_made_private_and_used(tmp_path):
     (tmp_path / NAME).mkdir()
     (tmp_path / NAME).chmod(0o755)
     assert stat.S_IMODE(private_folder([tmp_path]).stat().st_mode) == 0o700
@@ -48,7 +48,7 @@ def test_a_folder_of_ours_that_others_may_read_is_closed_and_used(tmp_path):
 @pytest.mark.parametrize(
     "trap", [*TRAPS.values(), pytest.param(give_away, marks=AS_ROOT)], ids=[*TRAPS.keys(), "another's folder"]
 )
-def test_a_folder_that_somebody_else_may_have_filled_is_passed_over(trap, tmp_path, monkeypatch):
+def test_a_folder_that_others_may_have_written_to_is_not_used(trap, tmp_path, monkeypatch):
     bad, good = tmp_path / "bad", tmp_path / "good"
     bad.mkdir()
     trap(bad / NAME)
@@ -59,7 +59,7 @@ def test_a_folder_that_somebody_else_may_have_filled_is_passed_over(trap, tmp_pa
     assert fresh.parent == tmp_path and stat.S_IMODE(fresh.stat().st_mode) == 0o700 and not list(fresh.iterdir())
 
 
-def test_a_file_is_private_if_nobody_else_can_have_written_it(tmp_path):
+def test_a_file_is_private_if_only_its_owner_can_write_it(tmp_path):
     file, link = tmp_path / "built.so", tmp_path / "link.so"
     assert not is_private_file(file)
     file.touch(mode=0o700)
@@ -71,7 +71,7 @@ def test_a_file_is_private_if_nobody_else_can_have_written_it(tmp_path):
 
 
 @AS_ROOT
-def test_anothers_file_is_not_private(tmp_path):
+def test_a_file_of_another_user_is_not_private(tmp_path):
     (tmp_path / "built.so").touch(mode=0o700)
     os.chown(tmp_path / "built.so", 12345, 12345)
     assert not is_private_file(tmp_path / "built.so")

@@ -18,13 +18,13 @@ from dschat.distributed.rendezvous import meet, open_store
 
 def together(*calls) -> list[str]:
     """What each call, in a thread of its own, raised."""
-    said = [""] * len(calls)
+    printed = [""] * len(calls)
 
     def run(number: int) -> None:
         try:
             calls[number]()
         except LaunchError as error:
-            said[number] = str(error)
+            printed[number] = str(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
@@ -32,7 +32,7 @@ def together(*calls) -> list[str]:
     for thread in threads:
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in threads)
-    return said
+    return printed
 
 
 def free_port() -> int:
@@ -50,28 +50,28 @@ def test_all_ranks_meet():
     assert together(*(ranks_meet(store, rank, 3) for rank in range(3))) == ["", "", ""]
 
 
-def test_ranks_that_do_not_come_are_listed_by_every_other():
+def test_missing_ranks_are_listed_by_every_other_rank():
     store = dist.HashStore()
-    said = together(*(ranks_meet(store, rank, 5, seconds=0.5) for rank in (0, 2)))
-    assert all(text.startswith("ranks 1, 3, 4 of 5 did not join within 0 s (--rendezvous_timeout)") for text in said)
+    printed = together(*(ranks_meet(store, rank, 5, seconds=0.5) for rank in (0, 2)))
+    assert all(text.startswith("ranks 1, 3, 4 of 5 did not join within 0 s (--rendezvous_timeout)") for text in printed)
 
 
-def test_a_rank_that_is_there_twice_is_one_too_many():
+def test_a_rank_given_to_two_processes_is_refused():
     store = dist.HashStore()
     meet(store, 0, 1, seconds=5, asked=5)
-    (said,) = together(ranks_meet(store, 0, 1))
-    assert said.startswith("RANK 0 was given to two processes")
+    (printed,) = together(ranks_meet(store, 0, 1))
+    assert printed.startswith("RANK 0 was given to two processes")
 
 
-def test_ranks_that_disagree_about_the_world_do_not_wait_for_each_other():
+def test_different_world_sizes_are_refused_without_waiting():
     port = free_port()
 
     def rank(number: int, world_size: int):
         return lambda: open_store(number, world_size, address="127.0.0.1", port=port, seconds=60)
 
     started = time.monotonic()
-    said = together(rank(0, 3), rank(1, 2))
-    assert said == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same for all"] * 2
+    printed = together(rank(0, 3), rank(1, 2))
+    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same for all"] * 2
     assert time.monotonic() - started < 50, "the time for missing ranks was not waited for"
 
 
@@ -84,7 +84,7 @@ def test_a_port_that_is_in_use_is_named():
             open_store(0, 2, address="127.0.0.1", port=port, seconds=5)
 
 
-def test_an_address_that_is_none_and_a_rank_0_that_is_not_there_are_named():
+def test_an_unknown_host_and_a_missing_rank_0_are_named():
     for rank in (0, 1):
         with pytest.raises(LaunchError, match="MASTER_ADDR no.such.host.invalid: no such host"):
             open_store(rank, 2, address="no.such.host.invalid", port=29500, seconds=5)
@@ -92,7 +92,7 @@ def test_an_address_that_is_none_and_a_rank_0_that_is_not_there_are_named():
         open_store(1, 2, address="127.0.0.1", port=free_port(), seconds=1)
 
 
-def test_under_torchrun_its_agent_holds_the_store_and_each_attempt_meets_anew(monkeypatch):
+def test_under_torchrun_the_agent_hosts_the_store_and_each_restart_has_its_own_rendezvous(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     for attempt in ("0", "1"):
@@ -102,7 +102,7 @@ def test_under_torchrun_its_agent_holds_the_store_and_each_attempt_meets_anew(mo
         ) == ["", ""]  # fmt: skip
 
 
-def test_a_rank_that_is_interrupted_while_it_waits_takes_the_others_along(tmp_path):
+def test_a_rank_that_is_terminated_while_it_waits_ends_the_others(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(
         "from dschat.distributed import launch\n"
@@ -126,7 +126,7 @@ def test_a_rank_that_is_interrupted_while_it_waits_takes_the_others_along(tmp_pa
             continue
     store.wait(["rendezvous/0/joined/0", "rendezvous/0/joined/1"], timedelta(seconds=60))
     started[1].send_signal(signal.SIGTERM)
-    said = [process.communicate(timeout=60)[1] for process in started]
+    printed = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [2, 128 + signal.SIGTERM]
-    assert "rank 1 has ended" in said[0] and "SIGTERM: the run ends here" in said[1]
-    assert "Traceback" not in "".join(said)
+    assert "rank 1 has ended" in printed[0] and "SIGTERM: the run ends here" in printed[1]
+    assert "Traceback" not in "".join(printed)

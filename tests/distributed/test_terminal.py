@@ -17,16 +17,16 @@ from dschat.distributed.terminal import printable
         ("\ud800", r"\ud800"),
     ],
 )
-def test_what_a_terminal_obeys_is_made_visible(text, shown):
+def test_control_characters_are_escaped(text, shown):
     assert printable(text) == shown
     assert "".join(map(printable, text)) == shown, "pieces of a stream give the same"
 
 
-def test_text_of_any_script_stays():
+def test_text_of_any_script_is_unchanged():
     text = "line\n\ttab naïve שלום مرحبا 漢字 👩‍👩‍👧 \u00a0\u200b \\x1b"
     assert printable(text) == text and printable(ValueError("x")) == "x"
 
 
 @pytest.mark.parametrize("code", [*range(0x20), *range(0x7F, 0xA0)])
-def test_every_control_character_but_newline_and_tab_is_replaced(code):
+def test_every_control_character_but_newline_and_tab_is_escaped(code):
     assert printable(chr(code)) == (chr(code) if chr(code) in "\n\t" else f"\\x{code:02x}")

@@ -32,19 +32,22 @@ class CountingStore(dist.Store):
 
 
 class Ranks:
-    """Several watchdogs over one store, and the exit statuses they would have used."""
+    """Several watchdogs over one store, and the exit statuses that they would have ended their processes with."""
 
     def __init__(self, count: int, store: dist.Store | None = None) -> None:
-        self.left: dict[int, int] = {}
+        self.exited: dict[int, int] = {}
         store = store or dist.HashStore()
         self.stores = [CountingStore(store) for _ in range(count)]
         self.watchdogs = [
-            Watchdog(seconds=SECONDS, store=self.stores[rank], rank=rank, world_size=count, leave=self.leaving(rank))
+            Watchdog(
+                seconds=SECONDS, store=self.stores[rank], rank=rank, world_size=count,
+                end_process=self.record_exit(rank),
+            )  # fmt: skip
             for rank in range(count)
         ]
 
-    def leaving(self, rank: int) -> Callable[[int], None]:
-        return lambda status: self.left.setdefault(rank, status)
+    def record_exit(self, rank: int) -> Callable[[int], None]:
+        return lambda status: self.exited.setdefault(rank, status)
 
     def silence(self, rank: int) -> None:
         """Stop the rank's thread that reports, as SIGSTOP would."""
@@ -53,15 +56,15 @@ class Ranks:
 
     def wait_for(self, count: int) -> None:
         deadline = time.monotonic() + 60
-        while len(self.left) < count and time.monotonic() < deadline:
+        while len(self.exited) < count and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert len(self.left) == count, self.left
+        assert len(self.exited) == count, self.exited
 
 
 @pytest.fixture
 def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
     monkeypatch.setattr(watchdog, "GRACE", 0.5)
-    monkeypatch.setattr(watchdog, "LATE", 0.5)
+    monkeypatch.setattr(watchdog, "READERS_TIMEOUT", 0.5)
     started: list[Ranks] = []
 
     def start(count: int, store: dist.Store | None = None) -> Ranks:
@@ -74,67 +77,68 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
             one._stop.set()
 
 
-def test_ranks_that_wait_for_one_that_makes_progress_are_left_alone(ranks):
+def test_ranks_may_wait_longer_than_the_timeout_for_one_that_makes_progress(ranks):
     group = ranks(3)
-    group.watchdogs[0].enter("data preparation")
+    group.watchdogs[0].enter_phase("data preparation")
     for _ in range(int(3 * SECONDS / 0.1)):  # three times the timeout
         group.watchdogs[0].advance()
         time.sleep(0.1)
-    assert group.left == {}
+    assert group.exited == {}
 
 
-def test_without_progress_on_any_rank_all_leave_and_name_the_first_that_stopped(ranks, capfd):
+def test_without_progress_on_any_rank_all_end_and_list_the_rank_that_stopped_first(ranks, capfd):
     group = ranks(3)
-    group.watchdogs[2].enter("sampling")
+    group.watchdogs[2].enter_phase("sampling")
     for _ in range(30):  # longer than heartbeats are delayed on a busy machine
         for rank in (0, 1):
-            group.watchdogs[rank].enter("update")
+            group.watchdogs[rank].enter_phase("update")
         time.sleep(0.1)
     group.wait_for(3)
-    assert set(group.left.values()) == {HUNG}
-    said = capfd.readouterr().err
-    assert "no rank makes progress (--collective_timeout): rank 2 (" in said and "in phase 'sampling' for" in said
-    assert said.count("Rank 1 is in phase 'update', here:") == 1 and "_watch" in said, "with a stack"
+    assert set(group.exited.values()) == {HUNG}
+    output = capfd.readouterr().err
+    assert "no rank makes progress (--collective_timeout): rank 2 (" in output and "in phase 'sampling' for" in output
+    assert output.count("Rank 1 is in phase 'update', here:") == 1 and "_watch" in output, "with a stack"
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_a_silent_rank_is_named_by_all_others_though_they_make_progress(silent, ranks, capfd):
+def test_a_rank_without_heartbeats_ends_the_others_although_they_make_progress(silent, ranks, capfd):
     group = ranks(3)
-    group.watchdogs[silent].enter("update")
+    group.watchdogs[silent].enter_phase("update")
     time.sleep(1.5)  # it has reported
     group.silence(silent)
     deadline = time.monotonic() + 60
-    while len(group.left) < 2 and time.monotonic() < deadline:
+    while len(group.exited) < 2 and time.monotonic() < deadline:
         for one in group.watchdogs:
             one.advance()
         time.sleep(0.1)
-    assert set(group.left) == {0, 1, 2} - {silent}
-    said = capfd.readouterr().err
-    assert said.count(f"rank {silent} (") >= 2 and "has been silent for" in said and "in phase 'update'" in said
+    assert set(group.exited) == {0, 1, 2} - {silent}
+    output = capfd.readouterr().err
+    assert output.count(f"rank {silent} (") >= 2
+    assert "has sent no heartbeat for" in output and "in phase 'update'" in output
 
 
-def test_a_rank_that_was_never_heard_of_counts_as_silent(ranks, capfd):
+def test_a_rank_that_never_sent_a_heartbeat_counts_as_hung(ranks, capfd):
     group = ranks(1)
-    group.watchdogs[0].world_size = 2
+    group.watchdogs[0]._heartbeats.world_size = 2
     for _ in range(100):
         group.watchdogs[0].advance()
         time.sleep(0.1)
-        if group.left:
+        if group.exited:
             break
-    assert group.left == {0: HUNG} and "rank 1 (never heard of) has been silent" in capfd.readouterr().err
+    assert group.exited == {0: HUNG} and "rank 1 (no heartbeat yet) has sent no heartbeat" in capfd.readouterr().err
 
 
-def test_a_rank_that_fails_ends_the_others_with_its_status_and_its_name(ranks, capfd):
+def test_a_rank_that_fails_ends_the_others_with_its_exit_status_and_its_error(ranks, capfd):
     group = ranks(3)
-    group.watchdogs[1].enter("update")
+    group.watchdogs[1].enter_phase("update")
     group.watchdogs[1].fail("KeyError: 'a fault'", 3)
     group.wait_for(2)
-    assert group.left == {0: 3, 2: 3}
-    said = capfd.readouterr().err
-    assert said.count("has failed in phase 'update': KeyError: 'a fault'. Rank") == 2 and "rank 1 (" in said
+    assert group.exited == {0: 3, 2: 3}
+    output = capfd.readouterr().err
+    assert output.count("has failed in phase 'update': KeyError: 'a fault'. Rank") == 2 and "rank 1 (" in output
 
 
-def test_ranks_that_fail_of_the_same_thing_leave_by_themselves(ranks, capfd):
+def test_ranks_that_all_fail_are_not_ended_by_the_watchdog(ranks, capfd):
     group = ranks(2)
     failing = [threading.Thread(target=one.fail, args=("the same mistake", 2)) for one in group.watchdogs]
     for thread in failing:
@@ -143,22 +147,21 @@ def test_ranks_that_fail_of_the_same_thing_leave_by_themselves(ranks, capfd):
     for thread in failing:
         thread.join()
     time.sleep(2)
-    assert group.left == {} and capfd.readouterr().err == ""
+    assert group.exited == {} and capfd.readouterr().err == ""
 
 
-def test_leaving_waits_for_a_checkpoint_that_is_being_completed(ranks):
+def test_a_checkpoint_is_completed_before_the_process_ends(ranks):
     group, completed = ranks(2), []
     saving = threading.Thread(target=lambda: completed.append(time.sleep(2)), name=watchdog.CHECKPOINT_THREAD)
     saving.start()
-    group.leaving = None
-    group.watchdogs[0].leave = lambda status: group.left.setdefault(0, (status, len(completed)))
+    group.watchdogs[0].end_process = lambda status: group.exited.setdefault(0, (status, len(completed)))
     group.watchdogs[1].fail("no more", 1)
     group.wait_for(1)
-    assert group.left[0] == (1, 1)
+    assert group.exited[0] == (1, 1)
 
 
-def test_a_store_that_is_gone_or_does_not_answer_ends_a_rank(ranks, capfd):
-    class Gone(dist.HashStore):
+def test_a_store_that_is_closed_or_does_not_respond_ends_a_rank(ranks, capfd):
+    class Closed(dist.HashStore):
         def check(self, keys):
             raise RuntimeError("connection reset by peer")
 
@@ -166,16 +169,16 @@ def test_a_store_that_is_gone_or_does_not_answer_ends_a_rank(ranks, capfd):
         def check(self, keys):
             time.sleep(3600)
 
-    gone, stuck = ranks(1, Gone()), ranks(1, Stuck())
-    gone.wait_for(1)
+    closed, stuck = ranks(1, Closed()), ranks(1, Stuck())
+    closed.wait_for(1)
     stuck.wait_for(1)
-    assert gone.left == stuck.left == {0: HUNG}
-    said = capfd.readouterr().err
-    assert "store is gone, and with it rank 0 (connection reset" in said
-    assert "rank 0, which holds the ranks' store, has been silent" in said
+    assert closed.exited == stuck.exited == {0: HUNG}
+    output = capfd.readouterr().err
+    assert "store of the ranks is closed, so rank 0 has ended (connection reset" in output
+    assert "rank 0, which hosts the ranks' store, has not responded" in output
 
 
-def test_traffic_grows_with_the_number_of_ranks_and_not_with_its_square(ranks):
+def test_store_traffic_grows_linearly_with_the_number_of_ranks(ranks):
     requests = {}
     for count in (4, 16):
         group = ranks(count)
@@ -186,8 +189,8 @@ def test_traffic_grows_with_the_number_of_ranks_and_not_with_its_square(ranks):
                 thread.join()
             store.requests = 0
         for one in group.watchdogs:
-            one._report()
+            one._heartbeats.exchange(one.progress, one.phase)
         for one in group.watchdogs:
-            one._report()
+            one._heartbeats.exchange(one.progress, one.phase)
         requests[count] = sum(store.requests for store in group.stores)
     assert requests[16] <= 4.5 * requests[4]

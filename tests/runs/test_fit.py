@@ -60,14 +60,14 @@ def test_every_row_counts_once_whatever_the_batch_size(batch_size):
     assert values == pytest.approx({"loss": 12.0, "squares": 184.0, "count": 11.0})
 
 
-def test_evaluation_needs_neither_gradients_nor_dropout_and_starts_with_the_longest_rows():
+def test_evaluation_runs_without_gradients_or_dropout_and_starts_with_the_longest_rows():
     model = Scale()
     evaluation(model, rows(), objective(), batch_size=4, max_batches=0)
     assert model.modes == {False}
     assert model.sizes == [4, 4, 3]
 
 
-def test_a_limited_evaluation_takes_batches_of_every_length():
+def test_a_limited_evaluation_samples_batches_of_every_length():
     """Sorted in pairs: (11, 10) (9, 8) (7, 6) (5, 4) (3, 2) (1); of six batches three: the 1st, 3rd and 5th."""
     values = evaluation(Scale(), rows(), objective(), batch_size=2, max_batches=3)
     assert values["count"] == 6
@@ -75,11 +75,11 @@ def test_a_limited_evaluation_takes_batches_of_every_length():
     assert evaluation(Scale(), rows(), objective(), batch_size=2, max_batches=99)["count"] == 11
 
 
-def test_no_rows_no_metrics():
+def test_an_evaluation_without_rows_has_no_metrics():
     assert evaluation(Scale(), rows().select([]), objective(), batch_size=2, max_batches=0) == {}
 
 
-def test_an_empty_share_becomes_a_row_that_counts_for_nothing():
+def test_an_empty_share_becomes_a_dummy_row_with_count_0():
     batch = collated(objective(), rows(), [], torch.device("cpu"))
     assert batch["real"].tolist() == [False]
     assert collated(objective(), rows(), [2, 0], torch.device("cpu"))["values"].tolist() == [1.0, 3.0]

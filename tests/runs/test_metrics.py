@@ -29,7 +29,7 @@ def lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
 
 
-def test_every_call_is_a_line_and_the_console_shows_progress(tmp_path, capsys):
+def test_every_call_appends_a_line_and_the_console_shows_progress(tmp_path, capsys):
     log = log_of(tmp_path)
     log.metrics(0, {"loss": 4.0}, phase="eval")
     log.metrics(1, {"loss": 3.0, "accuracy": 0.25})
@@ -44,14 +44,14 @@ def test_every_call_is_a_line_and_the_console_shows_progress(tmp_path, capsys):
     assert "ETA" not in last and "ETA" not in eval_line
 
 
-def test_what_is_not_finite_is_null(tmp_path):
+def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
     log_of(tmp_path).metrics(1, {"a": math.nan, "b": -math.inf, "c": 0.5})
     (line,) = lines(tmp_path / "metrics.jsonl")
     assert (line["a"], line["b"], line["c"]) == (None, None, 0.5)
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_resumed_run_goes_on_after_its_checkpoint_and_drops_what_came_later(tmp_path):
+def test_a_resumed_run_drops_the_lines_after_its_checkpoint(tmp_path):
     log = log_of(tmp_path)
     for step in range(1, 6):
         log.metrics(step, {"loss": float(step)})
@@ -67,13 +67,13 @@ def test_a_resumed_run_goes_on_after_its_checkpoint_and_drops_what_came_later(tm
         "first 1", "first 2", "first 3", "second 4"]  # fmt: skip
 
 
-def test_a_run_from_the_start_does_not_keep_lines_of_an_older_one(tmp_path):
+def test_a_new_run_drops_the_lines_of_an_older_one(tmp_path):
     log_of(tmp_path).metrics(0, {"loss": 1.0}, phase="eval")
     log_of(tmp_path).metrics(0, {"loss": 2.0}, phase="eval")
     assert [line["loss"] for line in lines(tmp_path / "metrics.jsonl")] == [2.0]
 
 
-def test_run_json_tells_arguments_versions_and_devices(tmp_path):
+def test_run_json_holds_arguments_versions_and_devices(tmp_path):
     log_of(tmp_path)
     run = json.loads((tmp_path / "run.json").read_text())
     assert run["name"] == "paint" and run["arguments"] == {"colour": "blue", "depth": 3}
@@ -81,7 +81,7 @@ def test_run_json_tells_arguments_versions_and_devices(tmp_path):
     assert run["devices"]["processes"] == 1
 
 
-def test_samples_keep_their_letters(tmp_path):
+def test_samples_keep_non_ascii_text(tmp_path):
     log_of(tmp_path).samples(2, [{"prompt": "Wieviel?", "response": "fünf 五\n", "score": 1.5}], phase="eval")
     assert lines(tmp_path / "samples.jsonl") == [
         {"step": 2, "phase": "eval", "prompt": "Wieviel?", "response": "fünf 五\n", "score": 1.5}
@@ -116,13 +116,13 @@ def test_the_remaining_time_counts_from_where_a_resumed_run_started(tmp_path, ca
 
 
 @pytest.mark.parametrize("text", [b"", b"\n", b"not json\n", b'{"time": 3}\n', b"[1]\n", "{'ü".encode()[:-1]])
-def test_lines_that_nobody_can_read_do_not_stop_a_resume(text, tmp_path):
+def test_unreadable_lines_are_dropped_on_resume(text, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n' + text)
     log_of(tmp_path, finished_steps=1)
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
-def test_a_sample_with_unusual_line_ends_survives_a_resume(tmp_path):
+def test_a_sample_with_unusual_line_ends_is_kept_on_resume(tmp_path):
     odd = "one\u2028two\x85three\x0cfour\r\n"
     log_of(tmp_path).samples(1, [{"prompt": odd, "response": odd, "score": 0.0}])
     log_of(tmp_path, finished_steps=1)
@@ -130,7 +130,7 @@ def test_a_sample_with_unusual_line_ends_survives_a_resume(tmp_path):
     assert sample["response"] == odd
 
 
-def test_a_disk_that_fills_up_costs_whole_lines_with_one_warning_and_the_run_goes_on(tmp_path, capsys):
+def test_a_full_disk_drops_whole_lines_with_one_warning_and_the_run_continues(tmp_path, capsys):
     log = log_of(tmp_path)
     for step in range(1, 4):
         log.metrics(step, {"loss": float(step)})
@@ -152,7 +152,7 @@ def test_a_disk_that_fills_up_costs_whole_lines_with_one_warning_and_the_run_goe
     assert "train 4/10" in text.out and "train 6/10" in text.out, "the console still says it"
 
 
-def test_a_resume_on_a_full_disk_keeps_the_history(tmp_path, capsys):
+def test_a_resume_on_a_full_disk_keeps_the_metrics(tmp_path, capsys):
     log = log_of(tmp_path)
     for step in range(1, 6):
         log.metrics(step, {"loss": float(step)})
@@ -169,7 +169,7 @@ def test_a_resume_on_a_full_disk_keeps_the_history(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("record", ["TensorBoard", "run.json"])
-def test_other_records_that_cannot_be_written_are_no_reason_to_end_a_run(record, tmp_path, monkeypatch, capfd):
+def test_other_records_that_cannot_be_written_do_not_end_the_run(record, tmp_path, monkeypatch, capfd):
     events = str(tmp_path / "events")
     monkeypatch.setenv(failpoint.VARIABLE, f"log_{record}:raise#1")
     monkeypatch.setattr(failpoint, "_met", Counter())

@@ -22,15 +22,15 @@ def nothing_stays_locked():
     output_folder._held.clear()
 
 
-def test_a_second_run_is_refused_and_the_first_is_named(tmp_path):
+def test_a_second_run_in_a_folder_is_refused_and_the_message_names_the_first(tmp_path):
     output_folder.claim(tmp_path)
     other = f"from dschat.runs import output_folder; output_folder.claim({str(tmp_path)!r})"
-    said = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
-    assert said.returncode and f"another run is writing there (process {os.getpid()} on" in said.stderr
+    printed = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True)
+    assert printed.returncode and f"another run is writing there (process {os.getpid()} on" in printed.stderr
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
-def test_a_file_system_without_locks_draws_a_warning_and_the_run_goes_on(code, monkeypatch, tmp_path, capsys):
+def test_a_file_system_without_locks_is_a_warning_and_no_error(code, monkeypatch, tmp_path, capsys):
     def refuse(_file, _operation):
         raise OSError(code, os.strerror(code))
 
@@ -40,7 +40,7 @@ def test_a_file_system_without_locks_draws_a_warning_and_the_run_goes_on(code, m
 
 
 @pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
-def test_a_lock_that_another_machine_holds_is_another_run(code, monkeypatch, tmp_path):
+def test_a_lock_held_by_another_machine_counts_as_another_run(code, monkeypatch, tmp_path):
     def refuse(_file, _operation):
         raise OSError(code, os.strerror(code))
 
@@ -50,13 +50,13 @@ def test_a_lock_that_another_machine_holds_is_another_run(code, monkeypatch, tmp
         output_folder.claim(tmp_path)
 
 
-def test_a_folder_in_which_nothing_can_be_written_is_named(tmp_path):
+def test_a_folder_that_is_not_writable_is_named(tmp_path):
     (tmp_path / ".lock").mkdir()
     with pytest.raises(ValueError, match="cannot be written there"):
         output_folder.claim(tmp_path)
 
 
-def test_every_rank_has_to_find_the_same_folder(programs, tmp_path):
-    said = programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log", code=2)
-    assert said.count("what rank 0 writes there is not there on") == 1 and "Traceback" not in said
+def test_an_output_folder_that_the_nodes_do_not_share_is_refused(programs, tmp_path):
+    printed = programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log", code=2)
+    assert printed.count("what rank 0 writes there is not there on") == 1 and "Traceback" not in printed
     assert not list(tmp_path.rglob(".shared-*"))

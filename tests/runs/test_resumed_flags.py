@@ -30,14 +30,14 @@ OF_THE_OPTIMIZER = """
     learning_rate actor_learning_rate critic_learning_rate lora_learning_rate weight_decay actor_weight_decay
     critic_weight_decay adam_beta1 adam_beta2 max_grad_norm max_steps num_train_epochs actor_freeze_steps
 """
-# What has grown with the run depends on them: tests below, and those of refusals in test_faults and test_set_up.
-GROWN = """
+# State accumulated by the run depends on them: tests below, and those of refusals in test_faults and test_set_up.
+ACCUMULATED = """
     kl_coef kl_target best_metric best_mode max_bad_steps temperature per_device_train_batch_size
     per_device_generation_batch_size per_device_training_batch_size gradient_accumulation_steps zero_stage
     actor_zero_stage critic_zero_stage enable_ema ref_refresh_interval max_bad_rows data_output_path
 """
-# Read from the flags at every start and in no checkpoint (test_a_checkpoint_brings_back_...): losses and rewards,
-READ = """
+# Read from the flags at every start and in no checkpoint (test_a_checkpoint_restores_...): losses and rewards,
+READ_AT_START = """
     centering_coef beta label_smoothing simpo_gamma desirable_weight undesirable_weight sft_coef reference
     policy_loss loss_aggregation clip_range clip_range_low clip_range_high dual_clip sapo_positive_temperature
     sapo_negative_temperature entropy_coef kl_in kl_estimator kl_horizon value_clip_range gamma gae_lambda
@@ -45,7 +45,7 @@ READ = """
     rollout_correction rollout_correction_cap rollout_correction_floor stop_at_kl dump_step unsup_coef ema_decay
     reward_timeout reward_retries judge judge_timeout judge_retries top_k top_p
 """  # … how things are computed, watched and written.
-READ += """
+READ_AT_START += """
     per_device_eval_batch_size dropout actor_dropout critic_dropout offload_reference_model offload_reward_model offload
     gradient_checkpointing deterministic deepspeed_config enable_hybrid_engine rollout_engine generation_slots
     generation_memory_fraction pin_generation_buffers print_answers print_answers_interval eval_num_samples
@@ -54,10 +54,10 @@ READ += """
 """
 
 
-def test_of_every_flag_it_is_decided_what_a_change_does():
+def test_the_effect_of_a_change_is_declared_for_every_flag():
     declared = {field.name: field.metadata["on_resume"] for group in GROUPS for field in fields(group)}
     flags, others = declared.keys(), [name for name, policy in declared.items() if policy != "apply"]
-    decided = [*OF_THE_OPTIMIZER.split(), *GROWN.split(), *READ.split(), *others]
+    decided = [*OF_THE_OPTIMIZER.split(), *ACCUMULATED.split(), *READ_AT_START.split(), *others]
     assert sorted(decided) == sorted(set(decided)), "each once"
     assert flags - set(decided) == set(), "what does a resumed run make of it?"
     assert set(decided) - flags == set()
@@ -113,7 +113,7 @@ def adapted(models, tmp_path_factory) -> Path:
     return newest_checkpoint(output)
 
 
-def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
+def test_a_checkpoint_restores_accumulated_state_and_no_flags(finished):
     """Whoever adds an entry decides in it what a changed flag does."""
     state = load_checkpoint(finished, engines={}, fingerprint={})
     identity = {"rows", "global_batch_size", "seed", "content", "shadow_models", "sequences_per_update"}
@@ -121,13 +121,13 @@ def test_a_checkpoint_brings_back_what_has_grown_and_no_flag(finished):
     assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
 
 
-def test_the_coefficient_of_kl_is_that_of_the_flag(models, finished, tmp_path, capsys):
+def test_kl_coef_of_the_flag_replaces_the_saved_one(models, finished, tmp_path, capsys):
     assert fit(make_run(models, tmp_path, kl_coef=0.05), finished).trainer.kl_coef == 0.05
-    said = capsys.readouterr().out
-    assert "--kl_coef was 0.2, is 0.05" in said and "no effect" not in said
+    printed = capsys.readouterr().out
+    assert "--kl_coef was 0.2, is 0.05" in printed and "no effect" not in printed
 
 
-def test_a_coefficient_that_kl_target_has_adapted_goes_on_and_the_flag_is_said_to_have_no_effect(
+def test_an_adapted_kl_coef_is_restored_and_a_changed_flag_is_reported_as_without_effect(
     models, adapted, tmp_path, capsys
 ):
     target = {"kl_target": 1.0, "kl_horizon": 4.0}
@@ -136,8 +136,9 @@ def test_a_coefficient_that_kl_target_has_adapted_goes_on_and_the_flag_is_said_t
     assert fit(make_run(models, tmp_path / "changed", kl_coef=0.5, **target), adapted).trainer.kl_coef == pytest.approx(
         0.16
     )
-    said = capsys.readouterr().out
-    assert "--kl_coef was 0.2, is 0.5" in said and "--kl_coef has no effect: --kl_target goes on from 0.16" in said
+    printed = capsys.readouterr().out
+    assert "--kl_coef was 0.2, is 0.5" in printed
+    assert "--kl_coef has no effect: --kl_target goes on from 0.16" in printed
     assert fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted).trainer.kl_coef == 0.5, "nothing adapts it"
 
 
@@ -146,7 +147,7 @@ def test_updates_of_another_size_are_refused(models, finished, tmp_path):
         fit(make_run(models, tmp_path, minibatch_size=2), finished)
 
 
-def test_another_temperature_counts_from_the_next_rollout_on_and_not_in_the_middle_of_one(models, finished, tmp_path):
+def test_a_changed_temperature_applies_from_the_next_rollout_and_is_refused_within_an_iteration(models, finished, tmp_path):
     run = fit(make_run(models, tmp_path, temperature=0.5), finished)
     assert run.trainer.rollouts.temperature == 0.5
     state = load_checkpoint(finished, engines={}, fingerprint={})
@@ -155,7 +156,7 @@ def test_another_temperature_counts_from_the_next_rollout_on_and_not_in_the_midd
     make_run(models, tmp_path).load_state(state | {"update": 1}, [])
 
 
-def test_a_best_model_by_another_metric_is_sought_anew_and_the_metric_is_checked_at_once(models, tmp_path):
+def test_a_changed_best_metric_starts_a_new_comparison_and_is_validated_at_once(models, tmp_path):
     fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), None)
     resumed, best = newest_checkpoint(tmp_path), tmp_path / "best" / "best.json"
     before = best.read_text()
@@ -168,7 +169,7 @@ def test_a_best_model_by_another_metric_is_sought_anew_and_the_metric_is_checked
         fit(make_run(models, tmp_path, run={"best_metric": "accuracy"}), resumed)
 
 
-def test_a_lower_bound_of_bad_steps_counts_those_before_the_resumption_too(tmp_path):
+def test_a_lowered_max_bad_steps_counts_the_bad_steps_before_the_resume_too(tmp_path):
     settings = arguments.RunArguments(output_dir=str(tmp_path), max_bad_steps=3)
     log = RunLog(str(tmp_path), name="x", arguments={}, total_steps=9)
     health = Health(settings, log, {"skipped_in_a_row": 5, "moments": {}})

@@ -63,7 +63,7 @@ def mistakes(step: str, materials: Path, output: Path, **settings) -> list[str]:
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_settings_that_work_are_let_through(step, materials, tmp_path):
+def test_valid_settings_are_accepted(step, materials, tmp_path):
     assert mistakes(step, materials, tmp_path) == []
 
 
@@ -126,7 +126,7 @@ BAD = {  # step, flags, what the message must contain
 
 
 @pytest.mark.parametrize("step, settings, parts", BAD.values(), ids=BAD.keys())
-def test_bad_input_is_one_clear_line(step, settings, parts, materials, tmp_path):
+def test_every_bad_input_is_reported_in_one_line(step, settings, parts, materials, tmp_path):
     (line,) = mistakes(step, materials, tmp_path, **settings)
     assert all(part in line for part in parts), line
 
@@ -145,7 +145,7 @@ def test_fp16_is_refused_on_a_cpu(materials, tmp_path):
     assert line.startswith("--dtype fp16: a CPU cannot train in it")
 
 
-def test_mistakes_of_every_kind_are_listed_together(materials, tmp_path):
+def test_all_kinds_of_mistakes_are_listed_in_one_message(materials, tmp_path):
     (tmp_path / "file").touch()
     lines = mistakes(
         "sft", materials, tmp_path / "file" / "run", data_path="@nothing.jsonl", max_seq_len=500, zero_stage=4,
@@ -161,12 +161,12 @@ def test_mistakes_of_every_kind_are_listed_together(materials, tmp_path):
     assert len(lines) == len(parts)
 
 
-def test_a_reward_model_may_have_another_tokenizer_if_the_critic_has_the_actors(materials, tmp_path):
+def test_a_reward_model_may_have_another_tokenizer_if_the_critic_shares_the_actors(materials, tmp_path):
     settings = {"reward_model_name_or_path": "@other_reward", "critic_model_name_or_path": "@actor"}
     assert mistakes("ppo", materials, tmp_path, **settings) == []
 
 
-def test_an_added_end_token_mends_a_tokenizer_without_one(materials, tmp_path):
+def test_add_eot_token_makes_a_tokenizer_without_end_token_valid(materials, tmp_path):
     assert mistakes("sft", materials, tmp_path, model_name_or_path="@no_end", add_eot_token=True) == []
     assert mistakes("ppo", materials, tmp_path, add_eot_token=True) == []
 
@@ -179,28 +179,28 @@ def test_an_added_end_token_mends_a_tokenizer_without_one(materials, tmp_path):
         ({"top_p": 0.9, "top_k": 40}, "--top_p 0.9 --top_k 40 with"),
     ],
 )
-def test_truncated_sampling_with_the_decoders_log_probs_warns_what_becomes_of_the_ratio(
+def test_truncated_sampling_with_rollout_logprobs_warns_of_a_biased_ratio(
     settings, named, materials, tmp_path, capsys
 ):
     groups, check = STEPS["ppo"]
 
-    def said(**settings) -> str:
+    def printed(**settings) -> str:
         parse(groups, flags("ppo", materials, tmp_path, **settings), description="", check=check, warn=rlhf_warnings)
         return capsys.readouterr().err
 
-    text = said(**settings, old_logprobs="rollout", clip_range=0.1)
+    text = printed(**settings, old_logprobs="rollout", clip_range=0.1)
     assert text.startswith(f"warning: {named} --old_logprobs rollout: ") and text.count("\n") == 1
     for part in ("ratio starts at the probability mass that was kept, below 1", "before the policy has moved",
                  "below 1 - 0.1", "--top_p 1 --top_k 0", "--old_logprobs recompute", "tis"):  # fmt: skip
         assert part in text
-    assert said(**settings) == said(old_logprobs="rollout") == ""
-    assert said(pin_generation_buffers=True) == ""
-    assert "--pin_generation_buffers changes nothing" in said(
+    assert printed(**settings) == printed(old_logprobs="rollout") == ""
+    assert printed(pin_generation_buffers=True) == ""
+    assert "--pin_generation_buffers changes nothing" in printed(
         pin_generation_buffers=True, rollout_engine="transformers"
     )
 
 
-def test_rows_that_only_reading_finds_bad_are_a_mistake_of_the_settings_too(materials, tmp_path, tiny_tokenizer):
+def test_bad_rows_found_while_loading_are_a_settings_error_too(materials, tmp_path, tiny_tokenizer):
     from dschat.data.datasets import DataOptions
 
     file = write_rows(tmp_path / "late.jsonl", [{"prompt": "a", "response": "b"}] * 5)
@@ -210,7 +210,7 @@ def test_rows_that_only_reading_finds_bad_are_a_mistake_of_the_settings_too(mate
         load_splits("sft", tiny_tokenizer, options)
 
 
-def test_the_data_fingerprint_tells_two_runs_apart():
+def test_the_data_fingerprint_differs_between_two_runs():
     plain = {"lengths": [1] * 8, "global_batch_size": 2, "seed": 1}
     first = data_fingerprint(GlobalBatches(**plain))
     assert first == {"rows": 8, "global_batch_size": 2, "seed": 1}
@@ -233,7 +233,7 @@ OVERWRITTEN = [  # step, flag, the folder of the materials that becomes part of 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["by name", "by link"])
 @pytest.mark.parametrize(("step", "flag", "model", "below"), OVERWRITTEN)
-def test_a_folder_that_the_run_reads_is_not_its_output_folder(step, flag, model, below, linked, materials, tmp_path):
+def test_an_output_folder_that_holds_an_input_model_is_refused(step, flag, model, below, linked, materials, tmp_path):
     folder = tmp_path / "run" / below
     shutil.copytree(materials / model, folder)
     (tmp_path / "link").symlink_to(tmp_path / "run")
@@ -247,7 +247,7 @@ def test_a_folder_that_the_run_reads_is_not_its_output_folder(step, flag, model,
     assert mistakes(step, materials, output, **{flag: str(beside)}) == [], "other folders below it stay as they are"
 
 
-def test_a_mistaken_command_leaves_nothing_behind(materials, tmp_path):
+def test_a_refused_command_creates_no_files(materials, tmp_path):
     output = tmp_path / "output" / "run"
     assert mistakes("sft", materials, output, learning_rate=-1)
     assert mistakes("sft", materials, output) == []
@@ -259,7 +259,7 @@ def test_a_mistaken_command_leaves_nothing_behind(materials, tmp_path):
         make_output_folder(str(tmp_path / "file" / "run"))
 
 
-def test_the_reference_of_preference_optimisation_is_not_overwritten_either(materials, tmp_path):
+def test_an_output_folder_that_holds_the_dpo_reference_is_refused(materials, tmp_path):
     main = runpy.run_path(str(MAINS["dpo"]))
     shutil.copytree(materials / "actor", tmp_path / "run")
     argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")

@@ -82,30 +82,30 @@ STAGES = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_killed_at_any_stage_of_a_save_the_run_goes_on_as_if_it_had_not(stage, run, whole, tmp_path):
+def test_a_run_killed_at_any_stage_of_a_save_resumes_to_the_unbroken_result(stage, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "keep_checkpoints": 1}
     run("sft", **settings, fail=f"save_{stage}#{STAGES[stage]}", code=-signal.SIGKILL)
     assert newest_checkpoint(tmp_path / "run").name in ("step-00000002", "step-00000004")
-    said = run("sft", **settings, resume="auto")
-    assert "resuming from" in said and "damaged" not in said
+    printed = run("sft", **settings, resume="auto")
+    assert "resuming from" in printed and "damaged" not in printed
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
 
 
-def test_killed_while_a_checkpoint_takes_the_place_of_another_the_other_comes_back(run, whole, tmp_path):
+def test_a_checkpoint_whose_replacement_was_killed_is_restored(run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "keep_checkpoints": 2}
     run("sft", **settings)
     older, newer = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     run("sft", **settings, resume=older, fail="save_replacing#1", code=-signal.SIGKILL)
     assert not newer.exists(), "step 4 has lost its name, and the new one has not got it yet"
-    said = run("sft", **settings, resume="auto")
-    assert f"resuming from {newer}" in said
+    printed = run("sft", **settings, resume="auto")
+    assert f"resuming from {newer}" in printed
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
 
 @pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_written@1#2", "update@1#4"])
-def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run, whole, tmp_path):
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_to_the_unbroken_result(place, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": 2}
     run("sft", **settings, fail=place, code=None)
     assert not (tmp_path / "run" / "model.safetensors").exists()
@@ -140,8 +140,8 @@ def test_a_rank_that_dies_takes_the_others_along_and_nothing_is_lost(place, run,
 def test_a_signal_saves_at_the_next_update_and_the_resumed_run_equals_the_unbroken_one(
     step, fail, settings, run, whole, tmp_path
 ):
-    said = run(step, **settings, fail=fail, code=SAVED)
-    assert "--resume auto continues it" in said
+    printed = run(step, **settings, fail=fail, code=SAVED)
+    assert "--resume auto continues it" in printed
     assert not (tmp_path / "run" / "model.safetensors").exists()
     if fail.startswith("update") and step == "ppo":
         assert "-update-" in newest_checkpoint(tmp_path / "run").name, "in the middle of an iteration"
@@ -149,7 +149,7 @@ def test_a_signal_saves_at_the_next_update_and_the_resumed_run_equals_the_unbrok
     assert_same_run(tmp_path / "run", whole(step, **settings), step)
 
 
-def test_signals_in_a_save_do_not_spoil_it(run, whole, tmp_path):
+def test_signals_during_a_save_do_not_damage_it(run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2}
     run("sft", **settings, fail="save_written:TERM,save_renamed:TERM,save_pointed:USR1", code=SAVED)
     newest = newest_checkpoint(tmp_path / "run")
@@ -159,9 +159,9 @@ def test_signals_in_a_save_do_not_spoil_it(run, whole, tmp_path):
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
 
-def test_the_second_ctrl_c_leaves_at_once_and_the_save_before_stands(run, tmp_path):
-    said = run("sft", max_steps=4, save_interval=2, fail="update:INT#3,save_written:INT#2", code=130)
-    assert "once more leaves at once" in said
+def test_the_second_ctrl_c_exits_at_once_and_the_earlier_checkpoint_stays_valid(run, tmp_path):
+    printed = run("sft", max_steps=4, save_interval=2, fail="update:INT#3,save_written:INT#2", code=130)
+    assert "once more leaves at once" in printed
     assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
     assert verify_checkpoint(newest_checkpoint(tmp_path / "run")) == []
 
@@ -197,27 +197,27 @@ def test_a_dump_that_does_not_fit_on_the_disk_is_removed_and_training_continues(
 
 
 @pytest.mark.parametrize("fail", ["save_writing:raise@1#1", "save_writing:raise@0#1"])
-def test_a_full_disk_is_told_and_training_goes_on(fail, run, whole, tmp_path):
+def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_training_continues(fail, run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "zero": 2, "processes": 2}
-    said = run("sft", **settings, fail=fail)
-    assert "the checkpoint cannot be written: rank" in said and "The run goes on without it" in said
+    printed = run("sft", **settings, fail=fail)
+    assert "the checkpoint cannot be written: rank" in printed and "The run goes on without it" in printed
     assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step-00000004"}, "the failed attempt at step 2 leaves nothing"
 
 
-def test_a_rank_that_cannot_write_its_engine_keeps_nobody_waiting_for_the_average_of_the_actor(run, tmp_path):
+def test_a_rank_that_cannot_write_still_joins_the_gathers_of_the_ema(run, tmp_path):
     """Under ZeRO-3 all ranks gather the average to be written: one that has failed before must not stay away."""
     settings = {"zero": 3, "processes": 2, "enable_ema": True, "save_interval": 1}
-    said = run("ppo", **settings, fail="save_writing:raise@1#1")
-    assert "the checkpoint cannot be written: rank 1" in said and "The run goes on without it" in said
+    printed = run("ppo", **settings, fail="save_writing:raise@1#1")
+    assert "the checkpoint cannot be written: rank 1" in printed and "The run goes on without it" in printed
     assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
-def test_records_that_cannot_be_written_cost_their_lines_and_no_training(run, whole, tmp_path):
-    said = run("ppo", fail="log_metrics.jsonl:raise#4,log_samples.jsonl:raise#3")
-    assert said.count("warning: metrics.jsonl cannot be written") == 1
-    assert said.count("warning: samples.jsonl cannot be written") == 1
+def test_metrics_that_cannot_be_written_are_dropped_and_training_is_unchanged(run, whole, tmp_path):
+    printed = run("ppo", fail="log_metrics.jsonl:raise#4,log_samples.jsonl:raise#3")
+    assert printed.count("warning: metrics.jsonl cannot be written") == 1
+    assert printed.count("warning: samples.jsonl cannot be written") == 1
     ours, theirs = metrics_of(tmp_path / "run"), metrics_of(whole("ppo"))
     assert len(theirs) - len(ours) == 1 and all(line in theirs for line in ours)
     for folder in FOLDERS["ppo"]:
@@ -231,13 +231,13 @@ def test_records_that_cannot_be_written_cost_their_lines_and_no_training(run, wh
 )
 def test_a_signal_during_the_export_waits_for_its_end(step, fail, run, whole, tmp_path):
     settings = {"zero": 3, "processes": 2}
-    said = run(step, **settings, fail=fail)
-    assert "the model is exported first, then the run ends" in said
+    printed = run(step, **settings, fail=fail)
+    assert "the model is exported first, then the run ends" in printed
     assert_same_run(tmp_path / "run", whole(step, **settings), step)
     assert not list((tmp_path / "run").rglob(".unfinished"))
 
 
-def test_an_export_that_is_killed_leaves_no_model_and_the_next_start_makes_it(run, whole, tmp_path):
+def test_a_killed_export_leaves_no_model_and_a_resume_exports_it(run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2}
     run("sft", **settings, fail="export_written", code=-signal.SIGKILL)
     assert not (tmp_path / "run" / "config.json").exists() and (tmp_path / "run" / ".unfinished").exists()
@@ -246,54 +246,54 @@ def test_an_export_that_is_killed_leaves_no_model_and_the_next_start_makes_it(ru
     assert not (tmp_path / "run" / ".unfinished").exists()
 
 
-def test_an_export_to_a_full_disk_is_one_message_with_the_command_that_makes_it_later(run, whole, tmp_path):
+def test_an_export_to_a_full_disk_ends_with_the_command_that_exports_later(run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "processes": 2}
-    said = run("sft", **settings, fail="export_weights:raise", code=1)
-    assert "Traceback" not in said and said.count("the model could not be written") == 1
+    printed = run("sft", **settings, fail="export_weights:raise", code=1)
+    assert "Traceback" not in printed and printed.count("the model could not be written") == 1
     saved = newest_checkpoint(tmp_path / "run")
-    assert f"The last checkpoint is {saved}. Make room" in said and said.rstrip().endswith("--resume auto")
+    assert f"The last checkpoint is {saved}. Make room" in printed and printed.rstrip().endswith("--resume auto")
     assert saved.name == "step-00000004" and verify_checkpoint(saved) == []
     assert not list((tmp_path / "run").glob("*.safetensors")) and not (tmp_path / "run" / "config.json").exists()
     run("sft", **settings, resume="auto")
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
 
-def test_a_best_model_that_cannot_be_written_leaves_the_one_before(run, tmp_path):
+def test_a_best_model_that_cannot_be_written_leaves_the_previous_one(run, tmp_path):
     settings = {"max_steps": 3, "best_metric": "eval_loss", "best_mode": "min", "eval_interval": 1}
-    said = run("sft", **settings, fail="export_weights:raise#2")
-    assert "So the best model is not kept, the one before it is; the run goes on" in said
+    printed = run("sft", **settings, fail="export_weights:raise#2")
+    assert "So the best model is not kept, the one before it is; the run goes on" in printed
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] > 1, "a later one is kept again"
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("fail", ["save_follower:raise@0#1", "save_writing:raise@0#1"])
-def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_other_models(fail, run, tmp_path):
+def test_a_failed_write_on_rank_0_does_not_block_the_gathers_of_shadow_models(fail, run, tmp_path):
     """Under ZeRO-3 the moving average and a refreshed reference are gathered while they are saved."""
-    said = run(
+    printed = run(
         "ppo", zero=3, processes=2, enable_ema=True, ref_refresh_interval=1, save_interval=1, max_steps=2, fail=fail
     )
-    assert "the checkpoint cannot be written: rank 0" in said and "The run goes on without it" in said
+    assert "the checkpoint cannot be written: rank 0" in printed and "The run goes on without it" in printed
     assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
-def test_a_disk_without_room_is_seen_before_anything_is_written(tmp_path):
+def test_disk_space_is_checked_before_anything_is_written(tmp_path):
     with pytest.raises(OSError, match=r"takes about .* GB.*lower --keep_checkpoints"):
         check_space(tmp_path, 1 << 62)
 
 
-def test_saving_by_the_clock(run, whole, tmp_path):
-    said = run("ppo", save_minutes=1e-9)
-    assert "a checkpoint takes about" in said and "saving has taken" in said
+def test_save_minutes_saves_between_updates(run, whole, tmp_path):
+    printed = run("ppo", save_minutes=1e-9)
+    assert "a checkpoint takes about" in printed and "saving has taken" in printed
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step-00000001-update-0003", "step-00000002"]
     assert metrics_of(tmp_path / "run") == metrics_of(whole("ppo"))
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all(zero, run, tmp_path):
+def test_a_nan_gradient_on_one_rank_skips_the_update_on_all(zero, run, tmp_path):
     settings = {"zero": zero, "processes": 2, "lr_scheduler_type": "constant"}
-    said = run("sft", **settings, max_steps=3, fail="loss:nan@1#2")
-    assert "warning: step 2: 1 of 1 updates skipped on all ranks" in said
+    printed = run("sft", **settings, max_steps=3, fail="loss:nan@1#2")
+    assert "warning: step 2: 1 of 1 updates skipped on all ranks" in printed
     lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert lines[1]["loss"] is None and lines[1]["skipped_updates"] == 1
     assert lines[2]["loss"] is not None
@@ -301,17 +301,17 @@ def test_a_gradient_that_is_no_number_on_one_rank_skips_the_update_on_all(zero, 
     assert all(torch.isfinite(weight).all() for weight in spoiled.values())
 
 
-def test_in_step_3_a_skipped_update_leaves_the_others_and_too_many_stop_the_run(run, tmp_path):
-    said = run("ppo", zero=2, processes=2, fail="loss:nan@1#1")
+def test_in_step_3_one_update_can_be_skipped_and_too_many_in_a_row_end_the_run(run, tmp_path):
+    printed = run("ppo", zero=2, processes=2, fail="loss:nan@1#1")
     line = next(line for line in metrics_of(tmp_path / "run") if line["phase"] == "train")
     assert line["updates"] == 4 and line["skipped_updates"] == 1
-    assert "1 of 4 updates skipped" in said
+    assert "1 of 4 updates skipped" in printed
     every = ",".join(f"loss:nan#{number}" for number in range(2, 20))
-    said = run("sft", max_steps=8, max_bad_steps=3, save_interval=1, fail=every, code=1)
-    assert "3 updates in a row were skipped (--max_bad_steps): the last good checkpoint is" in said
+    printed = run("sft", max_steps=8, max_bad_steps=3, save_interval=1, fail=every, code=1)
+    assert "3 updates in a row were skipped (--max_bad_steps): the last good checkpoint is" in printed
 
 
-def test_a_solved_task_has_nothing_to_learn_from_and_ends_well(run, tmp_path):
+def test_a_solved_task_has_no_signal_and_the_run_ends_normally(run, tmp_path):
     (tmp_path / "solved.py").write_text("def solved(prompts, responses, rows): return [1.0] * len(prompts)")
     run(
         "ppo", algorithm="grpo", num_samples_per_prompt=2, dynamic_sampling=1, max_bad_steps=2,
@@ -323,21 +323,21 @@ def test_a_solved_task_has_nothing_to_learn_from_and_ends_well(run, tmp_path):
     assert (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_kl_that_reaches_its_bound_ends_the_run_with_an_export(run, tmp_path):
-    said = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
-    assert "has reached --stop_at_kl 0.0001: ending" in said
+def test_reaching_stop_at_kl_ends_the_run_with_an_export(run, tmp_path):
+    printed = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
+    assert "has reached --stop_at_kl 0.0001: ending" in printed
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained[-1] < 6 and (tmp_path / "run" / "model.safetensors").exists()
 
 
-def test_a_rank_that_hangs_is_named_with_its_phase(programs, materials, tmp_path):
+def test_a_hanging_rank_is_reported_with_its_phase(programs, materials, tmp_path):
     # Long enough for a phase on a busy machine, so that the watchdog does not end the run.
     argv = flags("ppo", materials, tmp_path / "run", processes=2, collective_timeout=12)
     text = programs.run(
         MAINS["ppo"], argv, processes=2, log=tmp_path / "log", code=None,
         environment={"DSCHAT_FAILPOINT": "update:STOP@1#2"},
     )  # fmt: skip
-    assert "rank 1 (" in text and "has been silent for" in text and "in phase 'update'" in text
+    assert "rank 1 (" in text and "has sent no heartbeat for" in text and "in phase 'update'" in text
     assert "Rank 0 is in phase" in text and "train_rlhf" in text, "the stack of the rank that waits"
 
 
@@ -354,7 +354,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_preparing_data_for_longer_than_a_rank_may_hang_is_no_hang(programs, materials, tmp_path):
+def test_data_preparation_may_take_longer_than_collective_timeout(programs, materials, tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
     argv = flags("sft", materials, tmp_path / "run", processes=2, collective_timeout=10, max_steps=1,
                  data_output_path=tmp_path / "arrow")  # fmt: skip
@@ -379,64 +379,64 @@ def test_a_crash_under_the_launcher_leaves_no_process(materials, tmp_path):
             os.killpg(started.pid, signal.SIGKILL)
 
 
-def test_changed_flags_are_told_or_refused(run, tmp_path):
+def test_changed_flags_are_reported_or_refused(run, tmp_path):
     run("sft", max_steps=3, fail="update:TERM#1", code=SAVED)
-    said = run("sft", max_steps=3, seed=99, resume="auto", code=2)
-    assert "belongs to another run: --seed was 1234, is 99" in said and "--resume_anyway" in said
-    said = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
-    assert "changed since: " in said and "--max_steps was 3, is 4" in said and "--learning_rate" in said
+    printed = run("sft", max_steps=3, seed=99, resume="auto", code=2)
+    assert "belongs to another run: --seed was 1234, is 99" in printed and "--resume_anyway" in printed
+    printed = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
+    assert "changed since: " in printed and "--max_steps was 3, is 4" in printed and "--learning_rate" in printed
     rates = {line["step"]: line["learning_rate"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"}
     assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the 4 steps of now"
     checkpoint_lines = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
     assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
 
 
-def test_changed_data_is_seen(run, materials, tmp_path):
+def test_changed_data_is_refused(run, materials, tmp_path):
     run("sft", max_steps=3, fail="update:TERM#1", code=SAVED)
     rows = (materials / "sft.jsonl").read_text()
     try:
         (materials / "sft.jsonl").write_text(rows.replace("very", "quite"))
         assert rows != (materials / "sft.jsonl").read_text()
-        said = run("sft", max_steps=3, resume="auto", code=2)
-        assert "content was" in said and "belongs to another run" in said
+        printed = run("sft", max_steps=3, resume="auto", code=2)
+        assert "content was" in printed and "belongs to another run" in printed
     finally:
         (materials / "sft.jsonl").write_text(rows)
 
 
-def test_an_update_can_be_dumped_and_replayed_and_a_spoiled_number_is_found(run, tmp_path):
+def test_a_dumped_update_can_be_replayed_and_a_changed_number_is_detected(run, tmp_path):
     run("ppo", max_steps=2, dump_step=2, processes=2, zero=2)
     folder = tmp_path / "run" / "dump" / "step-00000002"
     replay = [sys.executable, MAINS["ppo"].parents[2] / "scripts" / "replay.py", folder]
-    said = subprocess.run(replay, capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "the replay gives what the run gave" in said.stdout and "rank 1 logprobs.0" in said.stdout
+    printed = subprocess.run(replay, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stdout + printed.stderr
+    assert "the replay gives what the run gave" in printed.stdout and "rank 1 logprobs.0" in printed.stdout
     file = folder / "update_rank1.safetensors"
     tensors = load_file(file)
     tensors["values.0"][1, 2] += 0.5
     save_file(tensors, file)
-    said = subprocess.run(replay, capture_output=True, text=True)
-    assert said.returncode == 1
-    parted = [line for line in said.stdout.splitlines() if "parts here" in line]
+    printed = subprocess.run(replay, capture_output=True, text=True)
+    assert printed.returncode == 1
+    parted = [line for line in printed.stdout.splitlines() if "parts here" in line]
     assert len(parted) == 1 and parted[0].startswith("rank 1 values.0") and "(1, 2)" in parted[0]
 
 
-def test_a_second_run_in_the_same_folder_is_kept_out(run, tmp_path):
+def test_a_second_run_in_the_same_folder_is_refused(run, tmp_path):
     (tmp_path / "run").mkdir()
     with (tmp_path / "run" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write("process 7 on elsewhere")
         file.flush()
-        said = run("sft", processes=2, code=2)
-    assert "another run is writing there (process 7 on elsewhere)" in said and "Traceback" not in said
+        printed = run("sft", processes=2, code=2)
+    assert "another run is writing there (process 7 on elsewhere)" in printed and "Traceback" not in printed
     run("sft", max_steps=1)
 
 
-def test_a_new_run_sets_the_checkpoints_of_the_one_before_aside(run, tmp_path):
+def test_a_new_run_moves_the_earlier_checkpoints_aside(run, tmp_path):
     run("sft", max_steps=2, save_interval=1)
-    said = run("sft", max_steps=2, save_interval=2, fail="update#1", code=-signal.SIGKILL)
-    assert "checkpoints-before-1" in said
-    said = run("sft", max_steps=2, resume="auto")
-    assert "resuming from" not in said, "the older run's checkpoints are not this run's"
+    printed = run("sft", max_steps=2, save_interval=2, fail="update#1", code=-signal.SIGKILL)
+    assert "checkpoints-before-1" in printed
+    printed = run("sft", max_steps=2, resume="auto")
+    assert "resuming from" not in printed, "the older run's checkpoints are not this run's"
 
 
 BAD_WEIGHTS = {
@@ -477,16 +477,16 @@ def put_code(folder: Path, name: str = "pytorch_model.bin") -> None:
 
 
 @pytest.mark.parametrize("damage, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS.keys())
-def test_bad_weights_are_named_before_they_are_loaded(damage, message, run, materials, tmp_path):
+def test_bad_weights_are_reported_before_they_are_loaded(damage, message, run, materials, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(materials / "actor", model)
     damage(model)
-    said = run("sft", model_name_or_path=model, code=2)
-    assert f"--model_name_or_path {model}: " in said and message in said and "Traceback" not in said
+    printed = run("sft", model_name_or_path=model, code=2)
+    assert f"--model_name_or_path {model}: " in printed and message in printed and "Traceback" not in printed
     assert not (model / "was_run").exists()
 
 
-def test_checkpoints_that_carry_code_are_refused_and_not_run(run, tmp_path):
+def test_code_in_a_checkpoint_is_refused_and_not_run(run, tmp_path):
     """One where the manifest has the changed file's checksum, one where the manifest does not list it any more."""
     run("sft", max_steps=3, save_interval=1, keep_checkpoints=3, zero=2)
     _, second, third = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -500,24 +500,24 @@ def test_checkpoints_that_carry_code_are_refused_and_not_run(run, tmp_path):
                 file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()
             )  # fmt: skip
         (folder / "manifest.json").write_text(json.dumps(manifest))
-    said = run("sft", max_steps=4, zero=2, resume="auto")
-    assert "would run posix.system" in said and "optim_states.pt is not in the manifest" in said
-    assert "resuming from" in said and "step-00000001" in said
+    printed = run("sft", max_steps=4, zero=2, resume="auto")
+    assert "would run posix.system" in printed and "optim_states.pt is not in the manifest" in printed
+    assert "resuming from" in printed and "step-00000001" in printed
     assert not (tmp_path / "was_run").exists()
 
 
 def test_an_output_folder_that_cannot_be_written_is_named(run, tmp_path):
     (tmp_path / "run").write_text("a file")
-    said = run("sft", code=2)
-    assert "cannot be written" in said and "name another folder" in said
+    printed = run("sft", code=2)
+    assert "cannot be written" in printed and "name another folder" in printed
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_two_processes_then_one_then_two_see_the_same_data_and_nearly_the_same_losses(zero, run, whole, tmp_path):
+def test_a_run_resumed_with_other_world_sizes_has_the_same_data_and_nearly_the_same_losses(zero, run, whole, tmp_path):
     settings = {"zero": zero, "max_steps": 6}
     run("sft", **settings, processes=2, save_interval=2, fail="update:TERM#2", code=SAVED)
-    said = run("sft", **settings, processes=1, save_interval=2, resume="auto", fail="update:TERM#2", code=SAVED)
-    assert "--per_device_train_batch_size was 4, is 8" in said
+    printed = run("sft", **settings, processes=1, save_interval=2, resume="auto", fail="update:TERM#2", code=SAVED)
+    assert "--per_device_train_batch_size was 4, is 8" in printed
     run("sft", **settings, processes=2, resume="auto")
     expected = metrics_of(whole("sft", **settings, processes=2))
     found = metrics_of(tmp_path / "run")
@@ -536,22 +536,22 @@ def test_zero_1_and_2_resume_each_other(then, now, run, whole, tmp_path):
 
 
 @pytest.mark.parametrize("then, now", [(0, 2), (3, 2), (2, 3)])
-def test_of_other_zero_stages_the_right_one_is_asked_for(then, now, run, tmp_path):
+def test_a_resume_with_another_zero_stage_is_refused_and_the_right_one_named(then, now, run, tmp_path):
     run("sft", zero=then, fail="update:TERM#2", code=SAVED)
-    said = run("sft", zero=now, resume="auto", code=2)
-    assert f"holds the model of ZeRO stage {then}, and this run has stage {now}: resume with stage {then}" in said
+    printed = run("sft", zero=now, resume="auto", code=2)
+    assert f"holds the model of ZeRO stage {then}, and this run has stage {now}: resume with stage {then}" in printed
 
 
-def test_in_step_3_another_number_of_processes_goes_on_at_an_iteration(run, tmp_path):
+def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp_path):
     run("ppo", max_steps=3, processes=2, save_interval=1, fail="update:TERM@1#6", code=SAVED)
     assert "-update-" in newest_checkpoint(tmp_path / "run").name
-    said = run("ppo", max_steps=3, processes=1, resume="auto")
-    assert "in the middle of an iteration" in said and "resuming from" in said
+    printed = run("ppo", max_steps=3, processes=1, resume="auto")
+    assert "in the middle of an iteration" in printed and "resuming from" in printed
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained == [1, 2, 3]
 
 
-def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whole, tmp_path):
+def test_a_full_file_system_costs_a_checkpoint_and_no_training(run, whole, tmp_path):
     """A real one, where the machine lets us mount it."""
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
@@ -560,8 +560,8 @@ def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whol
         pytest.skip("no file system can be mounted here")
     try:
         settings = {"max_steps": 4, "save_interval": 2, "zero": 2}
-        said = run("sft", **settings)  # one checkpoint fits, a second beside it does not
-        assert "The run goes on without it" in said
+        printed = run("sft", **settings)  # one checkpoint fits, a second beside it does not
+        assert "The run goes on without it" in printed
         (saved,) = folder.glob("step-*")
         assert saved.name == "step-00000002" and verify_checkpoint(saved) == []
         assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
@@ -569,7 +569,7 @@ def test_a_small_disk_that_fills_up_costs_a_checkpoint_and_no_training(run, whol
         subprocess.run(["umount", folder], check=True)
 
 
-def test_on_a_small_disk_that_fills_up_the_run_ends_with_its_checkpoint_and_one_message(run, whole, tmp_path):
+def test_on_a_full_file_system_the_export_fails_with_one_message_and_a_valid_checkpoint(run, whole, tmp_path):
     """Everything that a run writes, the export above all, on a real one where the machine lets us mount it."""
     folder = tmp_path / "run"
     folder.mkdir()
@@ -578,10 +578,10 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_with_its_checkpoint_and_one_
         pytest.skip("no file system can be mounted here")
     try:
         settings = {"max_steps": 4, "save_interval": 2, "keep_checkpoints": 1, "zero": 2}
-        said = run("sft", **settings, code=1)
+        printed = run("sft", **settings, code=1)
         (saved,) = (folder / "checkpoints").glob("step-*")
-        assert verify_checkpoint(saved) == [] and f"The last checkpoint is {saved}. Make room" in said
-        assert "Traceback" not in said and not (folder / "config.json").exists()
+        assert verify_checkpoint(saved) == [] and f"The last checkpoint is {saved}. Make room" in printed
+        assert "Traceback" not in printed and not (folder / "config.json").exists()
         assert not list(folder.rglob(".unfinished"))
         subprocess.run(["mount", "-o", "remount,size=4m", folder], check=True)
         run("sft", **settings, resume="auto")
@@ -590,19 +590,19 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_with_its_checkpoint_and_one_
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_score_that_is_no_number_skips_the_updates_that_it_reaches(run, tmp_path):
-    said = run("ppo", max_steps=2, processes=2, zero=2, fail="scores:nan@1#3")  # two evaluations' batches come first
+def test_a_nan_score_skips_the_updates_that_use_it(run, tmp_path):
+    printed = run("ppo", max_steps=2, processes=2, zero=2, fail="scores:nan@1#3")  # two evaluations' batches come first
     lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
-    assert sum(line["skipped_updates"] for line in lines) >= 4 and "updates skipped on all ranks" in said
+    assert sum(line["skipped_updates"] for line in lines) >= 4 and "updates skipped on all ranks" in printed
     for folder in FOLDERS["ppo"]:
         assert all(torch.isfinite(weight).all() for weight in weights_of(tmp_path / "run" / folder).values())
 
 
-def test_ranks_with_unequal_numbers_of_micro_batches_say_so(programs, tmp_path):
+def test_unequal_numbers_of_micro_batches_are_an_error_on_every_rank(programs, tmp_path):
     script = tmp_path / "unequal.py"
     script.write_text(UNEQUAL)
-    said = programs.run(script, [], processes=2, log=tmp_path / "log", code=1)
-    assert said.count("RuntimeError: one rank has 2 micro-batches for this optimizer step and another 3") == 2
+    printed = programs.run(script, [], processes=2, log=tmp_path / "log", code=1)
+    assert printed.count("RuntimeError: one rank has 2 micro-batches for this optimizer step and another 3") == 2
 
 
 UNEQUAL = """
@@ -620,12 +620,12 @@ optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + col
 """
 
 
-def test_a_file_that_is_exchanged_behind_the_check_is_not_run_either(programs, tmp_path):
+def test_a_file_replaced_after_verification_is_not_run_either(programs, tmp_path):
     """The check reads a file once, DeepSpeed reads it again: loading is restricted by itself."""
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)
-    said = programs.run(script, [tmp_path], log=tmp_path / "log")
-    assert "step-00000001 is refused: it would run posix.mkdir when it is loaded" in said
+    printed = programs.run(script, [tmp_path], log=tmp_path / "log")
+    assert "step-00000001 is refused: it would run posix.mkdir when it is loaded" in printed
     assert not (tmp_path / "was_run").exists()
 
 
