@@ -21,7 +21,7 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name))
 
 
-def set_aside(output_dir: str | Path) -> Path | None:
+def move_aside(output_dir: str | Path) -> Path | None:
     """Move checkpoints and logs of an earlier run to a new subfolder, which is returned; None if there are none.
 
     Raises: OSError if they cannot be moved.
@@ -45,7 +45,7 @@ def set_aside(output_dir: str | Path) -> Path | None:
     return aside
 
 
-def bring_back(output_dir: str | Path, checkpoint: Path) -> None:
+def restore_records(output_dir: str | Path, checkpoint: Path) -> None:
     """If a checkpoint to resume from was set aside, copy its logs back, after setting the current ones aside.
 
     Raises: OSError if they cannot be moved or copied.
@@ -53,7 +53,7 @@ def bring_back(output_dir: str | Path, checkpoint: Path) -> None:
     output, aside = Path(output_dir), checkpoint.parent
     if aside.parent.resolve() != output.resolve() or not aside.name.startswith(WITH_CHECKPOINTS):
         return
-    set_aside(output)
+    move_aside(output)
     for name in RECORDS:
         if (aside / name).exists():
             shutil.copy2(aside / name, output / name)
@@ -61,7 +61,7 @@ def bring_back(output_dir: str | Path, checkpoint: Path) -> None:
         shutil.copytree(aside / "best", output / "best", dirs_exist_ok=True)
 
 
-def newest_before(output_dir: str | Path) -> Path | None:
+def newest_moved_aside(output_dir: str | Path) -> Path | None:
     """The newest checkpoint of the run that was set aside last."""
     asides = [path for path in Path(output_dir).glob(f"{WITH_CHECKPOINTS}*") if step_folders(path)]
     numbered = [(int(path.name.removeprefix(WITH_CHECKPOINTS)), path) for path in asides if path.name[-1].isdigit()]

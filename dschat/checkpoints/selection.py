@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dschat.checkpoints.earlier_runs import bring_back, newest_before, set_aside, step_folders
+from dschat.checkpoints.earlier_runs import move_aside, newest_moved_aside, restore_records, step_folders
 from dschat.checkpoints.leftovers import remove_leftovers
 from dschat.checkpoints.manifest import read_manifest, unlisted
 from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems
@@ -30,7 +30,7 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
             if checkpoint is None:
                 _start_from_scratch(output_dir)
             else:
-                bring_back(output_dir, checkpoint)
+                restore_records(output_dir, checkpoint)
         except ValueError as error:
             problem = str(error)
         except OSError as error:
@@ -46,7 +46,7 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
 
 def _start_from_scratch(output_dir: str | Path) -> None:
     """Move the files of an earlier run aside, and print where its checkpoints are."""
-    aside, saved = set_aside(output_dir), newest_before(output_dir)
+    aside, saved = move_aside(output_dir), newest_moved_aside(output_dir)
     parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
     parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
     if parts:

@@ -25,22 +25,22 @@ from dschat.distributed import watchdog
 MANIFEST = "manifest.json"
 _LOCK = ".lock"
 _UNFINISHED = ".unfinished"
-_YOUNG = 60.0  # seconds from creation in which a folder may not be locked yet
-_FORGOTTEN = 86400.0  # seconds after which an unlocked folder counts as abandoned
+_LOCKED_WITHIN = 60.0  # seconds from creation in which a folder may not be locked yet
+_ABANDONED_AFTER = 86400.0  # seconds after which an unlocked folder counts as abandoned
 
 
 @contextmanager
-def written_folder(place: Path) -> Iterator[Path]:
-    """A temporary folder to write to; at the end it is renamed to `place`, replacing a damaged folder there.
+def written_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder to write to; at the end it is renamed to `target`, replacing a damaged folder there.
 
-    If killed at any moment, `place` never holds an incomplete folder that `folder_problems` accepts. If another process
-    was faster, its folder is kept.
+    If killed at any moment, `target` never holds an incomplete folder that `folder_problems` accepts. If another
+    process was faster, its folder is kept.
 
     Raises: OSError if it cannot be written; the temporary folder is removed after any exception.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    remove_unfinished(place.parent)
-    temporary = _beside(place)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_unfinished(target.parent)
+    temporary = _unique_name(target)
     temporary.mkdir()
     try:
         with _locked(temporary):
@@ -48,16 +48,16 @@ def written_folder(place: Path) -> Iterator[Path]:
             (temporary / _LOCK).unlink()
             write_atomically(temporary / MANIFEST, json.dumps({"files": digests(temporary)}, indent=1))
             sync_all(temporary)
-            _rename(temporary, place)
+            _rename(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def folder_problems(place: Path) -> list[str]:
+def folder_problems(target: Path) -> list[str]:
     """Verify a folder made by `written_folder`: a line per missing file, wrong size or wrong checksum."""
     try:
-        files = read_json_object(place / MANIFEST)["files"]
-        return file_problems(place, files)
+        files = read_json_object(target / MANIFEST)["files"]
+        return file_problems(target, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{MANIFEST} cannot be read ({error})"]
 
@@ -118,34 +118,34 @@ def digests(folder: Path, *, share: tuple[int, int] = (0, 1)) -> dict[str, tuple
 
 def digest(path: Path) -> str:
     """SHA-256 of a file."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            found.update(block)
+            hasher.update(block)
             watchdog.progress()
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
-def _rename(temporary: Path, place: Path) -> None:
+def _rename(temporary: Path, target: Path) -> None:
     """Rename a complete folder to its final name; a damaged folder there is removed."""
     for attempt in range(5):
         try:
-            temporary.rename(place)
-            sync(place.parent)
+            temporary.rename(target)
+            sync(target.parent)
             return
         except OSError:
-            if not place.exists() or attempt == 4:
+            if not target.exists() or attempt == 4:
                 raise
-            if not folder_problems(place):  # another process was faster, with the same content
+            if not folder_problems(target):  # another process was faster, with the same content
                 return
-            aside = _beside(place)
+            damaged = _unique_name(target)
             with suppress(FileNotFoundError):  # another process has removed it
-                place.rename(aside)
-                _remove(aside)
+                target.rename(damaged)
+                _remove(damaged)
 
 
-def _beside(place: Path) -> Path:
-    return place.with_name(f"{place.name}.{uuid.uuid4().hex[:8]}{_UNFINISHED}")
+def _unique_name(target: Path) -> Path:
+    return target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}{_UNFINISHED}")
 
 
 def _remove(path: Path) -> None:
@@ -167,15 +167,15 @@ def _is_abandoned(path: Path) -> bool:
     try:
         lock: IO[str] = (path / _LOCK).open("r+", encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):  # not locked yet, about to be renamed, or of an old version
-        return _age(path) > _FORGOTTEN
+        return _age(path) > _ABANDONED_AFTER
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         except OSError:
-            return _age(path) > _FORGOTTEN
-        return time.time() - (path / _LOCK).stat().st_mtime > _YOUNG
+            return _age(path) > _ABANDONED_AFTER
+        return time.time() - (path / _LOCK).stat().st_mtime > _LOCKED_WITHIN
 
 
 def _age(path: Path) -> float:

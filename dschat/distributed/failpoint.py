@@ -7,7 +7,7 @@ import signal
 from collections import Counter
 
 VARIABLE = "DSCHAT_FAILPOINT"
-_met: Counter[str] = Counter()
+_calls: Counter[str] = Counter()
 
 
 def reached(name: str) -> bool:
@@ -16,21 +16,21 @@ def reached(name: str) -> bool:
     NAME:SIGNAL sends another signal (TERM, INT, STOP …), NAME:raise raises OSError(ENOSPC), and for NAME:nan this
     returns True, and the caller injects a NaN. Several are separated by commas.
     """
-    return any([_reached(name, wanted) for wanted in os.environ.get(VARIABLE, "").split(",") if wanted])
+    return any([_reached(name, entry) for entry in os.environ.get(VARIABLE, "").split(",") if entry])
 
 
-def _reached(name: str, wanted: str) -> bool:
-    place, _, times = wanted.partition("#")
-    place, _, rank = place.partition("@")
-    place, _, what = place.partition(":")
-    if place != name or (rank and rank != os.environ.get("RANK", "0")):
+def _reached(name: str, entry: str) -> bool:
+    point, _, times = entry.partition("#")
+    point, _, rank = point.partition("@")
+    point, _, action = point.partition(":")
+    if point != name or (rank and rank != os.environ.get("RANK", "0")):
         return False
-    _met[wanted] += 1
-    if _met[wanted] != int(times or 1):
+    _calls[entry] += 1
+    if _calls[entry] != int(times or 1):
         return False
-    if what == "nan":
+    if action == "nan":
         return True
-    if what == "raise":
+    if action == "raise":
         raise OSError(28, f"failpoint {name}")
-    os.kill(os.getpid(), getattr(signal, f"SIG{what or 'KILL'}"))
+    os.kill(os.getpid(), getattr(signal, f"SIG{action or 'KILL'}"))
     return False

@@ -48,8 +48,8 @@ def run(main: Callable[[], None]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         _fail("interrupted", 130)
-    except SystemExit as leaving:
-        watchdog.fail(f"it left with status {leaving.code}", leaving.code if isinstance(leaving.code, int) else 1)
+    except SystemExit as error:
+        watchdog.fail(f"it exited with status {error.code}", error.code if isinstance(error.code, int) else 1)
         raise
     except Exception as error:
         if world_size() == 1:
@@ -167,8 +167,8 @@ def _keep_builds_apart() -> None:
     if os.path.exists(os.path.join(scripts, "ninja")):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     builds = Path(sys.prefix, "torch_extensions")
-    mine = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's default, in this user's home
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and mine:
+    owned = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's default, in this user's home
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and owned:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
 
 
@@ -177,6 +177,6 @@ def _share_cores() -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun itself sets OMP_NUM_THREADS=1 when it starts several ranks: not the user's choice.
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is None or ("TORCHELASTIC_RUN_ID" in os.environ and chosen == "1"):
+    omp_threads = os.environ.get("OMP_NUM_THREADS")
+    if omp_threads is None or ("TORCHELASTIC_RUN_ID" in os.environ and omp_threads == "1"):
         torch.set_num_threads(max(1, cores // ranks))

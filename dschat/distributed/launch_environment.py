@@ -78,9 +78,9 @@ def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
     several = {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environment}
     if started_by_pmix or several.get("WORLD_SIZE", "1") != "1" or several.get("LOCAL_RANK", "0") != "0":
         several |= {"PMIX_RANK": environment["PMIX_RANK"]} if started_by_pmix else {}
-        given = ", ".join(f"{name} {value}" for name, value in several.items())
+        values = ", ".join(f"{name} {value}" for name, value in several.items())
         raise LaunchError(
-            f"{given}, but RANK is not set: every process would be a run of its own; {HOW_TO_START}", on_this_rank=True
+            f"{values}, but RANK is not set: every process would be a run of its own; {HOW_TO_START}", on_this_rank=True
         )
     return {}
 
@@ -122,12 +122,12 @@ def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[s
     if launcher is SLURM:
         local_size = local_size or _tasks_of_node(environment)
     address = environment.get("MASTER_ADDR") or _address(environment, one_node=local_size == size)
-    found = {
+    translated = {
         "RANK": environment[launcher.rank], "WORLD_SIZE": size, "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size, "MASTER_ADDR": address,
         "MASTER_PORT": environment.get("MASTER_PORT") or _port(launcher, environment),
     }  # fmt: skip
-    if not found["MASTER_ADDR"]:
+    if not translated["MASTER_ADDR"]:
         raise LaunchError(
             f"MASTER_ADDR is not set, and {launcher.name} does not say where rank 0 runs: set it to the name of that "
             "host for every rank, as in `mpirun -x MASTER_ADDR=HOST python main.py ...`"
@@ -137,43 +137,44 @@ def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[s
             f"{launcher.rank} {environment[launcher.rank]}, but {' or '.join(launcher.local_rank)} is not set: set "
             "LOCAL_RANK, the number of the process on its node, for every rank"
         )
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in translated.items() if value}
 
 
 def _checked(environment: Mapping[str, str]) -> dict[str, str]:
     """Validate the variables: none missing, each number within its bounds."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    given = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
-    if "LOCAL_WORLD_SIZE" not in given and environment.get("LOCAL_SIZE"):
-        given["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # the deepspeed launcher's name for it
-    if given.get("WORLD_SIZE") == "1":  # no rendezvous needed
-        given = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)} | given
-    if "WORLD_SIZE" in given:
-        given.setdefault("LOCAL_WORLD_SIZE", given["WORLD_SIZE"])
-    missing = [name for name in names if name not in given and name != "LOCAL_WORLD_SIZE"]
+    variables = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
+    if "LOCAL_WORLD_SIZE" not in variables and environment.get("LOCAL_SIZE"):
+        variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # the deepspeed launcher's name for it
+    if variables.get("WORLD_SIZE") == "1":  # no rendezvous needed
+        variables = {"LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)} | variables
+    if "WORLD_SIZE" in variables:
+        variables.setdefault("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"])
+    missing = [name for name in names if name not in variables and name != "LOCAL_WORLD_SIZE"]
     if missing:
-        rest = ", ".join(f"{name} {value}" for name, value in given.items() if name != "LOCAL_WORLD_SIZE")
+        present = ", ".join(f"{name} {value}" for name, value in variables.items() if name != "LOCAL_WORLD_SIZE")
         raise LaunchError(
-            f"{' and '.join(missing)} not set (only {rest or 'an empty RANK'} is): {HOW_TO_START}",
+            f"{' and '.join(missing)} not set (only {present or 'an empty RANK'} is): {HOW_TO_START}",
             on_this_rank="RANK" in missing,
         )
     problems: list[str] = []
-    world = _number(given, "WORLD_SIZE", problems, least=1, most=2**31 - 1)
+    world = _number(variables, "WORLD_SIZE", problems, least=1, most=2**31 - 1)
     ranks = problems.copy()
-    local_world = _number(given, "LOCAL_WORLD_SIZE", problems, least=1, most=world or 2**31 - 1)
-    _number(given, "RANK", ranks, least=0, most=world - 1 if world else None, of="WORLD_SIZE")
-    _number(given, "LOCAL_RANK", ranks, least=0, most=local_world - 1 if local_world else None, of="LOCAL_WORLD_SIZE")
-    _number(given, "MASTER_PORT", problems, least=1, most=65535)
+    local_world = _number(variables, "LOCAL_WORLD_SIZE", problems, least=1, most=world or 2**31 - 1)
+    _number(variables, "RANK", ranks, least=0, most=world - 1 if world else None, of="WORLD_SIZE")
+    last = local_world - 1 if local_world else None
+    _number(variables, "LOCAL_RANK", ranks, least=0, most=last, of="LOCAL_WORLD_SIZE")
+    _number(variables, "MASTER_PORT", problems, least=1, most=65535)
     mistakes = dict.fromkeys(problems + ranks)
     if mistakes:
         raise LaunchError(f"{'; '.join(mistakes)}: {HOW_TO_START}", on_this_rank=len(ranks) > 0)
-    return given
+    return variables
 
 
 def _number(
-    given: Mapping[str, str], name: str, problems: list[str], *, least: int, most: int | None, of: str = ""
+    variables: Mapping[str, str], name: str, problems: list[str], *, least: int, most: int | None, of: str = ""
 ) -> int | None:
-    text = given[name]
+    text = variables[name]
     if not re.fullmatch(r"[+-]?\d{1,10}", text):
         problems.append(f"{name} {text!r} is not a whole number")
         return None

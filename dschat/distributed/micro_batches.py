@@ -36,9 +36,9 @@ def forward_in_micro_batches(
     return torch.cat(parts)
 
 
-def _forwards_of_other_ranks(engine: nn.Module, mine: int) -> int:
+def _forwards_of_other_ranks(engine: nn.Module, own_passes: int) -> int:
     """Number of forward passes that this rank has fewer than the rank with the most; 0 without ZeRO-3."""
     parameters = list(engine.parameters())
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):  # set by ZeRO-3
         return 0
-    return int(max_over_ranks(torch.tensor(mine, device=parameters[0].device))) - mine
+    return int(max_over_ranks(torch.tensor(own_passes, device=parameters[0].device))) - own_passes

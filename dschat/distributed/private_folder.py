@@ -42,22 +42,22 @@ def private_folder(parents: Sequence[str | Path]) -> Path:
 def is_private_file(path: Path) -> bool:
     """Whether a regular file (no link) exists, is owned by this user, and not writable by others."""
     try:
-        found = path.lstat()
+        status = path.lstat()
     except FileNotFoundError:
         return False
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
 def _not_private(folder: Path) -> str | None:
     """Why a folder is not private: others may write to it or replace it; None if it is."""
-    found, parent = folder.lstat(), folder.parent.stat()
-    if not stat.S_ISDIR(found.st_mode):
+    status, parent = folder.lstat(), folder.parent.stat()
+    if not stat.S_ISDIR(status.st_mode):
         return "it is a link or a file"
-    if found.st_uid != os.getuid():
-        return f"it belongs to user {found.st_uid}"
-    if found.st_mode & 0o022:
-        return f"its mode is {stat.S_IMODE(found.st_mode):o}: others may write there"
-    if found.st_mode & 0o077:
+    if status.st_uid != os.getuid():
+        return f"it belongs to user {status.st_uid}"
+    if status.st_mode & 0o022:
+        return f"its mode is {stat.S_IMODE(status.st_mode):o}: others may write there"
+    if status.st_mode & 0o077:
         folder.chmod(0o700)  # created readable by an earlier version
     if parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
         return f"everybody may rename what is in {folder.parent}"

@@ -44,16 +44,16 @@ def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: 
     # torchrun restarts failed ranks, and its store may outlive them.
     store = dist.PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
     with _closing(store, rank, world_size, holds_store):
-        meet(store, rank, world_size, seconds=max(0.0, deadline - time.monotonic()), asked=seconds)
+        wait_for_ranks(store, rank, world_size, seconds=max(0.0, deadline - time.monotonic()), timeout=seconds)
     return tcp
 
 
-def meet(store: dist.Store, rank: int, world_size: int, *, seconds: float, asked: float) -> None:
+def wait_for_ranks(store: dist.Store, rank: int, world_size: int, *, seconds: float, timeout: float) -> None:
     """Wait until every rank has joined.
 
     Args:
         seconds: time left of the timeout.
-        asked: the whole timeout in seconds, for the message.
+        timeout: the whole timeout in seconds, for the message.
 
     Raises:
         LaunchError: see open_store.
@@ -74,7 +74,7 @@ def meet(store: dist.Store, rank: int, world_size: int, *, seconds: float, asked
     if store.add("count", 1) == world_size:
         store.set("complete", "1")
     if not _await(store, "complete", deadline):
-        raise LaunchError(_missing(store, world_size, asked))
+        raise LaunchError(_missing(store, world_size, timeout))
 
 
 def _await(store: dist.Store, key: str, deadline: float) -> bool:
@@ -91,12 +91,12 @@ def _await(store: dist.Store, key: str, deadline: float) -> bool:
     return True
 
 
-def _missing(store: dist.Store, world_size: int, asked: float) -> str:
+def _missing(store: dist.Store, world_size: int, timeout: float) -> str:
     missing = [number for number in range(world_size) if not store.check([f"joined/{number}"])]
     more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
     numbers = ", ".join(map(str, missing[:SHOWN])) + more
     return (
-        f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world_size} did not join within {asked:.0f} s "
+        f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world_size} did not join within {timeout:.0f} s "
         "(--rendezvous_timeout): read what these processes printed, or start as many processes as WORLD_SIZE says"
     )
 
@@ -118,7 +118,7 @@ def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -
         except RuntimeError:
             pass  # the store is closed: no rank is left to notify
         if isinstance(error, RuntimeError):
-            raise LaunchError(f"rank 0 has left while the ranks joined ({error}): read what it printed") from error
+            raise LaunchError(f"rank 0 has ended while the ranks joined ({error}): read what it printed") from error
         raise
 
 

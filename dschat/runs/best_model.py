@@ -24,7 +24,7 @@ def check_evaluation_rows(run: RunArguments, rows: int) -> None:
         raise ValueError(f"--best_metric {run.best_metric}: the evaluation has no such metric; it has {NO_ROWS}")
 
 
-class Best:
+class BestModel:
     """Maintains OUTPUT_DIR/best: the model at its best evaluation, and best.json with step, metric and value.
 
     Args:
@@ -33,17 +33,18 @@ class Best:
         state: loaded from a checkpoint, or None; ignored if it belongs to another metric or mode.
 
     Attributes:
-        begins: no evaluation has been compared yet, so one is due before the first step; it also validates the metric.
+        needs_evaluation: no evaluation has been compared yet, so one is due before the first step, which also validates
+            the metric.
     """
 
     def __init__(self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None) -> None:
         self.run, self.log = run, log
-        kept = state is not None and (run.best_metric, run.best_mode) == (
+        resumed = state is not None and (run.best_metric, run.best_mode) == (
             state.get("metric", run.best_metric if state["value"] is not None else None),  # older states lack both
             state.get("mode", run.best_mode),
         )
-        self.step, self.value = (state["step"], state["value"]) if kept else (None, None)
-        self.begins = run.best_metric is not None and not kept
+        self.step, self.value = (state["step"], state["value"]) if resumed else (None, None)
+        self.needs_evaluation = run.best_metric is not None and not resumed
 
     @property
     def state(self) -> dict[str, Any]:
@@ -74,25 +75,25 @@ class Best:
             return
         folder = Path(self.run.output_dir, "best")
         try:
-            self._keep(folder, {"step": step, name: value}, export)
+            self._export_and_swap(folder, {"step": step, name: value}, export)
         except ExportError as error:
-            self.log.info(f"warning: {error}. So the best model is not kept, the one before it is; the run goes on")
+            self.log.info(f"warning: {error}. The previous best model is kept, and the run goes on")
             return
         self.step, self.value = step, value
         self.log.info(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
 
-    def _keep(self, folder: Path, about: dict[str, Any], export: Callable[[Path], None]) -> None:
+    def _export_and_swap(self, folder: Path, description: dict[str, Any], export: Callable[[Path], None]) -> None:
         """Export to a temporary folder, swap it with the previous best model, then delete that.
 
         Raises: ExportError on every rank.
         """
-        unfinished, replaced = (folder.with_name(f"{folder.name}.{word}") for word in ("unfinished", "replaced"))
+        unfinished, replaced = (folder.with_name(f"{folder.name}.{suffix}") for suffix in ("unfinished", "replaced"))
         problem = None
         try:
             export(unfinished)
             if collectives.is_main():
                 try:
-                    (unfinished / "best.json").write_text(json.dumps(about), encoding="utf-8")
+                    (unfinished / "best.json").write_text(json.dumps(description), encoding="utf-8")
                     shutil.rmtree(replaced, ignore_errors=True)
                     if folder.exists():
                         folder.rename(replaced)
@@ -106,5 +107,5 @@ class Best:
         finally:
             if collectives.is_main():
                 put_back(folder, replaced)
-                for left in (unfinished, replaced):
-                    shutil.rmtree(left, ignore_errors=True)
+                for temporary in (unfinished, replaced):
+                    shutil.rmtree(temporary, ignore_errors=True)

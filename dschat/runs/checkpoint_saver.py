@@ -19,7 +19,7 @@ from dschat.checkpoints.write_errors import WRITE_ERRORS
 from dschat.distributed import collectives, watchdog
 from dschat.distributed.termination import EndedBySignal
 from dschat.runs.run_log import RunLog
-from dschat.runs.signals import SavedAndLeft, SignalFlag
+from dschat.runs.signals import ExitAfterSave, SignalFlag
 
 
 class CheckpointSaver:
@@ -60,12 +60,12 @@ class CheckpointSaver:
             extra_writer: see save_checkpoint.
 
         Raises:
-            SavedAndLeft: a signal was received, and the checkpoint is saved.
+            ExitAfterSave: a signal was received, and the checkpoint is saved.
             EndedBySignal: a signal was received, and the checkpoint cannot be saved; the reason has been logged.
         """
         due, number = self._agree(step, update)
-        leaves = bool(number) and not last
-        if not (due or leaves):
+        ends_run = bool(number) and not last
+        if not (due or ends_run):
             return
         watchdog.phase("checkpoint")
         started = time.monotonic()
@@ -74,10 +74,10 @@ class CheckpointSaver:
             folder = save_checkpoint(
                 self.run.output_dir, step, update=update, engines=self.engines, state=dict(state),
                 keep=self.run.keep_checkpoints, metadata=self.log.metadata, extra_writer=extra_writer,
-                run_in_background=None if leaves or last else self._start_background,
+                run_in_background=None if ends_run or last else self._start_background,
             )  # fmt: skip
         except OSError as error:
-            if leaves:
+            if ends_run:
                 self._log_lost_steps(number, step, error)
                 raise EndedBySignal(number) from None
             self.log.info(f"warning: {error}. The run goes on without it")
@@ -87,16 +87,16 @@ class CheckpointSaver:
             self.seconds += self.last - started
         share = self.seconds / (self.last - self.started)
         self.log.info(f"saving {folder} took {self.last - started:.1f} s; saving has taken {share:.1%} of the time")
-        if leaves:
+        if ends_run:
             self.log.info(f"{signal.Signals(number).name}: the run ends here; --resume auto continues it")
-            raise SavedAndLeft
+            raise ExitAfterSave
 
     def _agree(self, step: int, update: int) -> tuple[bool, int]:
         """Whether a checkpoint is due, and the number of the signal that any rank has received. A collective."""
         minutes = (time.monotonic() - self.last) / 60
         by_time = self.run.save_minutes and minutes >= self.run.save_minutes and collectives.is_main()
-        mine = torch.tensor([bool(by_time), self.received.number], dtype=torch.float64, device=self.device)
-        by_time, number = collectives.max_over_ranks(mine).tolist()
+        requests = torch.tensor([bool(by_time), self.received.number], dtype=torch.float64, device=self.device)
+        by_time, number = collectives.max_over_ranks(requests).tolist()
         by_step = bool(self.run.save_interval) and not update and step % self.run.save_interval == 0
         return by_step or bool(by_time), int(number)
 

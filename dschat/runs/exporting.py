@@ -36,7 +36,7 @@ def export_run(
     Raises:
         ExportFailed: on every rank, if a model cannot be written; its partial files are removed.
     """
-    received.answer = "the model is exported first, then the run ends"
+    received.reaction = "the model is exported first, then the run ends"
     watchdog.phase("export")
     for name, module in models.items():
         if module is None:
@@ -45,21 +45,21 @@ def export_run(
             export_model(module, Path(output_dir, name), tokenizer)
         except ExportError as error:
             if collectives.is_main():
-                print(f"{error}. {way_out(output_dir, sys.argv)}", file=sys.stderr, flush=True)
+                print(f"{error}. {export_instructions(output_dir, sys.argv)}", file=sys.stderr, flush=True)
             raise ExportFailed from None
 
 
-def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
+def export_instructions(output_dir: str | Path, argv: Sequence[str]) -> str:
     """Instructions for exporting the models of a run later, from its last checkpoint."""
     newest = newest_checkpoint(output_dir)
     if newest is None:
         return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"
-    words = list(argv)
-    while "--resume" in words:
-        place = words.index("--resume")
-        del words[place : place + 2]
-    words = [word for word in words if not word.startswith("--resume=")]
+    command = list(argv)
+    while "--resume" in command:
+        position = command.index("--resume")
+        del command[position : position + 2]
+    command = [argument for argument in command if not argument.startswith("--resume=")]
     return (
         f"The last checkpoint is {newest}. Make room, then run this as before: it goes on from there and exports: "
-        f"{shlex.join([*words, '--resume', 'auto'])}"
+        f"{shlex.join([*command, '--resume', 'auto'])}"
     )

@@ -146,8 +146,8 @@ def train_step(
     engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
 ) -> dict[str, float]:
     """One optimizer step: this rank's share of a global batch in micro-batches. Returns metrics over all ranks."""
-    shares = share(indices, micro_batch_size)
-    micro_batches = list(objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)))
+    parts = (collated(objective, rows, part, engine.device) for part in share(indices, micro_batch_size))
+    micro_batches = list(objective.prepare(engine, parts))
     count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
     return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
 
@@ -164,9 +164,9 @@ def evaluation(
     """
     engine.eval()
     steps = evaluation_steps(rows["length"][:], batch_size=batch_size, max_batches=max_batches)
-    shares = [mine for step in steps for mine in share(step, batch_size)]
+    shares = [part for step in steps for part in share(step, batch_size)]
     totals: Metrics = {}
-    for batch in objective.prepare(engine, (collated(objective, rows, mine, engine.device) for mine in shares)):
+    for batch in objective.prepare(engine, (collated(objective, rows, part, engine.device) for part in shares)):
         watchdog.phase("evaluation")
         loss, metrics = objective.loss_of(engine, batch, 1.0)
         for name, value in {"loss": loss, "count": objective.count(batch), **metrics}.items():

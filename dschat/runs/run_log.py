@@ -124,10 +124,10 @@ def _append(path: Path, text: str) -> None:
     """Append text; if only part of it can be written, truncate the file again and raise OSError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        size, rest = os.lseek(descriptor, 0, os.SEEK_END), memoryview(text.encode())
+        size, remaining = os.lseek(descriptor, 0, os.SEEK_END), memoryview(text.encode())
         try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
+            while remaining:
+                remaining = remaining[os.write(descriptor, remaining) :]
         except OSError:
             os.ftruncate(descriptor, size)
             raise
@@ -149,15 +149,15 @@ def _keep_until(path: Path, step: int) -> None:
     """Drop the lines of a jsonl file after this step, so that a resumed run has no duplicates."""
     if not path.exists():
         return
-    kept = []
+    kept_lines = []
     content = path.read_bytes()
     for line in content.split(b"\n"):  # bytes: str.splitlines would also split inside strings
         try:
             if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
+                kept_lines.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
             continue  # a truncated line of a killed run
-    new = b"".join(kept)
+    new = b"".join(kept_lines)
     if content.startswith(new):
         os.truncate(path, len(new))  # also works on a full disk
     else:

@@ -18,7 +18,7 @@ from dschat.checkpoints.saving import Engines
 from dschat.data.arrow import content_digest
 from dschat.data.batches import GlobalBatches
 from dschat.distributed import collectives
-from dschat.runs.best_model import Best
+from dschat.runs.best_model import BestModel
 from dschat.runs.checkpoint_saver import CheckpointSaver
 from dschat.runs.health import Health
 from dschat.runs.run_log import RunLog
@@ -95,11 +95,11 @@ class TrainingSession:
             changes = f"; changed since: {'; '.join(changed)}" if changed else ""
             self.log.info(f"resuming from {resume.checkpoint}{changes}")
         self.health = Health(self.run, self.log, self.resumed_state.get("health"), stop_at_kl=stop_at_kl)
-        self.best = Best(self.run, self.log, self.resumed_state.get("best"))
+        self.best = BestModel(self.run, self.log, self.resumed_state.get("best"))
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainingSession:
-        self._stack.enter_context(self.received.listening())
+        self._stack.enter_context(self.received.installed())
         self.saver = CheckpointSaver(self.run, self.engines, self.log, self.received)
         return self
 
@@ -115,7 +115,7 @@ class TrainingSession:
     @property
     def evaluates_first(self) -> bool:
         """Whether to evaluate before the first step: in a new run, and if --best_metric has changed."""
-        return self.best.begins or (self.first_step == 0 and not self.resumed_state.get("update"))
+        return self.best.needs_evaluation or (self.first_step == 0 and not self.resumed_state.get("update"))
 
     def is_last(self, step: int) -> bool:
         """Whether this finished step is the last: all steps are done, or the KL divergence has reached its limit."""

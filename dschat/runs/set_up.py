@@ -93,7 +93,7 @@ def make_output_folder(output_dir: str) -> None:
         try:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            problem = f"--output_dir {output_dir}: cannot be made ({error.strerror}); name another folder"
+            problem = f"--output_dir {output_dir}: cannot be created ({error.strerror}); name another folder"
     problem = collectives.all_gather_objects(problem)[0]
     if problem:
         raise ValueError(problem)

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 SAVED = 75  # exit status (EX_TEMPFAIL): saved after a signal, restart with --resume auto
-ASKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class SavedAndLeft(SystemExit):
+class ExitAfterSave(SystemExit):
     """A signal was received, and the checkpoint is saved: the run exits."""
 
     def __init__(self) -> None:
@@ -24,31 +24,31 @@ class SignalFlag:
 
     Attributes:
         number: number of the last signal; 0: none.
-        answer: message printed on a signal: what the run does about it.
+        reaction: what the run does on a signal, for the message.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.answer = "the run is saved at the next step and ends then"
+        self.reaction = "a checkpoint is saved at the next step, then the run ends"
         self._before: dict[int, Callable | int | None] = {}
 
-    def note(self, number: int, _frame: Any) -> None:
+    def _record(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self.number == signal.SIGINT:
             raise KeyboardInterrupt  # the second Ctrl-C exits at once; an unfinished save is removed by the next start
         if not self.number:
             name = signal.Signals(number).name
-            again = "; once more leaves at once" if number == signal.SIGINT else ""
-            print(f"{name}: {self.answer}{again}", file=sys.stderr, flush=True)
+            again = "; a second Ctrl-C exits at once" if number == signal.SIGINT else ""
+            print(f"{name}: {self.reaction}{again}", file=sys.stderr, flush=True)
         self.number = number
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def installed(self) -> Iterator[None]:
         """Install handlers that only record SIGTERM, SIGUSR1 and SIGINT; a second SIGINT raises KeyboardInterrupt.
 
         Without an exception they stay installed after the block, since the export follows.
         """
-        for number in ASKED:
-            self._before.setdefault(number, signal.signal(number, self.note))
+        for number in HANDLED:
+            self._before.setdefault(number, signal.signal(number, self._record))
         try:
             yield
         except BaseException:

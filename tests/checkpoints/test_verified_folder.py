@@ -88,7 +88,7 @@ def test_the_temporary_folder_of_a_killed_writer_is_removed_by_the_next(tmp_path
     writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "x"], stdout=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "ready\n"
     (left,) = tmp_path.iterdir()
-    monkeypatch.setattr(verified_folder, "_YOUNG", -1.0)
+    monkeypatch.setattr(verified_folder, "_LOCKED_WITHIN", -1.0)
     remove_unfinished(tmp_path)
     assert left.exists(), "its writer lives"
     writer.kill()

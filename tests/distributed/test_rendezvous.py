@@ -13,7 +13,7 @@ import pytest
 from torch import distributed as dist
 
 from dschat.distributed.launch_environment import LaunchError
-from dschat.distributed.rendezvous import meet, open_store
+from dschat.distributed.rendezvous import open_store, wait_for_ranks
 
 
 def together(*calls) -> list[str]:
@@ -42,7 +42,7 @@ def free_port() -> int:
 
 
 def ranks_meet(store: dist.Store, rank: int, world_size: int, seconds: float = 30.0):
-    return lambda: meet(store, rank, world_size, seconds=seconds, asked=seconds)
+    return lambda: wait_for_ranks(store, rank, world_size, seconds=seconds, timeout=seconds)
 
 
 def test_all_ranks_meet():
@@ -58,7 +58,7 @@ def test_missing_ranks_are_listed_by_every_other_rank():
 
 def test_a_rank_given_to_two_processes_is_refused():
     store = dist.HashStore()
-    meet(store, 0, 1, seconds=5, asked=5)
+    wait_for_ranks(store, 0, 1, seconds=5, timeout=5)
     (printed,) = together(ranks_meet(store, 0, 1))
     assert printed.startswith("RANK 0 was given to two processes")
 

@@ -172,7 +172,7 @@ def test_a_resume_on_a_full_disk_keeps_the_metrics(tmp_path, capsys):
 def test_other_records_that_cannot_be_written_do_not_end_the_run(record, tmp_path, monkeypatch, capfd):
     events = str(tmp_path / "events")
     monkeypatch.setenv(failpoint.VARIABLE, f"log_{record}:raise#1")
-    monkeypatch.setattr(failpoint, "_met", Counter())
+    monkeypatch.setattr(failpoint, "_calls", Counter())
     log = log_of(tmp_path, tensorboard=events)
     for step in (1, 2):
         log.metrics(step, {"loss": 3.0})

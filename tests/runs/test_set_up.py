@@ -255,7 +255,7 @@ def test_a_refused_command_creates_no_files(materials, tmp_path):
     make_output_folder(str(output))
     assert output.is_dir()
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="--output_dir .*file/run: cannot be made .*name another folder"):
+    with pytest.raises(ValueError, match="--output_dir .*file/run: cannot be created .*name another folder"):
         make_output_folder(str(tmp_path / "file" / "run"))
 
 

@@ -129,7 +129,7 @@ def judge_all(
     """Judge the remaining batches, split over the ranks; returns the judged batches of all ranks, unordered.
 
     Raises:
-        SavedAndLeft: any rank received a signal; judged batches are saved.
+        ExitAfterSave: any rank received a signal; judged batches are saved.
         SettingsError: a rank cannot write, or its judge keeps failing; judged batches are saved.
     """
     to_do = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
@@ -139,7 +139,7 @@ def judge_all(
     if judged.earlier:
         log(f"going on: {prompts - sum(map(len, to_do))} of {prompts} prompts are judged, {pairs} pairs")
     made: list[JudgedBatch] = []
-    with signals.capture_signals() as received, received.listening():
+    with signals.capture_signals() as received, received.installed():
         for number, batches in enumerate(rounds, start=1):
             problem = None
             if groups.data_parallel_rank() < len(batches):  # the last round may have fewer batches than ranks
@@ -159,7 +159,7 @@ def judge_all(
                                     "go on with --resume auto")  # fmt: skip
             if any(signal_numbers) and number < len(rounds):
                 log("a signal asked for it: this run ends here, --resume auto goes on")
-                raise signals.SavedAndLeft
+                raise signals.ExitAfterSave
     return judged.earlier + collectives.all_gather_lists(made)
 
 
