@@ -1,4 +1,4 @@
-"""Two-rank program for test_checkpoint.py: `checkpoint_ranks.py FOLDER`, a run's output folder."""
+"""Two-rank program for test_saving.py: `checkpoint_ranks.py FOLDER`, a run's output folder."""
 
 import random
 import sys

@@ -30,7 +30,7 @@ OF_THE_OPTIMIZER = """
     learning_rate actor_learning_rate critic_learning_rate lora_learning_rate weight_decay actor_weight_decay
     critic_weight_decay adam_beta1 adam_beta2 max_grad_norm max_steps num_train_epochs actor_freeze_steps
 """
-# State accumulated by the run depends on them: tests below, and those of refusals in test_faults and test_set_up.
+# State accumulated by the run depends on them: tests below, and those of refusals in test_faults and test_validation.
 ACCUMULATED = """
     kl_coef kl_target best_metric best_mode max_bad_steps temperature per_device_train_batch_size
     per_device_generation_batch_size per_device_training_batch_size gradient_accumulation_steps zero_stage

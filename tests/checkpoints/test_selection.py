@@ -1,43 +1,15 @@
-"""Checkpoint contents, damage detection and retention; test_steps.py kills and resumes real engines."""
+"""Selection of the checkpoint to resume from: verification, damage, earlier runs, files of killed processes."""
 
 import json
 import os
-import random
-import resource
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
+from saved_checkpoints import names, save
 
-from dschat.checkpoints.loading import load_checkpoint
 from dschat.checkpoints.saving import save_checkpoint
 from dschat.checkpoints.selection import find_checkpoint, verify_checkpoint
-
-RANKS = Path(__file__).with_name("checkpoint_ranks.py")
-
-
-@pytest.fixture(autouse=True)
-def generators_are_put_back():
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    yield
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.set_rng_state(states[2])
-
-
-def save(output: Path, step: int, *, keep: int = 10, text: str = "weights " * 50) -> Path:
-    """A checkpoint whose only content of its own is a file."""
-    return save_checkpoint(
-        output, step, engines={}, state={"step": step, "rows": 7}, keep=keep,
-        extra_writer=lambda folder: (folder / "model.bin").write_text(text) and None,
-    )  # fmt: skip
-
-
-def names(output: Path) -> list[str]:
-    return sorted(path.name for path in (output / "checkpoints").iterdir())
 
 
 def flip_a_byte(folder: Path) -> None:
@@ -143,16 +115,6 @@ def test_code_is_found_in_a_listed_pickle_of_any_name(name, tmp_path):
     assert f"{name} is refused: it would run posix.system" in problem
 
 
-def test_the_temporary_folder_of_a_killed_save_is_ignored_and_removed(tmp_path):
-    folder = save(tmp_path, 3)
-    shutil.copytree(folder, folder.with_name(".step-00000004.tmp"))
-    (folder.with_name(".step-00000004.tmp") / "stale").touch()
-    assert find_checkpoint(tmp_path, "auto") == folder
-    again = save(tmp_path, 4)
-    assert not (again / "stale").exists() and verify_checkpoint(again) == []
-    assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
-
-
 def records(output: Path, step: int, text: str = "first") -> None:
     """What a run beside its checkpoints has written up to this step."""
     (output / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "of": "{text}"}}\n' for n in range(step + 1)))
@@ -217,84 +179,3 @@ def test_files_of_an_interrupted_start_or_end_are_removed_at_the_next_start(tmp_
     assert names(tmp_path) == ["latest", "step-00000003", "step-00000004"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best", "checkpoints"]
     assert (tmp_path / "best" / "config.json").read_text() == "the best so far"
-
-
-def test_a_safetensors_error_is_a_failed_save(tmp_path):
-    """safetensors raises an error of its own, which is no OSError."""
-
-    def full(folder: Path) -> None:
-        raise SafetensorError("I/O error: No space left on device (os error 28)")
-
-    folder = save(tmp_path, 1)
-    with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0: I/O error: No space left"):
-        save_checkpoint(tmp_path, 2, engines={}, state={}, keep=2, extra_writer=full)
-    assert names(tmp_path) == ["latest", folder.name]
-
-
-def test_random_states_that_do_not_fit_on_the_disk_are_a_failed_save(tmp_path):
-    """The file that safetensors writes is larger than the system allows here, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(OSError, match="the checkpoint cannot be written: rank 0"):
-            save_checkpoint(tmp_path, 2, engines={}, state={}, keep=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert names(tmp_path) == []
-
-
-def test_only_the_newest_checkpoints_are_kept(tmp_path):
-    for step in (1, 2, 3, 10, 200):
-        save(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["latest", "step-00000010", "step-00000200"]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000200"
-
-
-def test_checkpoints_of_an_earlier_longer_run_are_removed(tmp_path):
-    for step in (50, 100):
-        save(tmp_path, step, keep=2, text="old run")
-    new = save(tmp_path, 10, keep=2, text="new run")
-    assert find_checkpoint(tmp_path, "auto") == new
-    assert names(tmp_path) == ["latest", "step-00000010"]
-    assert (new / "model.bin").read_text() == "new run"
-
-
-def test_saving_a_step_again_replaces_its_checkpoint(tmp_path):
-    save(tmp_path, 4, text="first")
-    folder = save(tmp_path, 4, text="second")
-    assert (folder / "model.bin").read_text() == "second" and verify_checkpoint(folder) == []
-
-
-def test_the_manifest_covers_every_file_but_itself(tmp_path):
-    folder = save(tmp_path, 1)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    assert set(manifest["files"]) == {path.name for path in folder.iterdir()} - {"manifest.json"}
-    assert manifest["step"] == 1 and manifest["world_size"] == 1
-
-
-def test_every_random_generator_is_restored(tmp_path):
-    def draw() -> list[float]:
-        return [random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand(), torch.randn(()).item()]
-
-    draw()  # an odd number of normal numbers leaves one cached in Python's and NumPy's generators
-    folder = save(tmp_path, 1)
-    expected = draw()
-    draw()
-    assert load_checkpoint(folder, engines={}, fingerprint={"rows": 7}) == {"step": 1, "rows": 7}
-    assert draw() == expected
-
-
-def test_a_checkpoint_of_other_data_is_refused(tmp_path):
-    folder = save(tmp_path, 1)
-    with pytest.raises(ValueError, match="rows was 7 and is 8.*--resume never"):
-        load_checkpoint(folder, engines={}, fingerprint={"rows": 8})
-
-
-def test_two_ranks_save_and_find_the_same_checkpoint(programs, tmp_path):
-    programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log")
-    assert names(tmp_path) == ["latest", "step-00000003"]
-    folder = tmp_path / "checkpoints" / "step-00000003"
-    assert verify_checkpoint(folder) == [], "one process may convert it"
-    folder = folder.rename(folder.with_name("step-00000003-update-0001"))
-    (problem,) = verify_checkpoint(folder)
-    assert "2 processes in the middle of an iteration" in problem and "start as many" in problem
