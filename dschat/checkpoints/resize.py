@@ -39,7 +39,7 @@ def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) ->
     problem = collectives.all_gather_objects(problem)[0]
     try:
         if problem:
-            raise ValueError(f"{problem}: start as many as its manifest.json says")
+            raise ValueError(f"{problem}: start the world_size of its manifest.json")
         for engine in engines.values():
             engine._config.load_universal_checkpoint = bool(engine.zero_optimization())
         yield temporary

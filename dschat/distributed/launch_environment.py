@@ -129,8 +129,8 @@ def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[s
     }  # fmt: skip
     if not translated["MASTER_ADDR"]:
         raise LaunchError(
-            f"MASTER_ADDR is not set, and {launcher.name} does not say where rank 0 runs: set it to the name of that "
-            "host for every rank, as in `mpirun -x MASTER_ADDR=HOST python main.py ...`"
+            f"MASTER_ADDR is not set, and {launcher.name} does not provide the host of rank 0: set it to the name "
+            "of that host for every rank, as in `mpirun -x MASTER_ADDR=HOST python main.py ...`"
         )
     if not local_rank:
         raise LaunchError(

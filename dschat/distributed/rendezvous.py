@@ -33,7 +33,7 @@ def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: 
     holds_store = rank == 0 and not hosted
     _check_address(address)
     if not holds_store:
-        _await_port(rank, address, port, deadline, seconds)
+        _wait_for_port(rank, address, port, deadline, seconds)
     try:
         tcp = dist.TCPStore(
             address, port, None, is_master=holds_store, wait_for_workers=False,
@@ -43,7 +43,7 @@ def open_store(rank: int, world_size: int, *, address: str, port: int, seconds: 
         raise _not_opened(error, address, port, holds_store) from error
     # torchrun restarts failed ranks, and its store may outlive them.
     store = dist.PrefixStore(f"rendezvous/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", tcp)
-    with _closing(store, rank, world_size, holds_store):
+    with _publishing_errors(store, rank, world_size, holds_store):
         wait_for_ranks(store, rank, world_size, seconds=max(0.0, deadline - time.monotonic()), timeout=seconds)
     return tcp
 
@@ -67,17 +67,17 @@ def wait_for_ranks(store: dist.Store, rank: int, world_size: int, *, seconds: fl
     deadline = time.monotonic() + seconds
     if rank == 0:
         store.set("world_size", str(world_size))
-    if _await(store, "world_size", deadline) and (size := int(store.get("world_size"))) != world_size:
+    if _wait_for_key(store, "world_size", deadline) and (size := int(store.get("world_size"))) != world_size:
         raise LaunchError(
             f"WORLD_SIZE {world_size} on rank {rank}, but {size} on rank 0: set the same for all", on_this_rank=True
         )
     if store.add("count", 1) == world_size:
         store.set("complete", "1")
-    if not _await(store, "complete", deadline):
+    if not _wait_for_key(store, "complete", deadline):
         raise LaunchError(_missing(store, world_size, timeout))
 
 
-def _await(store: dist.Store, key: str, deadline: float) -> bool:
+def _wait_for_key(store: dist.Store, key: str, deadline: float) -> bool:
     """Wait for a key; False on timeout. Raises LaunchError if another rank has failed."""
     pause = 0.01
     while not store.check([key]):
@@ -97,12 +97,12 @@ def _missing(store: dist.Store, world_size: int, timeout: float) -> str:
     numbers = ", ".join(map(str, missing[:SHOWN])) + more
     return (
         f"rank{'s' if len(missing) > 1 else ''} {numbers} of {world_size} did not join within {timeout:.0f} s "
-        "(--rendezvous_timeout): read what these processes printed, or start as many processes as WORLD_SIZE says"
+        "(--rendezvous_timeout): read the output of these processes, or start WORLD_SIZE processes"
     )
 
 
 @contextmanager
-def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -> Iterator[None]:
+def _publishing_errors(store: dist.Store, rank: int, world_size: int, holds_store: bool) -> Iterator[None]:
     """Publish an exception of the block to the ranks that wait in the rendezvous."""
     try:
         yield
@@ -118,7 +118,7 @@ def _closing(store: dist.Store, rank: int, world_size: int, holds_store: bool) -
         except RuntimeError:
             pass  # the store is closed: no rank is left to notify
         if isinstance(error, RuntimeError):
-            raise LaunchError(f"rank 0 has ended while the ranks joined ({error}): read what it printed") from error
+            raise LaunchError(f"rank 0 has ended while the ranks joined ({error}): read its output") from error
         raise
 
 
@@ -129,7 +129,7 @@ def _check_address(address: str) -> None:
         raise LaunchError(f"MASTER_ADDR {address}: no such host ({error}); name the host of rank 0") from error
 
 
-def _await_port(rank: int, address: str, port: int, deadline: float, seconds: float) -> None:
+def _wait_for_port(rank: int, address: str, port: int, deadline: float, seconds: float) -> None:
     """Wait until the port is open. In Python, since torch's own wait cannot be interrupted."""
     while True:
         try:
@@ -147,7 +147,9 @@ def _await_port(rank: int, address: str, port: int, deadline: float, seconds: fl
 def _not_opened(error: Exception, address: str, port: int, holds_store: bool) -> LaunchError:
     text = str(error).splitlines()[0]
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
-        return LaunchError(f"MASTER_PORT {port} is in use on this host: set another, or end what listens there")
+        return LaunchError(f"MASTER_PORT {port} is in use on this host: set another, or end the process that uses it")
     if holds_store:
         return LaunchError(f"MASTER_ADDR {address}, MASTER_PORT {port}: rank 0 cannot open its store there ({text})")
-    return LaunchError(f"MASTER_ADDR {address}, MASTER_PORT {port}: what listens there is no store of rank 0 ({text})")
+    return LaunchError(
+        f"MASTER_ADDR {address}, MASTER_PORT {port}: the process that listens there is not rank 0 of a run ({text})"
+    )

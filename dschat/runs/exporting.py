@@ -60,6 +60,6 @@ def export_instructions(output_dir: str | Path, argv: Sequence[str]) -> str:
         del command[position : position + 2]
     command = [argument for argument in command if not argument.startswith("--resume=")]
     return (
-        f"The last checkpoint is {newest}. Make room, then run this as before: it goes on from there and exports: "
+        f"The last checkpoint is {newest}. Make room, then run this command, which resumes there and exports: "
         f"{shlex.join([*command, '--resume', 'auto'])}"
     )

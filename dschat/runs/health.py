@@ -56,7 +56,7 @@ class Health:
         if any(skipped):
             self.log.info(
                 f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
-                "a gradient was not finite; the models are as they were"
+                "a gradient was not finite; the models did not change"
             )
         for one in skipped:
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
@@ -65,7 +65,7 @@ class Health:
                 self.log.info(
                     f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "
                     + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
-                    + "; lower the learning rate, or look at the data of these steps"
+                    + "; lower the learning rate, or check the data of these steps"
                 )
                 raise TooManyBadSteps
         for name in WATCHED:

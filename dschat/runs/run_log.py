@@ -106,8 +106,8 @@ class RunLog:
             if record not in self._failed:
                 self._failed.add(record)
                 with suppress(OSError):
-                    print(f"warning: {record} cannot be written ({error}): the run goes on, what belongs there is lost "
-                          "as long as that lasts", file=sys.stderr, flush=True)  # fmt: skip
+                    print(f"warning: {record} cannot be written ({error}): the run continues, and its "
+                          "entries are dropped until it can be written again", file=sys.stderr, flush=True)  # fmt: skip
 
     def _add_scalars(self, step: int, values: Mapping[str, float], phase: str) -> None:
         for name, value in values.items():
