@@ -8,9 +8,9 @@ from dschat.arguments import flag_values
 from dschat.arguments.command_line import on_resume
 from dschat.arguments.secrets import redacted_values
 from dschat.arguments.strict_json import read_json_object
-from dschat.checkpoints.optimizer_settings import settings_kept
+from dschat.checkpoints.optimizer_settings import keep_optimizer_settings
 from dschat.checkpoints.random_states import load_random_states
-from dschat.checkpoints.resize import converted
+from dschat.checkpoints.resize import converted_checkpoint
 from dschat.checkpoints.restricted_pickle import restricted_unpickling
 from dschat.checkpoints.saving import Engines
 from dschat.distributed import collectives, launch, watchdog
@@ -35,8 +35,9 @@ def load_checkpoint(folder: Path, *, engines: Engines, fingerprint: dict[str, An
     _check_zero_stages(folder, manifest.get("zero_stages", {}), engines)
     resized = manifest["world_size"] != collectives.world_size()
     watchdog.phase("resume")
-    readable = converted(folder, engines) if resized else nullcontext(folder)
-    with settings_kept(engines), restricted_unpickling(f"{folder} is refused: "), readable as source:
+    readable = converted_checkpoint(folder, engines) if resized else nullcontext(folder)
+    refusal = f"{folder} is refused: "
+    with keep_optimizer_settings(engines), restricted_unpickling(refusal), readable as source:
         for name, engine in engines.items():
             watchdog.progress()
             path, _ = engine.load_checkpoint(str(source), tag=name)

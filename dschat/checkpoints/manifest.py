@@ -70,7 +70,7 @@ def _is_entry(entry: Any) -> bool:
     )  # fmt: skip
 
 
-def unlisted(folder: Path, files: dict[str, Any]) -> list[str]:
+def unlisted_files(folder: Path, files: dict[str, Any]) -> list[str]:
     """A line for everything in a checkpoint folder that is not in its manifest: files, links, pipes."""
     problems = []
     for parent, folders, names in os.walk(folder, onerror=lambda error: problems.append(str(error))):

@@ -55,7 +55,7 @@ class OptimizerSettings:
 
 
 @contextmanager
-def settings_kept(engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[None]:
+def keep_optimizer_settings(engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[None]:
     """Restore the settings of every trained engine after the block, in which a checkpoint is loaded."""
     trained = {name: engine for name, engine in engines.items() if engine.optimizer is not None}
     settings = {name: OptimizerSettings.of(engine) for name, engine in trained.items()}

@@ -18,7 +18,7 @@ from dschat.distributed import collectives, watchdog
 
 
 @contextmanager
-def converted(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[Path]:
+def converted_checkpoint(folder: Path, engines: Mapping[str, deepspeed.DeepSpeedEngine]) -> Iterator[Path]:
     """A temporary folder from which engines of any world size can load, removed at the end. A collective.
 
     It takes as much disk space as the checkpoint. ZeRO-0 state is replicated, so it is only copied.

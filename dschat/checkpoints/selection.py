@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dschat.checkpoints.earlier_runs import move_aside, newest_moved_aside, restore_records, step_folders
 from dschat.checkpoints.leftovers import remove_leftovers
-from dschat.checkpoints.manifest import read_manifest, unlisted
+from dschat.checkpoints.manifest import read_manifest, unlisted_files
 from dschat.checkpoints.restricted_pickle import is_pickle, pickle_problems
 from dschat.checkpoints.verified_folder import file_problems
 from dschat.distributed import collectives, watchdog
@@ -91,7 +91,7 @@ def verify_checkpoint(folder: str | Path) -> list[str]:
     except ValueError as error:
         return [str(error)]
     files, world_size = manifest["files"], manifest["world_size"]
-    problems = unlisted(folder, files)
+    problems = unlisted_files(folder, files)
     if world_size != collectives.world_size() and "-update-" in folder.name:
         problems.append(
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "

@@ -29,7 +29,7 @@ def folder(request, tmp_path_factory) -> Path:
     return save_models(tmp_path_factory.mktemp("models"), request.param, dropout=0.5)
 
 
-def watched(trainer) -> dict[str, list[tuple[int, bool]]]:
+def record_forward_passes(trainer) -> dict[str, list[tuple[int, bool]]]:
     """Rows of each forward pass of each model, and whether any of its modules was training."""
     engine, passes = trainer.engine, {}
     models = {"actor": engine.policy, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
@@ -52,7 +52,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
     for size in (16, 3):
         trainer = make_trainer(folder, **settings, per_device_training_batch_size=size)
         trainer.engine.policy.train()  # as an update leaves it
-        passes = watched(trainer) if trainer.engine.critic is not None else {}
+        passes = record_forward_passes(trainer) if trainer.engine.critic is not None else {}
         found[size] = trainer.generate_experience(prompts_of(trainer))
         assert len(found[size]) == 16
         for name, noted in passes.items():
@@ -68,7 +68,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
 
 def test_greedy_baselines_and_evaluations_are_split_too(folder):
     trainer = make_trainer(folder, per_device_training_batch_size=3, gradient_accumulation_steps=8)
-    passes = watched(trainer)
+    passes = record_forward_passes(trainer)
     trainer.greedy_scores(prompts_of(trainer), Timings())
     assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
     trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
@@ -107,8 +107,8 @@ def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_
     assert found == pytest.approx(score(rollout, answers), abs=1e-6)
 
 
-class Noting(nn.Module):
-    """Twice what it is given, and its square; notes the rows of each pass."""
+class RecordingModel(nn.Module):
+    """Returns twice its input and its square; records the rows of each forward pass."""
 
     def __init__(self, *, partitioned: bool) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its
     monkeypatch.setattr(micro_batches, "max_over_ranks", max_over_ranks)
     x = torch.arange(10.0).view(5, 2)
     for partitioned in (True, False):
-        model = Noting(partitioned=partitioned)
+        model = RecordingModel(partitioned=partitioned)
         double, square = forward_in_micro_batches(model, x, micro_batch_size=2, factor=3)
         assert torch.equal(double, 6 * x) and torch.equal(square, x.square())
         assert model.rows == [[0, 2], [4, 6], [8]] + [[0]] * (repeated if partitioned else 0)

@@ -34,7 +34,7 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(programs, materials, tmp_path_factory):
-    """whole(step, …) is the folder of an unbroken run of these settings; each is run once."""
+    """whole(step, …) returns the output folder of an unbroken run with these settings; each is run once."""
     runs: dict[str, Path] = {}
 
     def run(step: str, *, processes: int = 1, **settings) -> Path:
@@ -51,7 +51,7 @@ def whole(programs, materials, tmp_path_factory):
 
 @pytest.fixture
 def run(programs, materials, tmp_path):
-    """run(step, …) runs a step into one folder, again and again; what it printed is the answer."""
+    """run(step, …) runs a step in one output folder, which later calls reuse; returns what it printed."""
 
     def once(step: str, *, processes: int = 1, code: int | None = 0, fail: str = "", **settings) -> str:
         argv = flags(step, materials, tmp_path / "run", processes=processes, **settings)
@@ -90,7 +90,7 @@ def test_a_run_killed_at_any_stage_of_a_save_resumes_to_the_unbroken_result(stag
     assert "resuming from" in printed and "damaged" not in printed
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert names == ["latest", "step-00000006"], "nothing is left of what was killed"
+    assert names == ["latest", "step-00000006"], "no files of the killed save are left"
 
 
 def test_a_checkpoint_whose_replacement_was_killed_is_restored(run, whole, tmp_path):
@@ -98,7 +98,7 @@ def test_a_checkpoint_whose_replacement_was_killed_is_restored(run, whole, tmp_p
     run("sft", **settings)
     older, newer = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     run("sft", **settings, resume=older, fail="save_replacing#1", code=-signal.SIGKILL)
-    assert not newer.exists(), "step 4 has lost its name, and the new one has not got it yet"
+    assert not newer.exists(), "killed between the two renames"
     printed = run("sft", **settings, resume="auto")
     assert f"resuming from {newer}" in printed
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
@@ -338,7 +338,7 @@ def test_a_hanging_rank_is_reported_with_its_phase(programs, materials, tmp_path
         environment={"DSCHAT_FAILPOINT": "update:STOP@1#2"},
     )  # fmt: skip
     assert "rank 1 (" in text and "has sent no heartbeat for" in text and "in phase 'update'" in text
-    assert "Rank 0 is in phase" in text and "train_rlhf" in text, "the stack of the rank that waits"
+    assert "Rank 0 is in phase" in text and "train_rlhf" in text, "the stack of the waiting rank"
 
 
 SLOW = """
