@@ -70,7 +70,7 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     rollout_correction.mismatch_metrics), are per token; flat_groups is the share of groups whose scores are all equal;
     responses is a count.
     """
-    mismatch = mismatch_metrics(sums) if "rollout_gap_max" in sums[0] else {}
+    mismatch = mismatch_metrics(sums) if "rollout_logprob_mismatch_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     entropy = total.pop("entropy") / max(tokens, 1.0)

@@ -87,7 +87,8 @@ def rollout_logprob_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, respons
         response_mask: [B, T] bool, True on generated tokens.
 
     Returns:
-        tokens, rollout_gap_mean (Σ|Δ|), rollout_ratio (Σ e^Δ), rollout_gap_max (max |Δ|; 0 without tokens), float64.
+        tokens, rollout_logprob_mismatch_mean (Σ|Δ|), rollout_ratio (Σ e^Δ), rollout_logprob_mismatch_max (max |Δ|; 0
+        without tokens), float64.
 
     Raises:
         ValueError: shapes that differ, a mask that is not bool.
@@ -95,24 +96,25 @@ def rollout_logprob_mismatch(logprobs: Tensor, rollout_logprobs: Tensor, respons
     delta = _log_ratio(logprobs, rollout_logprobs, response_mask).double()  # [B, T]
     return {
         "tokens": response_mask.sum().double(),
-        "rollout_gap_mean": delta.abs().sum(),
+        "rollout_logprob_mismatch_mean": delta.abs().sum(),
         "rollout_ratio": torch.where(response_mask, delta.exp(), 0.0).sum(),
-        "rollout_gap_max": delta.abs().max(),
+        "rollout_logprob_mismatch_max": delta.abs().max(),
     }
 
 
 def mismatch_metrics(parts: Sequence[Metrics]) -> dict[str, float]:
     """Log-prob mismatch over the batches of all ranks. A collective; every rank passes at least one batch.
 
-    Returns: rollout_gap_mean (mean |Δ|) and rollout_gap_max (max |Δ|), nats; rollout_ratio (mean π_actor / π_rollout).
+    Returns: rollout_logprob_mismatch_mean (mean |Δ|) and rollout_logprob_mismatch_max (max |Δ|), nats; rollout_ratio
+        (mean π_actor / π_rollout).
     """
-    summed = ("tokens", "rollout_gap_mean", "rollout_ratio")
+    summed = ("tokens", "rollout_logprob_mismatch_mean", "rollout_ratio")
     total = sum_metrics({name: sum(part[name] for part in parts) for name in summed})
-    largest = max_over_ranks(torch.stack([part["rollout_gap_max"] for part in parts]).max())
+    largest = max_over_ranks(torch.stack([part["rollout_logprob_mismatch_max"] for part in parts]).max())
     tokens = max(total["tokens"], 1.0)
     return {
-        "rollout_gap_mean": total["rollout_gap_mean"] / tokens,
-        "rollout_gap_max": float(largest),
+        "rollout_logprob_mismatch_mean": total["rollout_logprob_mismatch_mean"] / tokens,
+        "rollout_logprob_mismatch_max": float(largest),
         "rollout_ratio": total["rollout_ratio"] / tokens,
     }
 

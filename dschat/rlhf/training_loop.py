@@ -140,7 +140,7 @@ class PPORun:
         for update in range(behind, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(count) if self.unsupervised else ()
-            measured = any("rollout_gap_mean" in earlier for earlier in iteration.updates)
+            measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
             dump = UpdateDump(folder) if dumps and update == 0 else None
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(

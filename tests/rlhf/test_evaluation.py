@@ -70,22 +70,23 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     assert partly["judge_missing"] == 1
     assert partly["judge"] == pytest.approx(sum(len(sample["response"]) for sample in samples[1:]) / 7)
     expected["entropy"] = per_token([part.entropy for part in parts])
-    gaps = [part.old_logprobs - part.rollout_logprobs for part in parts]
-    expected["rollout_gap_mean"] = per_token([gap.abs() for gap in gaps])
-    expected["rollout_gap_max"] = max(float(gap.abs().max()) for gap in gaps)
-    expected["rollout_ratio"] = per_token([gap.exp() for gap in gaps])
+    deltas = [part.old_logprobs - part.rollout_logprobs for part in parts]
+    expected["rollout_logprob_mismatch_mean"] = per_token([delta.abs() for delta in deltas])
+    expected["rollout_logprob_mismatch_max"] = max(float(delta.abs().max()) for delta in deltas)
+    expected["rollout_ratio"] = per_token([delta.exp() for delta in deltas])
     assert metrics == pytest.approx(expected, rel=1e-5)
     assert abs(metrics["kl"]) > 1e-3 and 0 < metrics["ended_by_eos"] < 1 and len(set(counts)) > 1
-    assert 0 < metrics["rollout_gap_mean"] < metrics["rollout_gap_max"] < 1e-4
+    assert 0 < metrics["rollout_logprob_mismatch_mean"] < metrics["rollout_logprob_mismatch_max"] < 1e-4
 
 
-def test_log_probs_of_the_decoder_say_nothing_of_the_gap_and_estimate_the_entropy(folder):
+def test_with_the_decoders_log_probs_no_mismatch_is_logged_and_entropy_is_estimated(folder):
     trainers = [make_trainer(folder, old_logprobs=which) for which in ("recompute", "rollout")]
     rows = eval_rows(trainers[0], QUESTIONS)
     (recomputed, _), (decoders, _) = (evaluate(trainer, rows, batch_size=8, max_batches=0) for trainer in trainers)
-    gap = {name for name in recomputed if name.startswith("rollout_")}
-    assert len(gap) == 3 and recomputed.keys() - decoders.keys() == gap and not decoders.keys() - recomputed.keys()
-    same = recomputed.keys() - gap - {"entropy"}
+    mismatch = {name for name in recomputed if name.startswith("rollout_")}
+    assert len(mismatch) == 3 and recomputed.keys() - decoders.keys() == mismatch
+    assert not decoders.keys() - recomputed.keys()
+    same = recomputed.keys() - mismatch - {"entropy"}
     assert {name: decoders[name] for name in same} == pytest.approx({name: recomputed[name] for name in same}, abs=1e-5)
     # −log q has the entropy as its mean and about 1 nat of deviation: about 0.2 in the mean of these 30 tokens.
     assert decoders["entropy"] == pytest.approx(recomputed["entropy"], abs=0.6) and decoders["entropy"] > 1
@@ -106,7 +107,8 @@ def test_every_row_is_answered_once_however_the_batches_fall(trainer):
         assert [sample["prompt"] for sample in samples] == QUESTIONS
     (metrics, samples), (others, other_samples) = by_size.values()
     assert [sample["response"] for sample in samples] == [sample["response"] for sample in other_samples]
-    largest = metrics.pop("rollout_gap_max"), others.pop("rollout_gap_max")  # of rounding, which the batch decides
+    # A maximum of rounding errors, which depend on the batch.
+    largest = [found.pop("rollout_logprob_mismatch_max") for found in (metrics, others)]
     assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6) and max(largest) < 1e-4
 
 

@@ -36,26 +36,27 @@ def test_a_weighted_mean_over_what_the_decoder_samples_is_the_actors_mean():
 def test_weights_are_constants():
     actor, decoder = ACTOR.clone().requires_grad_(), ROLLOUT.clone().requires_grad_()
     weights, metrics = tis(actor, decoder, MASK, cap=2.0)
-    gap = rollout_logprob_mismatch(actor, decoder, MASK)
-    assert not any(x.requires_grad for x in (weights, *metrics.values(), *gap.values()))
+    mismatch = rollout_logprob_mismatch(actor, decoder, MASK)
+    assert not any(x.requires_grad for x in (weights, *metrics.values(), *mismatch.values()))
 
 
-def test_the_gap_by_hand():
+def test_logprob_mismatch_by_hand():
     # Δ = ln 3, −ln 2, 0, ln 1.2: ln(3 · 2 · 1.2) = ln 7.2 in sum of sizes; ratios 3, 0.5, 1, 1.2, in sum 5.7
     metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, MASK)])
     expected = {
-        "rollout_gap_mean": math.log(7.2) / 4, "rollout_gap_max": math.log(3), "rollout_ratio": 5.7 / 4
+        "rollout_logprob_mismatch_mean": math.log(7.2) / 4, "rollout_logprob_mismatch_max": math.log(3),
+        "rollout_ratio": 5.7 / 4,
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-6)
     # The largest mismatch may have either sign; the ratio shows which.
     metrics = mismatch_metrics([rollout_logprob_mismatch(ROLLOUT, ACTOR, MASK)])
-    assert metrics["rollout_gap_max"] == pytest.approx(math.log(3))
+    assert metrics["rollout_logprob_mismatch_max"] == pytest.approx(math.log(3))
     assert metrics["rollout_ratio"] == pytest.approx((1 / 3 + 2 + 1 + 5 / 6) / 4)
 
 
-def test_policies_that_agree_have_no_gap_and_ratio_1():
+def test_equal_policies_have_no_mismatch_and_ratio_1():
     metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ACTOR, MASK)])
-    assert metrics == {"rollout_gap_mean": 0.0, "rollout_gap_max": 0.0, "rollout_ratio": 1.0}
+    assert metrics == {"rollout_logprob_mismatch_mean": 0.0, "rollout_logprob_mismatch_max": 0.0, "rollout_ratio": 1.0}
     weights, metrics = tis(ACTOR, ACTOR, MASK, cap=2.0)
     assert torch.equal(weights, MASK.float()) and metrics["correction_weight"] == 1
 
@@ -99,8 +100,8 @@ def test_a_token_that_the_decoder_held_for_impossible_stays_finite():
     decoder = torch.tensor([[-INF, 0.0]])
     weights, _ = tis(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool(), cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([[2.0, math.exp(-20)]]))
-    gap = rollout_logprob_mismatch(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
-    assert gap["rollout_gap_max"] == 20 and all(value.isfinite() for value in gap.values())
+    mismatch = rollout_logprob_mismatch(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
+    assert mismatch["rollout_logprob_mismatch_max"] == 20 and all(value.isfinite() for value in mismatch.values())
 
 
 def test_caps_shapes_and_masks_that_cannot_be_meant_are_refused():

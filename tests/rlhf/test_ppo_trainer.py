@@ -187,7 +187,7 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     trainer = make_trainer(folder, **PPO, old_logprobs="rollout", per_device_training_batch_size=2)
     experience = trainer.generate_experience(prompts_of(trainer))
     first = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
-    assert 0 < first["rollout_gap_mean"] < first["rollout_gap_max"] < 1e-4, "fp32"
+    assert 0 < first["rollout_logprob_mismatch_mean"] < first["rollout_logprob_mismatch_max"] < 1e-4, "fp32"
     assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
     honest = trainer.generate_experience(prompts_of(trainer))
     minibatch = whitened(far_from_the_decoder(honest))
@@ -196,13 +196,13 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
     updates = [trainer.train_rlhf(minibatch, measure_mismatch=number == 0) for number in range(3)]
     mean, ratio = float(delta.abs().mean()), float(delta.exp().mean())
-    expected = {"rollout_gap_mean": mean, "rollout_gap_max": 1.0, "rollout_ratio": ratio}
+    expected = {"rollout_logprob_mismatch_mean": mean, "rollout_logprob_mismatch_max": 1.0, "rollout_ratio": ratio}
     assert {name: updates[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
     assert not expected.keys() & (updates[1].keys() | updates[2].keys()), "weights that have moved are not measured"
     assert updates[2]["ratio"] != pytest.approx(updates[0]["ratio"], abs=1e-4), "the policy did move"
     recomputing = make_trainer(folder, **PPO)
     result = recomputing.rollout(prompts_of(recomputing))
-    assert float(result.mismatch["rollout_gap_max"]) < 1e-4
+    assert float(result.mismatch["rollout_logprob_mismatch_max"]) < 1e-4
     metrics = recomputing.train_rlhf(whitened(result.experience))
     assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout measured it"
 
@@ -236,7 +236,7 @@ def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_tha
     metrics = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert metrics["ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_ratio"] == pytest.approx(mass, rel=1e-4)
-    assert metrics["rollout_gap_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
+    assert metrics["rollout_logprob_mismatch_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
     assert metrics["clip_fraction"] > 0, "before the policy has moved"
     trainer = make_trainer(folder, **changes, rollout_correction="tis")
     metrics = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))

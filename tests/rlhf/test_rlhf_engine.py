@@ -104,8 +104,8 @@ def test_only_adapters_move_and_the_reference_knows_none(folder):
 
 def rounded_alike(metrics: dict[str, float]) -> dict[str, float]:
     """All metrics but the largest mismatch, which in fp32 is pure rounding."""
-    assert metrics["rollout_gap_max"] < 1e-4
-    return {name: value for name, value in metrics.items() if name != "rollout_gap_max"}
+    assert metrics["rollout_logprob_mismatch_max"] < 1e-4
+    return {name: value for name, value in metrics.items() if name != "rollout_logprob_mismatch_max"}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_pr
     assert found["one batch on each device"] == expected["one batch on each device"] == 4
     assert len(found["updates"]) == 4
     decoders = "updates of the decoder's"
-    assert expected[decoders][0]["rollout_gap_max"] > 0.1 and len(found[decoders]) == 2
+    assert expected[decoders][0]["rollout_logprob_mismatch_max"] > 0.1 and len(found[decoders]) == 2
     for ours, theirs in zip(found["updates"] + found[decoders], expected["updates"] + expected[decoders], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     for name, origin in (("actor", "actor"), ("critic", "reward"), ("average", "actor")):

@@ -87,15 +87,15 @@ def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation
         assert {len(sample["response"]) > 0 for sample in samples} and {True, False} == {s["ended"] for s in samples}
 
 
-def test_log_probs_of_the_decoder_tell_the_gap_at_every_iteration_and_truncated_ones_warn_once(run):
+def test_with_the_decoders_log_probs_every_iteration_logs_the_mismatch_and_truncated_sampling_warns_once(run):
     settings = {"old_logprobs": "rollout", "top_p": 0.8, "zero": 0}
     (metrics, output), (others, _) = (
         (metrics_of(folder), folder) for folder in (run("ppo", f"{n}", processes=n, **settings) for n in (1, 2))
     )
-    gap = {"rollout_gap_mean", "rollout_gap_max", "rollout_ratio"}
+    mismatch = {"rollout_logprob_mismatch_mean", "rollout_logprob_mismatch_max", "rollout_ratio"}
     for ours, theirs in zip(metrics, others, strict=True):
         assert_same_line(ours, theirs, "two processes")
-        assert gap & ours.keys() == (gap if ours["phase"] == "train" else set())
+        assert mismatch & ours.keys() == (mismatch if ours["phase"] == "train" else set())
         assert ours["phase"] == "eval" or 0.8 <= ours["rollout_ratio"] < 1  # the probability mass that was kept
     for processes in (1, 2):
         assert output.with_name(f"{processes}.log").read_text().count("--top_p 0.8 with --old_logprobs rollout") == 1
