@@ -10,12 +10,12 @@ from datasets import Dataset
 from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
 from dschat.distributed import collectives, groups
-from dschat.rlhf.evaluation import experience_sums
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rollout_result import Timings
-from dschat.rlhf.score_shaping import flat_groups
+from dschat.rlhf.rollouts.metrics import experience_sums
+from dschat.rlhf.rollouts.result import Timings
+from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 
 class RolloutCollector:

@@ -14,7 +14,7 @@ from dschat.arguments.strict_json import read_json_object
 from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
 
 
 @dataclass

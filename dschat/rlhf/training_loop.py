@@ -14,12 +14,14 @@ from dschat.distributed import collectives, groups, watchdog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.collector import RolloutCollector
-from dschat.rlhf.evaluation import evaluate, experience_metrics
+from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.ptx import UnsupervisedBatches
+from dschat.rlhf.rollouts.metrics import experience_metrics
 from dschat.rlhf.update_dump import UpdateDump, dump_inputs
+from dschat.rlhf.updates.optimizer_steps import discard
+from dschat.rlhf.updates.ptx import UnsupervisedBatches
 from dschat.runs.run_log import RunLog
 from dschat.runs.session import TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
@@ -98,7 +100,7 @@ class PPORun:
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "shadow_models": sorted(engine.shadow_models),
             # The learning-rate schedule counts updates.
-            "sequences_per_update": self.dataset.minibatch_size * groups.data_parallel_size(),
+            "sequences_per_update": self.dataset.shuffle.minibatch_size * groups.data_parallel_size(),
         }
         return TrainingSession(
             "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, fingerprint=fingerprint,
@@ -146,7 +148,7 @@ class PPORun:
                 metrics = trainer.train_rlhf(
                     iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps,
                     measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not measured,
-                    record=dump.record if dump else None,
+                    record=dump.record if dump else discard,
                 )  # fmt: skip
             if dump:
                 dump.write(metrics)

@@ -15,7 +15,7 @@ from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, pr
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
 
 COMMON = {"num_samples_per_prompt": 2, "per_device_training_batch_size": 8, "clip_range": 0.02, "kl_coef": 0.2,
           "reward_clip": 0.4, "missing_eos_penalty": 0.5, "temperature": 0.7, "max_answer_seq_len": 6}  # fmt: skip
@@ -106,7 +106,7 @@ def test_experience_and_updates_equal_the_plain_algorithm_row_by_row(folder, alg
             torch.testing.assert_close(found[mask], row.known[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
             assert not found[~mask].any(), name
     # A decoder with alternating mismatch e^0.1 and e^−0.2, where it is corrected
-    if trainer.policy_objective.corrects_rollouts:
+    if trainer.policy_update.actor_loss.corrects_rollouts:
         off = torch.tensor([0.1, -0.2, 0.1, -0.2, 0.1, -0.2])[: experience.response_mask.shape[1]]
         experience.rollout_logprobs = experience.old_logprobs - off
         for row in rows:

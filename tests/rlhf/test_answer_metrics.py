@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from dschat.rewards.answer_extraction import exact_number, extract_answer, last_boxed, last_number
-from dschat.rlhf.pass_at_k import majority, pass_at_k
+from dschat.rlhf.answer_metrics import majority, pass_at_k
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,12 @@ import pytest
 import torch
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
 
-from dschat.rlhf.evaluation import answer_metrics, evaluate, experience_metrics, experience_sums
+from dschat.rlhf.answer_metrics import answer_metrics
+from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import RolloutResult, Timings
-from dschat.rlhf.score_shaping import flat_groups
+from dschat.rlhf.rollouts.metrics import experience_metrics, experience_sums
+from dschat.rlhf.rollouts.result import RolloutResult, Timings
+from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.experience import Experience, MinibatchShuffle, MiniDataset
 
 PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "has_score", "ended", "trained")
 PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
@@ -92,13 +92,17 @@ def test_the_loss_mask_is_the_response_mask_at_the_columns_of_the_response():
     assert part.loss_mask.tolist() == [[False] * 4 + [True] * 3, [False] * 4 + [True] + [False] * 2]
 
 
+def one_process(minibatch_size: int, *, group_size: int = 1) -> MinibatchShuffle:
+    return MinibatchShuffle(minibatch_size=minibatch_size, rank=0, world_size=1, seed=0, group_size=group_size)
+
+
 def dealt(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = False, minibatch: int = 8):
     """Names of the rows in each minibatch of all ranks together, for 24 rows in 3 rollout batches and 2 epochs."""
     everyone = []
     for rank in range(world_size):
         dataset = MiniDataset(
-            generation_batches=3, minibatch_size=minibatch // world_size, ppo_epochs=2, rank=rank,
-            world_size=world_size, seed=seed, whiten_advantages=whiten,
+            MinibatchShuffle(minibatch_size=minibatch // world_size, rank=rank, world_size=world_size, seed=seed),
+            generation_batches=3, ppo_epochs=2, whiten_advantages=whiten,
         )  # fmt: skip
         mine = list(range(rank, 24, world_size))  # as rank_share deals them
         size = len(mine) // 3
@@ -137,9 +141,7 @@ def test_any_two_rows_of_different_lanes_may_meet():
 
 
 def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
-    dataset = MiniDataset(
-        generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0, whiten_advantages=False
-    )
+    dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1, whiten_advantages=False)
     first, second = experience([1, 2], [1, 1], [1, 1]), experience([3, 4], [1, 1], [1, 1])
     assert dataset.add(first) is None
     assert len(dataset.add(second)) == 2
@@ -149,7 +151,7 @@ def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
 
 
 def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_nothing_else_changes():
-    dataset = MiniDataset(generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1)
     parts = [experience([1, 2], [1, 1], [1, 2]), experience([3, 4], [2, 1], [3, 1])]
     given = [part.advantages.clone() for part in parts]
     values = torch.cat([part.advantages[part.response_mask] for part in parts]).double()
@@ -167,7 +169,7 @@ def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_noth
 
 
 def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change():
-    dataset = MiniDataset(generation_batches=1, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    dataset = MiniDataset(one_process(2), generation_batches=1, ppo_epochs=1)
     with pytest.raises(
         ValueError,
         match="3 sequences per device, in groups of 1, cannot be cut into minibatches of 2.*batch_size",
@@ -186,8 +188,10 @@ def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batche
     everyone = []
     for rank in range(world_size):
         dataset = MiniDataset(
-            generation_batches=batches, minibatch_size=lanes // world_size * size, ppo_epochs=2, rank=rank,
-            world_size=world_size, seed=5, group_size=size, whiten_advantages=False,
+            MinibatchShuffle(
+                minibatch_size=lanes // world_size * size, rank=rank, world_size=world_size, seed=5, group_size=size
+            ),
+            generation_batches=batches, ppo_epochs=2, whiten_advantages=False,
         )  # fmt: skip
         mine = list(range(rank, prompts, world_size))  # as rank_share deals them
         share = len(mine) // batches
@@ -225,15 +229,13 @@ def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, l
 
 
 def test_minibatches_that_would_cut_a_group_are_refused():
-    dataset = MiniDataset(
-        generation_batches=1, minibatch_size=4, ppo_epochs=1, rank=0, world_size=1, seed=0, group_size=3
-    )
+    dataset = MiniDataset(one_process(4, group_size=3), generation_batches=1, ppo_epochs=1)
     with pytest.raises(ValueError, match="12 sequences per device, in groups of 3.*minibatches of 4 with whole groups"):
         dataset.add(experience(list(range(12)), [1] * 12, [1] * 12))
 
 
 def test_whitening_leaves_out_what_is_not_trained():
-    dataset = MiniDataset(generation_batches=1, minibatch_size=3, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    dataset = MiniDataset(one_process(3), generation_batches=1, ppo_epochs=1)
     part = experience([1, 2, 3], [1, 1, 1], [2, 1, 3])
     part.trained[1] = False
     part.advantages[1] = torch.nan

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, mismatch_metrics, rollout_logprob_mismatch
+from dschat.rlhf.rollouts.logprob_mismatch import mismatch_metrics, rollout_logprob_mismatch
+from dschat.rlhf.updates.rollout_correction import CORRECTIONS, correction_weights
 
 tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -11,9 +12,9 @@ import torch
 import transformers as hf
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
-from dschat.rlhf.actor_loss import StepCounts
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
+from dschat.rlhf.updates.optimizer_steps import StepCounts
 
 SETTINGS = plain_ppo.Settings(
     temperature=0.7, kl_coef=0.2, reward_clip=0.4, missing_eos_penalty=0.5, gamma=0.9, gae_lambda=0.95,
@@ -288,7 +289,7 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, ac
         assert relative_distance(other, one, before) < 0.003
 
 
-@pytest.mark.parametrize("which", ["policy_loss", "critic_loss"])
+@pytest.mark.parametrize("which", ["policy", "critic"])
 def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(folder, which):
     trainer = make_trainer(folder, **PPO)
     experience = whitened(trainer.generate_experience(prompts_of(trainer)))
@@ -302,12 +303,15 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl"):
         getattr(wide, name)[outside] = torch.nan
     wide.sequences[~wide.attention_mask] = 7
-    engine = trainer.engine.policy if which == "policy_loss" else trainer.engine.critic
+    engine = trainer.engine.policy if which == "policy" else trainer.engine.critic
     engine.eval()
     counts = StepCounts.of(experience)
+    loss_of = {
+        "policy": partial(trainer.policy_update.loss, kl_coef=trainer.kl_coef), "critic": trainer.critic_update.loss,
+    }[which]  # fmt: skip
     results = []
     for part in (experience, wide):
-        loss, _ = getattr(trainer, which)(part, counts)
+        loss, _ = loss_of(part, counts)
         results.append((loss.detach(), gradients(engine, loss)))
     assert experience.response_mask.shape != wide.response_mask.shape
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
@@ -329,7 +333,7 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
             experience.advantages[rows, last] = 1.0
         else:
             experience.advantages[~experience.response_mask] = 1.0
-        loss, _ = trainer.policy_loss(experience, StepCounts(1.0, 1.0))
+        loss, _ = trainer.policy_update.loss(experience, StepCounts(1.0, 1.0), kl_coef=trainer.kl_coef)
         found = gradients(trainer.engine.policy, loss)
         assert any(gradient.any() for gradient in found) == (place == "last")
 

@@ -11,7 +11,7 @@ from dschat.arguments.command_line import SettingsError
 from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.training_loop import PPORun
 from dschat.runs import signals
 from dschat.runs.health import Health, TooManyBadSteps
@@ -76,8 +76,8 @@ def models(tmp_path_factory) -> Path:
 def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict | None = None, **changes) -> PPORun:
     trainer = make_trainer(models, **{"algorithm": "reinforce++", "kl_coef": 0.2} | changes)
     dataset = MiniDataset(
-        generation_batches=1, minibatch_size=minibatch_size, ppo_epochs=1, rank=0, world_size=1, seed=5, group_size=1,
-        whiten_advantages=False,
+        MinibatchShuffle(minibatch_size=minibatch_size, rank=0, world_size=1, seed=5), generation_batches=1,
+        ppo_epochs=1, whiten_advantages=False,
     )  # fmt: skip
     rows = eval_rows(trainer, QUESTIONS)
     settings = arguments.RunArguments(output_dir=str(output), save_interval=1, **(run or {}))

@@ -235,7 +235,7 @@ def test_a_best_model_that_cannot_be_written_leaves_the_one_before(run, tmp_path
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("fail", ["save_follower:raise@0#1", "save_writing:raise@0#1"])
+@pytest.mark.parametrize("fail", ["save_shadow_model:raise@0#1", "save_writing:raise@0#1"])
 def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_other_models(fail, run, tmp_path):
     """Under ZeRO-3 the moving average and a refreshed reference are gathered while they are saved."""
     said = run(
