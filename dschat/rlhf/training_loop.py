@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dschat.arguments import RLHFSettings
+from dschat.checkpoints import checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.distributed import collectives, groups, watchdog
@@ -17,6 +18,7 @@ from dschat.rlhf.collector import RolloutCollector
 from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
+from dschat.rlhf.missing_scores import MissingScores, RewardsUnavailable
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rollouts.metrics import experience_metrics
 from dschat.rlhf.update_dump import UpdateDump, dump_inputs
@@ -37,6 +39,7 @@ class PPORun:
         iterations, updates_per_iteration: length of the run.
         settings: all argument groups.
         collector: collects the experience of an iteration.
+        missing_scores: ends the run if no response gets a score any more.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -48,9 +51,14 @@ class PPORun:
     updates_per_iteration: int
     settings: RLHFSettings
     collector: RolloutCollector = field(init=False)
+    missing_scores: MissingScores = field(init=False)
 
     def __post_init__(self) -> None:
         self.collector = RolloutCollector(self.trainer, self.dataset, self.prompts.train, self.batches)
+        self.missing_scores = MissingScores(
+            limit=self.settings.run.max_bad_steps,
+            sources={name: source.entry for name, source in self.trainer.rewards.sources.items()},
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -59,6 +67,7 @@ class PPORun:
         return {
             "prompts_consumed": self.collector.prompts_consumed, "kl_coef": trainer.kl_coef,
             "rewards": trainer.rewards.state, "temperature": trainer.rollouts.temperature,
+            "iterations_without_scores": self.missing_scores.iterations,
         }  # fmt: skip
 
     def fit(self, resume_from: Path | None, received: SignalFlag) -> None:
@@ -88,6 +97,9 @@ class PPORun:
                 skipped = [bool(update["skipped_updates"]) for update in learned]
                 session.health.check_metrics(done, metrics, skipped=skipped)
                 self.update_kl_coef_and_ref(done, metrics)
+                reason_to_end = self.missing_scores.check_metrics(metrics)
+                if reason_to_end:
+                    self.save_and_end(done, reason_to_end, session)
                 if session.evaluation_is_due(done):
                     self.evaluate(done, session)
                 session.save_if_due(done, self.state, extra_writer=engine.save_shadow_models)
@@ -108,6 +120,17 @@ class PPORun:
             stop_at_kl=self.trainer.ppo.stop_at_kl, restore=self.load_state,
         )  # fmt: skip
 
+    def save_and_end(self, done: int, reason: str, session: TrainingSession) -> NoReturn:
+        """End the run, with a checkpoint of the finished iterations. A collective."""
+        session.save_if_due(done, self.state, extra_writer=self.trainer.engine.save_shadow_models, force=True)
+        newest = checkpoint.newest(self.settings.run.output_dir)
+        session.log.say(
+            f"{reason}. The run ends here; "
+            + (f"the newest checkpoint is {newest}: " if newest else "there is no checkpoint: ")
+            + "restore the reward source, then continue with --resume auto"
+        )
+        raise RewardsUnavailable
+
     def load_state(self, state: Mapping[str, Any], changed: list[str]) -> None:
         """Restore `state`. The flag --kl_coef overrides the saved coefficient, unless --kl_target adapts it.
 
@@ -126,6 +149,7 @@ class PPORun:
             )
         self.collector.prompts_consumed = state["prompts_consumed"]
         trainer.rewards.load_state(state["rewards"])
+        self.missing_scores.iterations = state.get("iterations_without_scores", 0)
         if trainer.ppo.kl_target:
             trainer.kl_coef = state["kl_coef"]
             if any(line.startswith("--kl_coef ") for line in changed):

@@ -45,7 +45,7 @@ class Saving:
 
     def save_if_due(
         self, step: int, state: Mapping[str, Any], *, update: int = 0, last: bool = False,
-        also: Callable[[Path], None] | None = None,
+        also: Callable[[Path], None] | None = None, force: bool = False,
     ) -> None:  # fmt: skip
         """Save a checkpoint if one is due; end the run if any rank has received a signal. A collective.
 
@@ -55,6 +55,7 @@ class Saving:
             update: number of finished updates of the next step; --save_interval counts whole steps only.
             last: this is the last step, so a signal saves nothing and does not end the run here.
             also: see checkpoint.save.
+            force: save even if none is due, and not in the background.
 
         Raises:
             SavedAndLeft: a signal was received, and the checkpoint is saved.
@@ -66,7 +67,7 @@ class Saving:
         by_time, by_signal = collectives.max_over_ranks(asked).tolist()
         by_step = bool(self.run.save_interval) and not update and step % self.run.save_interval == 0
         leaves = bool(by_signal) and not last
-        if not (by_step or by_time or leaves):
+        if not (by_step or by_time or leaves or force):
             return
         watchdog.phase("checkpoint")
         started = time.monotonic()
@@ -75,7 +76,7 @@ class Saving:
             folder = checkpoint.save(
                 self.run.output_dir, step, update=update, engines=self.engines, state=dict(state),
                 keep=self.run.keep_checkpoints, also=also, about=self.log.about,
-                later=None if leaves or last else self._begin_finishing,
+                later=None if leaves or last or force else self._begin_finishing,
             )  # fmt: skip
         except OSError as error:
             if leaves:
