@@ -56,7 +56,7 @@ def run(programs, materials, tmp_path):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_trains_from_the_command_line_alike_on_one_and_two_processes(loss, run, tmp_path):
+def test_every_loss_trains_equally_on_one_and_two_processes(loss, run, tmp_path):
     settings = {"preference_loss": loss, "max_steps": 2, "learning_rate": 1e-4}
     run("one", zero=0, **settings)
     run("two", zero=3, processes=2, accumulation=2, **settings)
@@ -83,7 +83,7 @@ START = {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "robust": math.log(2), "
         (1, 2, {"preference_loss": "hinge", "reference": "adapters_off", "lora_dim": 2, "only_optimize_lora": True}),
     ],
 )
-def test_before_the_first_update_policy_and_reference_agree_to_the_last_bit(processes, zero, settings, run, tmp_path):
+def test_before_the_first_update_policy_and_reference_agree_bit_for_bit(processes, zero, settings, run, tmp_path):
     run("run", processes=processes, zero=zero, max_steps=1, **settings)
     before, first = metrics_of(tmp_path / "run")[:2]
     for line in before, first:
@@ -210,7 +210,7 @@ def test_unpaired_rows_train_kto(run, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_nothing_need_be_held_out(loss, run, tmp_path):
+def test_training_needs_no_evaluation_rows(loss, run, tmp_path):
     run("run", preference_loss=loss, eval_fraction=0, max_steps=1)
     assert [line["phase"] for line in metrics_of(tmp_path / "run")] == ["train"]
 
@@ -232,7 +232,7 @@ def test_nothing_need_be_held_out(loss, run, tmp_path):
         ("simpo", {"simpo_gamma": 0.5, "length_normalized": False}, math.log(2)),
     ],
 )
-def test_ipo_takes_means_unless_sums_are_asked_for_and_the_others_sums(loss, settings, expected):
+def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_it(loss, settings, expected):
     pair = {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 7, 8, 9], "prompt_length": 1, "ref_logprobs": [-5, -6]}
     batch = collate_preferences([pair], pad_token_id=0)
     logprobs = torch.where(batch["loss_mask"], torch.tensor([[-1.0], [-2.0]]), 0.0)  # sums −2 and −8
@@ -242,7 +242,7 @@ def test_ipo_takes_means_unless_sums_are_asked_for_and_the_others_sums(loss, set
     assert metrics["chosen_logprob"].item() == (-1 if arguments.takes_means else -2)
 
 
-def test_an_sft_term_keeps_the_chosen_likelier(run, tmp_path):
+def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
     for name, coef in (("without", 0.0), ("with", 1.0)):
         run(name, sft_coef=coef, learning_rate=1e-2)
     without, with_ = (metrics_of(tmp_path / name)[-1] for name in ("without", "with"))
@@ -258,7 +258,7 @@ def test_contradictions_are_refused_together(run, materials):
     assert "all rows have one prompt" in said and "Traceback" not in said
 
 
-def test_a_reference_that_reads_other_tokens_is_refused(run, materials, tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused(run, materials, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(materials / "other_reward")
     tiny_llama(LlamaForCausalLM, tokenizer, seed=2).save_pretrained(tmp_path / "other_actor")
     tokenizer.save_pretrained(tmp_path / "other_actor")
@@ -267,7 +267,7 @@ def test_a_reference_that_reads_other_tokens_is_refused(run, materials, tmp_path
     assert "Traceback" not in said and "reference log-probs" not in said
 
 
-def test_settings_that_do_nothing_or_little_warn(run, materials):
+def test_settings_without_effect_or_outside_the_usual_range_warn(run, materials):
     said = run(
         "run", max_steps=1, preference_loss="simpo", label_smoothing=0.1, ref_model_name_or_path=materials / "actor",
         desirable_weight=2,
@@ -280,14 +280,14 @@ def test_settings_that_do_nothing_or_little_warn(run, materials):
 # --- mismatched rows -------------------------------------------------------------------------------------------------
 
 
-def test_the_next_row_of_another_prompt_by_hand():
+def test_the_mismatched_row_is_the_next_one_with_another_prompt():
     assert next_other([b"a", b"a", b"b", b"c", b"a"]) == [2, 2, 3, 4, 2]
     assert next_other([b"a", b"b"]) == [1, 0]
     with pytest.raises(ValueError, match="one prompt"):
         next_other([b"a", b"a"])
 
 
-def test_mismatched_ids_are_the_prompt_with_the_response_of_the_next_other_row_cut_to_the_limit():
+def test_mismatched_ids_join_the_prompt_with_the_next_other_response_truncated_to_the_limit():
     ids = [[1, 2, 9], [1, 2, 8, 8], [3, 7, 7, 7], [4, 6]]
     columns = {"input_ids": ids, "prompt_length": [2, 2, 1, 1], "desirable": [True] * 4, "length": [3, 4, 4, 2]}
     rows = Dataset.from_dict(columns, features=FEATURES["unpaired"])

@@ -94,7 +94,7 @@ def test_with_the_decoders_log_probs_no_mismatch_is_logged_and_entropy_is_estima
     assert decoders["entropy"] == pytest.approx(recomputed["entropy"], abs=0.6) and decoders["entropy"] > 1
 
 
-def test_rows_of_weight_0_count_for_nothing(trainer):
+def test_rows_of_weight_0_do_not_change_the_metrics(trainer):
     sums = [experience_sums(trainer.rollout(prompts_of(trainer, QUESTIONS[:3])))]
     alone = experience_metrics(sums)
     idle = trainer.rollout(prompts_of(trainer, QUESTIONS[3:]))
@@ -102,7 +102,7 @@ def test_rows_of_weight_0_count_for_nothing(trainer):
     assert experience_metrics(sums) == alone
 
 
-def test_every_row_is_answered_once_however_the_batches_fall(trainer):
+def test_every_row_is_evaluated_once_at_any_batch_size(trainer):
     rows = eval_rows(trainer, QUESTIONS)
     by_size = {size: evaluate(trainer, rows, batch_size=size, max_batches=0) for size in (8, 3)}
     for _, samples in by_size.values():
@@ -114,12 +114,12 @@ def test_every_row_is_answered_once_however_the_batches_fall(trainer):
     assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6) and max(largest) < 1e-4
 
 
-def test_rows_alike_are_answered_unlike(trainer):
+def test_duplicated_rows_get_different_responses(trainer):
     _, samples = evaluate(trainer, eval_rows(trainer, QUESTIONS[:1] * 4), batch_size=2, max_batches=0)
     assert len({sample["response"] for sample in samples}) == 4
 
 
-def test_the_same_actor_gets_the_same_numbers_and_another_one_others(folder):
+def test_evaluation_is_repeatable_and_depends_on_the_actor(folder):
     trainer = make_trainer(folder)
     rows = eval_rows(trainer, QUESTIONS[:5])
     first = evaluate(trainer, rows, batch_size=2, max_batches=0)
@@ -131,7 +131,7 @@ def test_the_same_actor_gets_the_same_numbers_and_another_one_others(folder):
     assert evaluate(trainer, rows, batch_size=2, max_batches=0) != first
 
 
-def test_max_batches_stops_early_and_no_rows_give_no_metrics(trainer):
+def test_max_batches_limits_the_evaluation_and_no_rows_give_no_metrics(trainer):
     rows = eval_rows(trainer, QUESTIONS)
     _, samples = evaluate(trainer, rows, batch_size=3, max_batches=2)
     assert [sample["prompt"] for sample in samples] == QUESTIONS[:6]
@@ -182,7 +182,7 @@ def test_answer_metrics_equal_brute_force(n):
     assert 0 < found[f"maj@{n}"] < 1
 
 
-def test_several_responses_are_sampled_apart_and_their_metrics_are_those_of_the_samples(folder):
+def test_responses_to_one_prompt_differ_and_answer_metrics_follow_from_the_samples(folder):
     trainer = make_trainer(folder, max_answer_seq_len=12)
     rows = eval_rows(trainer, QUESTIONS[:5])
     metrics, samples = evaluate(
@@ -199,7 +199,7 @@ def test_several_responses_are_sampled_apart_and_their_metrics_are_those_of_the_
     assert [sample["response"] for sample in others] == [sample["response"] for sample in samples]
 
 
-def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_them(folder):
+def test_evaluation_reports_raw_scores_also_with_normalize_rewards(folder):
     plain, normalising = (make_trainer(folder, normalize_rewards=each) for each in (False, True))
     rows = eval_rows(plain, QUESTIONS)
     expected, _ = evaluate(plain, rows, batch_size=8, max_batches=0)
@@ -211,7 +211,7 @@ def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_the
     assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "training is what is normalised"
 
 
-def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_unlike(trainer):
+def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(trainer):
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
     part = result.experience
     part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])

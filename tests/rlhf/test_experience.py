@@ -54,7 +54,7 @@ def compact(part: Experience) -> dict[float, dict[str, list]]:
     return rows
 
 
-def test_rows_keep_every_token_and_lose_only_the_padding_that_all_of_them_share():
+def test_selected_rows_keep_every_token_and_drop_common_padding():
     whole = experience([1, 2, 3, 4], [5, 2, 3, 1], [1, 4, 2, 6], wider=(2, 1))
     part = whole.rows([2, 1])
     assert part.sequences.shape == (2, 3 + 4) and part.response_mask.shape == (2, 4)
@@ -63,7 +63,7 @@ def test_rows_keep_every_token_and_lose_only_the_padding_that_all_of_them_share(
     assert compact(whole.rows(range(1, 3))) == compact(part)
 
 
-def test_rows_keep_a_column_that_no_row_counts_between_columns_that_do():
+def test_selected_rows_keep_masked_columns_between_response_columns():
     whole = experience([1, 2], [2, 3], [4, 4])
     whole.response_mask[:, 1] = False  # text that the model did not write
     whole.attention_mask[:, 4] = False
@@ -72,7 +72,7 @@ def test_rows_keep_a_column_that_no_row_counts_between_columns_that_do():
     assert part.returns[0, 3] == whole.returns[0, 3]
 
 
-def test_one_token_and_no_token_are_responses_too():
+def test_responses_of_one_token_and_of_none_can_be_selected():
     part = experience([1, 2], [2, 2], [1, 3]).rows([0])
     assert part.response_mask.tolist() == [[True]]
     part.response_mask[:] = False
@@ -87,7 +87,7 @@ def test_concatenating_keeps_every_token_and_masks_the_new_padding():
     assert list(compact(whole)) == [1, 2, 3, 4, 5]
 
 
-def test_the_loss_mask_is_the_response_mask_at_the_columns_of_the_response():
+def test_the_loss_mask_is_the_response_mask_after_the_prompt_columns():
     part = experience([1, 2], [2, 4], [3, 1])
     assert part.loss_mask.tolist() == [[False] * 4 + [True] * 3, [False] * 4 + [True] + [False] * 2]
 
@@ -126,7 +126,7 @@ def test_the_same_rows_share_a_minibatch_on_any_number_of_ranks(world_size):
     assert dealt(world_size) == dealt(1)
 
 
-def test_epochs_iterations_and_seeds_deal_differently_and_each_always_alike():
+def test_the_shuffle_depends_on_epoch_iteration_and_seed_and_on_nothing_else():
     steps = dealt(1)
     assert steps[:3] != steps[3:]
     assert dealt(1) == steps
@@ -134,13 +134,13 @@ def test_epochs_iterations_and_seeds_deal_differently_and_each_always_alike():
     assert dealt(1, seed=6) != steps
 
 
-def test_any_two_rows_of_different_lanes_may_meet():
+def test_rows_of_any_two_lanes_can_share_a_minibatch():
     # Row i is in lane i mod 8, so rows 0 and 8 never meet, but 0 meets 1 and 9 and 17 in some iteration.
     met = {name for iteration in range(40) for step in dealt(1, iteration=iteration) if 0 in step for name in step}
     assert met == set(range(24)) - {8, 16}
 
 
-def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
+def test_a_complete_rollout_is_returned_once_and_clears_the_buffer():
     dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1, whiten_advantages=False)
     first, second = experience([1, 2], [1, 1], [1, 1]), experience([3, 4], [1, 1], [1, 1])
     assert dataset.add(first) is None
@@ -168,7 +168,7 @@ def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_noth
         torch.testing.assert_close(part.advantages, kept, equal_nan=True)  # the caller's own are as they were
 
 
-def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change():
+def test_a_rollout_that_does_not_divide_into_minibatches_is_refused_naming_the_flags():
     dataset = MiniDataset(one_process(2), generation_batches=1, ppo_epochs=1)
     with pytest.raises(
         ValueError,
@@ -228,13 +228,13 @@ def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, l
         assert alike[0] == alike[1] == alike[2], "the same groups share a minibatch on any number of ranks"
 
 
-def test_minibatches_that_would_cut_a_group_are_refused():
+def test_minibatches_that_would_split_a_group_are_refused():
     dataset = MiniDataset(one_process(4, group_size=3), generation_batches=1, ppo_epochs=1)
     with pytest.raises(ValueError, match="12 sequences per device, in groups of 3.*minibatches of 4 with whole groups"):
         dataset.add(experience(list(range(12)), [1] * 12, [1] * 12))
 
 
-def test_whitening_leaves_out_what_is_not_trained():
+def test_whitening_ignores_untrained_responses():
     dataset = MiniDataset(one_process(3), generation_batches=1, ppo_epochs=1)
     part = experience([1, 2, 3], [1, 1, 1], [2, 1, 3])
     part.trained[1] = False

@@ -161,7 +161,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
             torch.testing.assert_close(ours[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_log_probs_of_the_decoder_save_the_actors_forward_pass_and_nothing_else_changes(folder):
+def test_with_the_decoders_log_probs_the_actor_runs_no_scoring_pass_and_experience_is_equal(folder):
     trainers = {which: make_trainer(folder, **PPO, old_logprobs=which) for which in ("recompute", "rollout")}
     passes, found = {}, {}
     for which, trainer in trainers.items():
@@ -208,7 +208,7 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout measured it"
 
 
-def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder):
+def test_correction_weights_are_logged_only_with_recomputed_old_log_probs(folder):
     tis = {"rollout_correction": "tis", "rollout_correction_cap": 1.1}
     trainer, decoders, plain = (
         make_trainer(folder, **PPO, **changes)
@@ -224,7 +224,7 @@ def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder
     assert metrics == others and "correction_weight" not in metrics
 
 
-def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_that_mass(folder):
+def test_with_truncated_sampling_ratio_and_weight_are_the_kept_probability_mass(folder):
     changes = PPO | {"top_k": 4, "clip_range": 0.2}
     trainer = make_trainer(folder, **changes, old_logprobs="rollout")
     experience = trainer.generate_experience(prompts_of(trainer))
@@ -256,7 +256,7 @@ def test_before_the_first_update_kl_is_0_and_the_ratio_1(folder):
     assert trainer.generate_experience(prompts_of(trainer)).kl.abs().max() > 1e-4, "and after it, no longer"
 
 
-def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
+def test_dropout_is_off_while_experience_is_collected(tmp_path):
     folder = save_models(tmp_path, "gpt2", dropout=0.1)
     trainer = make_trainer(folder, **PPO, actor_dropout=0.1, critic_dropout=0.1)
     for _ in range(2):  # before and after training mode was switched on
@@ -272,7 +272,7 @@ def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "whole"), [(2, 2, 4), (1, 4, 4)])
-def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, accumulation, whole):
+def test_an_update_does_not_depend_on_the_micro_batch_size(folder, micro, accumulation, whole):
     outcomes = []
     for size, steps in ((whole, 1), (micro, accumulation)):
         trainer = make_trainer(
@@ -290,7 +290,7 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, ac
 
 
 @pytest.mark.parametrize("which", ["policy", "critic"])
-def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(folder, which):
+def test_loss_and_gradient_do_not_depend_on_padding_or_its_content(folder, which):
     trainer = make_trainer(folder, **PPO)
     experience = whitened(trainer.generate_experience(prompts_of(trainer)))
     pad = torch.nn.functional.pad
@@ -318,7 +318,7 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     assert any(gradient.abs().max() > 1e-3 for gradient in results[0][1])
 
 
-def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos_too(folder):
+def test_exactly_the_response_tokens_have_a_policy_gradient_including_the_eos(folder):
     trainer = make_trainer(folder, **PPO)
     experience = trainer.generate_experience(prompts_of(trainer))
     assert experience.ended.any()
@@ -338,7 +338,7 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
         assert any(gradient.any() for gradient in found) == (place == "last")
 
 
-def test_the_score_lands_on_the_last_token_and_the_penalty_on_responses_that_were_cut_alone(folder):
+def test_the_score_is_added_at_the_last_token_and_the_eos_penalty_to_truncated_responses_only(folder):
     trainers = [
         make_trainer(folder, kl_coef=0.0, reward_clip=clip, missing_eos_penalty=penalty)
         for clip, penalty in ((0.0, 0.0), (0.0, 2.0), (0.25, 2.0))
@@ -366,7 +366,7 @@ def test_responses_of_one_token_give_finite_numbers(folder):
     assert all(parameter.isfinite().all() for parameter in trainer.engine.policy.parameters())
 
 
-def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
+def test_responses_depend_on_sample_ids_and_not_on_row_order_or_batch(folder):
     trainer = make_trainer(folder, max_answer_seq_len=12)
 
     def responses(questions: list[str], **names) -> list[str]:
@@ -382,7 +382,7 @@ def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
     assert responses(twice[:1], sample_ids=[100]) == responses(twice[:1])  # without ids, the row's number
 
 
-def test_the_update_minimises_the_unsupervised_loss_too_and_reports_it_apart(folder):
+def test_the_update_minimises_the_unsupervised_loss_too_and_logs_it_separately(folder):
     trainer = make_trainer(folder, **PPO, unsup_coef=10.0, unsupervised_dataset_name="texts")
     ids = torch.arange(30, 42).reshape(2, 6)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -408,7 +408,7 @@ def test_the_update_minimises_the_unsupervised_loss_too_and_reports_it_apart(fol
     assert first["unsupervised_loss"] > later[0] > later[1] > later[2]
 
 
-def test_the_judge_is_asked_and_never_trained_on(folder):
+def test_judge_scores_are_logged_and_never_trained_on(folder):
     asked = []
 
     def judge(prompts, responses, rows):

@@ -95,7 +95,7 @@ def run(programs, materials, tmp_path):
     return once
 
 
-def test_the_runs_below_try_every_flag_and_every_choice():
+def test_the_runs_cover_every_flag_and_every_choice():
     for group in (PPOArguments, RewardArguments, EvaluationArguments):
         hints = get_type_hints(group)
         for field in fields(group):
@@ -112,7 +112,7 @@ def test_the_runs_below_try_every_flag_and_every_choice():
 
 
 @pytest.mark.parametrize("algorithm", RUNS)
-def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tmp_path):
+def test_every_algorithm_trains_with_finite_metrics_and_a_loadable_export(algorithm, run, tmp_path):
     said = run(algorithm, algorithm=algorithm, **RUNS[algorithm])
     assert "has no effect" not in said
     lines = metrics_of(tmp_path / algorithm)
@@ -193,7 +193,7 @@ def assert_same(output: Path, unbroken: Path) -> None:
         ("update#14", 1, -signal.SIGKILL),
     ],
 )
-def test_killed_and_resumed_all_that_changes_with_the_run_goes_on(fail, save_interval, code, run, unbroken, tmp_path):
+def test_a_killed_and_resumed_run_restores_all_state(fail, save_interval, code, run, unbroken, tmp_path):
     lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
     prices = [line["kl_coef"] for line in lines]
     assert len(set(prices)) == 4 and min(line["responses"] for line in lines) > 16, "all of it is in use"
@@ -204,7 +204,7 @@ def test_killed_and_resumed_all_that_changes_with_the_run_goes_on(fail, save_int
     assert_same(tmp_path / "run", unbroken)
 
 
-def test_the_price_of_kl_follows_kl_and_a_refreshed_reference_starts_it_anew(unbroken):
+def test_the_kl_coefficient_adapts_and_a_refreshed_reference_resets_kl(unbroken):
     lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
     price = 0.04
     for line in lines:
