@@ -79,22 +79,22 @@ class PPORun:
         """
         engine = self.trainer.engine
         session = self.session(resume_from, received)
-        begun = None
+        unfinished = None
         if resume_from:
             engine.load_shadow_models(resume_from)
             if session.resumed_state["update"]:
-                begun = Iteration.load(resume_from, engine.policy.device)
+                unfinished = Iteration.load(resume_from, engine.policy.device)
         with session:
             if session.evaluates_first:
                 self.evaluate(session.first_step, session)
             for number in range(session.first_step, self.iterations):
-                iteration = begun or self.collector.collect(number)
-                begun = None
+                iteration = unfinished or self.collector.collect(number)
+                unfinished = None
                 self.update(number, iteration, session)
                 done = number + 1
                 metrics = self.log_iteration(done, iteration, session.log)
-                learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
-                skipped = [bool(update["skipped_updates"]) for update in learned]
+                trained = [update for update in iteration.updates if not update.get("updates_without_signal")]
+                skipped = [bool(update["skipped_updates"]) for update in trained]
                 session.health.check_metrics(done, metrics, skipped=skipped)
                 self.update_kl_coef_and_ref(done, metrics)
                 reason_to_end = self.missing_scores.check_metrics(metrics)
@@ -140,12 +140,12 @@ class PPORun:
         Raises: ValueError if the rollouts of an unfinished iteration do not match the flags.
         """
         trainer = self.trainer
-        now, then = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
-        if state["update"] and then != now:
+        temperature, saved = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
+        if state["update"] and saved != temperature:
             raise ValueError(
-                f"--temperature was {then} and is {now}, but the checkpoint lies in the middle of an iteration, whose "
-                f"rollouts are compared with log-probs under {then}: go on with that, or from a checkpoint between "
-                "two iterations (one without -update- in its name)"
+                f"--temperature was {saved} and is {temperature}, but the checkpoint is in the middle of an iteration, "
+                f"whose rollouts were sampled under {saved}: resume with that, or from a checkpoint between two "
+                "iterations (one without -update- in its name)"
             )
         self.collector.prompts_consumed = state["prompts_consumed"]
         trainer.rewards.load_state(state["rewards"])
@@ -153,17 +153,17 @@ class PPORun:
         if trainer.ppo.kl_target:
             trainer.kl_coef = state["kl_coef"]
             if any(line.startswith("--kl_coef ") for line in changed):
-                changed.append(f"--kl_coef has no effect: --kl_target goes on from {trainer.kl_coef:.6g}")
+                changed.append(f"--kl_coef has no effect: --kl_target continues from {trainer.kl_coef:.6g}")
 
     def update(self, number: int, iteration: Iteration, session: TrainingSession) -> None:
         """Run the remaining updates of an iteration; checkpoints may be written between two of them."""
-        trainer, behind = self.trainer, len(iteration.updates)
-        dumps = trainer.ppo.dump_step == number + 1 and not behind
+        trainer, finished = self.trainer, len(iteration.updates)
+        dumps = trainer.ppo.dump_step == number + 1 and not finished
         if dumps:
             folder = Path(self.settings.run.output_dir, "dump", f"step-{number + 1:08d}")
             folder.mkdir(parents=True, exist_ok=True)
             dump_inputs(folder, trainer, iteration)
-        for update in range(behind, len(iteration.minibatches)):
+        for update in range(finished, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(count) if self.unsupervised else ()
             measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
@@ -240,5 +240,5 @@ class PPORun:
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the updates that report it."""
     names = dict.fromkeys(name for update in updates for name in update)
-    having = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: sum(values) / len(values) for name, values in having.items()}
+    values_of = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(values) / len(values) for name, values in values_of.items()}

@@ -50,8 +50,8 @@ def test_a_truncated_or_damaged_line_is_skipped_and_does_not_affect_the_next(tmp
     assert damaged != lines[1]
     judged.path.write_bytes(b"\n".join([lines[0], damaged, lines[2][:-9]]))
     assert read_parts(judged.path.parent) == [batch_of(0)]
-    said = capsys.readouterr().out
-    assert f"{judged.path}:2 is not complete" in said and f"{judged.path}:3 is not complete" in said
+    output = capsys.readouterr().out
+    assert f"{judged.path}:2 is incomplete" in output and f"{judged.path}:3 is incomplete" in output
     again = opened(tmp_path, resume=True)
     again.append(batch_of(1))
     assert read_parts(judged.path.parent) == [batch_of(0), batch_of(1)]
@@ -85,7 +85,7 @@ def test_a_run_killed_before_the_settings_are_moved_finishes_again_on_resume(tmp
 
 def test_a_finished_file_is_replaced_only_with_overwrite_and_only_at_the_end(tmp_path):
     opened(tmp_path).finish([{"chosen": "old"}])
-    with pytest.raises(ValueError, match=r"preferences\.jsonl is there already: .* or say --overwrite"):
+    with pytest.raises(ValueError, match=r"preferences\.jsonl already exists: .* or pass --overwrite"):
         opened(tmp_path)
     anew = opened(tmp_path, overwrite=True)
     anew.append(batch_of(0))

@@ -26,7 +26,7 @@ from dschat.data.collators import collate_preferences
 from dschat.data.datasets import DataSplits
 from dschat.data.encoding import FEATURES
 from dschat.data.mismatched import next_other, with_mismatched
-from dschat.preference.objective import pair_loss_of
+from dschat.preference.objective import configured_pair_loss
 
 LOSSES = ["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
 PAIRS = [
@@ -93,11 +93,11 @@ def test_before_the_first_update_policy_and_reference_agree_bit_for_bit(processe
 
 
 def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_damaged_file(run, materials, tmp_path):
-    said = {"data_output_path": tmp_path / "arrow", "max_steps": 1}
+    common = {"data_output_path": tmp_path / "arrow", "max_steps": 1}
 
     def scored(name: str, **settings) -> bool:
-        text = run(name, **said | settings)
-        assert ("reference log-probs found in" in text) != ("reference log-probs of train rows" in text)
+        text = run(name, **common | settings)
+        assert ("reference log-probs loaded from" in text) != ("reference log-probs of train rows" in text)
         return "reference log-probs of train rows" in text
 
     assert scored("first")
@@ -128,8 +128,8 @@ def test_a_reference_without_adapters_is_the_precomputed_one(run, tmp_path):
     settings = {"lora_dim": 2, "only_optimize_lora": True, "lora_learning_rate": 1e-2}
     for loss in "dpo", "kto":
         run(f"{loss}-once", **settings, preference_loss=loss)
-        said = run(f"{loss}-off", **settings, preference_loss=loss, reference="adapters_off")
-        assert "reference log-probs" not in said
+        output = run(f"{loss}-off", **settings, preference_loss=loss, reference="adapters_off")
+        assert "reference log-probs" not in output
         assert metrics_of(tmp_path / f"{loss}-off") == metrics_of(tmp_path / f"{loss}-once")
         ours, theirs = (weights_of(tmp_path / f"{loss}-{way}") for way in ("off", "once"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -237,7 +237,7 @@ def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_
     batch = collate_preferences([pair], pad_token_id=0)
     logprobs = torch.where(batch["loss_mask"], torch.tensor([[-1.0], [-2.0]]), 0.0)  # sums −2 and −8
     arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
-    found, metrics = pair_loss_of(arguments)(lambda *_: logprobs, batch, 1.0)
+    found, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
     assert found.item() == pytest.approx(expected, abs=1e-6)
     assert metrics["chosen_logprob"].item() == (-1 if arguments.takes_means else -2)
 
@@ -250,31 +250,31 @@ def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
 
 
 def test_contradictions_are_refused_together(run, materials):
-    said = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
+    output = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
     for part in ("3 mistakes", "drop one of them", "--only_optimize_lora", "there is no such folder"):
-        assert said.count(part) == 1, said
+        assert output.count(part) == 1, output
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
-    said = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
-    assert "all rows have one prompt" in said and "Traceback" not in said
+    output = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
+    assert "all rows have one prompt" in output and "Traceback" not in output
 
 
 def test_a_reference_with_another_vocabulary_is_refused(run, materials, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(materials / "other_reward")
     tiny_llama(LlamaForCausalLM, tokenizer, seed=2).save_pretrained(tmp_path / "other_actor")
     tokenizer.save_pretrained(tmp_path / "other_actor")
-    said = run("run", code=2, ref_model_name_or_path=tmp_path / "other_actor")
-    assert "--ref_model_name_or_path" in said and "tokens differ between their vocabularies" in said
-    assert "Traceback" not in said and "reference log-probs" not in said
+    output = run("run", code=2, ref_model_name_or_path=tmp_path / "other_actor")
+    assert "--ref_model_name_or_path" in output and "tokens differ between their vocabularies" in output
+    assert "Traceback" not in output and "reference log-probs" not in output
 
 
 def test_settings_without_effect_or_outside_the_usual_range_warn(run, materials):
-    said = run(
+    output = run(
         "run", max_steps=1, preference_loss="simpo", label_smoothing=0.1, ref_model_name_or_path=materials / "actor",
         desirable_weight=2,
     )  # fmt: skip
     for part in ("--label_smoothing 0.1 has no effect", "/actor has no effect",
                  "--desirable_weight 2.0 has no effect", "2 to 10 is usual"):  # fmt: skip
-        assert said.count(part) == 1, said
+        assert output.count(part) == 1, output
 
 
 # --- mismatched rows -------------------------------------------------------------------------------------------------

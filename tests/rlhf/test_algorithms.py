@@ -103,7 +103,9 @@ def test_experience_and_updates_equal_a_plain_torch_implementation_row_by_row(fo
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "kl", "rewards", "advantages"):
             found = getattr(experience, name)[number]
-            torch.testing.assert_close(found[mask], row.known[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                found[mask], row.expected[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m
+            )
             assert not found[~mask].any(), name
     # A decoder with alternating mismatch e^0.1 and e^−0.2, where it is corrected
     if trainer.policy_update.actor_loss.corrects_rollouts:
@@ -111,8 +113,8 @@ def test_experience_and_updates_equal_a_plain_torch_implementation_row_by_row(fo
         experience.rollout_logprobs = experience.old_logprobs - off
         for row in rows:
             product = math.exp(float(off[: len(row.response)].sum()))
-            row.known["weights"] = product if 0.9 <= product <= 1.15 else 0.0
-        assert len({row.known["weights"] for row in rows} - {0.0}) > 1
+            row.expected["weights"] = product if 0.9 <= product <= 1.15 else 0.0
+        assert len({row.expected["weights"] for row in rows} - {0.0}) > 1
     if trainer.ppo.whiten_advantages:
         plain_algorithms.whiten(rows)
         counted = experience.advantages[experience.response_mask]
@@ -178,12 +180,12 @@ def test_a_response_without_a_score_is_excluded_from_the_update_and_from_baselin
                          reward_clip=3.0, num_samples_per_prompt=size, kl_coef=0.0, overlong_buffer=0,
                          rollout_correction="none", overlong_factor=1.0)  # fmt: skip
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
-    experience, known = result.experience, result.experience.has_score
-    assert torch.equal(experience.trained, known) and 0 < known.sum() < len(known)
+    experience, has_score = result.experience, result.experience.has_score
+    assert torch.equal(experience.trained, has_score) and 0 < has_score.sum() < len(has_score)
     texts = [sample["response"] for sample in result.samples]
-    assert known.tolist() == [len(text) % 3 != 0 for text in texts]
+    assert has_score.tolist() == [len(text) % 3 != 0 for text in texts]
     for first in range(0, len(texts), size):
-        rows = [row for row in range(first, first + size) if known[row]]
+        rows = [row for row in range(first, first + size) if has_score[row]]
         if len(rows) < 2:
             continue
         whole = [min(len(texts[row]), 3.0) - (0.0 if experience.ended[row] else 0.5) for row in rows]
@@ -205,10 +207,10 @@ def test_a_response_without_a_greedy_baseline_is_not_trained_on(folder, tmp_path
     (tmp_path / "some.py").write_text(SOME.replace("None if", "float('nan') if"))
     trainer = trainer_of(folder, "remax", reward=[f"{tmp_path / 'some.py'}:some"], reward_model_name_or_path=None)
     prompts = prompts_of(trainer)
-    greedy, known = trainer.greedy_scores(prompts, Timings())
-    assert greedy.shape == known.shape == (16,) and 0 < known.sum() < 16
+    greedy, has_score = trainer.greedy_scores(prompts, Timings())
+    assert greedy.shape == has_score.shape == (16,) and 0 < has_score.sum() < 16
     experience = trainer.generate_experience(prompts)
-    assert torch.equal(experience.trained, experience.has_score & known)
+    assert torch.equal(experience.trained, experience.has_score & has_score)
 
 
 def test_a_step_without_trained_tokens_is_skipped_and_changes_no_weight(folder):

@@ -48,7 +48,7 @@ def test_flat_groups_are_resampled_a_bounded_number_of_times_and_other_groups_ar
     """The rounds again, on paper: slot by slot, from the groups in the order in which they were sampled."""
     found, rounds = one_process[case], 1 + CASES[case]["dynamic_sampling"]
     normalised = CASES[case].get("normalize_rewards", False)
-    taken = 0
+    consumed = 0
     for number in range(3):
         groups = groups_of(found["samples"][number])
         rest = list(groups)
@@ -58,8 +58,8 @@ def test_flat_groups_are_resampled_a_bounded_number_of_times_and_other_groups_ar
             for slot in open_slots:
                 slots[slot] = rest.pop(0)
         assert not rest, "no round beyond the bound, and none for slots that were filled"
-        taken += len(groups)
-        assert found["prompts_consumed"][number] == taken
+        consumed += len(groups)
+        assert found["prompts_consumed"][number] == consumed
         rows = [row for part in found["minibatches"][2 * number : 2 * number + 2] for row in part]
         assert len(rows) == SLOTS * SIZE
         learnt = CASES[case]["dynamic_sampling"] == 0

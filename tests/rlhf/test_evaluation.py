@@ -211,13 +211,23 @@ def test_evaluation_reports_raw_scores_also_with_normalize_rewards(folder):
     assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "training is what is normalised"
 
 
+@pytest.mark.parametrize("name", ["well_known", "word_count", "count:length", "known"])
+def test_a_reward_source_may_have_any_name(trainer, name):
+    result = trainer.rollout(prompts_of(trainer, QUESTIONS[:3]))
+    for sample, score in zip(result.samples, (1.0, None, 4.0), strict=True):
+        sample["rewards"] = {name: score}
+    metrics = experience_metrics([experience_sums(result)])
+    found = {key: value for key, value in metrics.items() if key.startswith("reward_")}
+    assert found == {f"reward_{name}": 2.5, f"reward_{name}_missing": 1.0}
+
+
 def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(trainer):
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
     part = result.experience
     part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])
     part.has_score = torch.tensor([True, True, False, True, True, False])
     metrics = experience_metrics([experience_sums(result, group_size=3)])
-    assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2
+    assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2 and metrics["scored"] == 4 / 6
     assert metrics["reward"] == pytest.approx(float(part.rewards[part.has_score].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
     assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"

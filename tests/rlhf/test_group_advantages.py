@@ -87,15 +87,15 @@ def test_group_advantages_equal_exact_fractions_and_missing_scores_are_as_if_nev
         mask = torch.tensor([[random.random() < 0.6 for _ in range(6)] for _ in range(count)])
         mask[:, 0] = True
         rewards = torch.tensor([[random.randint(-64, 64) / 8 for _ in range(6)] for _ in range(count)])
-        known = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
-        assert not missing or not known.all()
-        rewards[~known] = 1e9  # arbitrary values
+        has_score = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
+        assert not missing or not has_score.all()
+        rewards[~has_score] = 1e9  # arbitrary values
         found = ESTIMATORS[name](
-            rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=known if missing else None
+            rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=has_score if missing else None
         )
         expected = torch.zeros(count, 6)
         for first in range(0, count, size):
-            rows = [i for i in range(first, first + size) if known[i]]
+            rows = [i for i in range(first, first + size) if has_score[i]]
             whole = [sum(Fraction(float(rewards[i, t])) for t in range(6) if mask[i, t]) for i in rows]
             values = in_plain_words(name, whole, [int(mask[i].sum()) for i in rows])
             for i, value in zip(rows, values, strict=True):
@@ -148,8 +148,8 @@ def test_incomplete_groups_are_refused(estimator):
 def test_whole_rewards_and_group_means_by_hand():
     torch.testing.assert_close(whole_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
     torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3), torch.tensor([1.0, 1, 1, 2, 2, 2]))
-    known = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
-    means = group_mean(REWARDS, MASK, group_size=3, has_score=known)
+    has_score = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
+    means = group_mean(REWARDS, MASK, group_size=3, has_score=has_score)
     torch.testing.assert_close(means, torch.tensor([3.0, 3, 3, 0, 0, 0]))
 
 

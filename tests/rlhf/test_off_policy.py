@@ -27,11 +27,11 @@ def test_correction_weights_are_actor_over_decoder_up_to_the_cap():
 
 def test_weighted_samples_of_the_decoder_have_the_mean_of_the_actor():
     decoder, actor = torch.tensor([[0.7, 0.2, 0.1]]).double(), torch.tensor([[0.3, 0.3, 0.4]]).double()
-    worth, mask = torch.tensor([[1.0, -2.0, 5.0]]).double(), torch.ones(1, 3).bool()
-    expected = (actor * worth).sum()
+    value, mask = torch.tensor([[1.0, -2.0, 5.0]]).double(), torch.ones(1, 3).bool()
+    expected = (actor * value).sum()
     weights, _ = tis(actor.log(), decoder.log(), mask, cap=INF)
-    torch.testing.assert_close((decoder * weights * worth).sum(), expected)
-    assert not torch.isclose((decoder * worth).sum(), expected)
+    torch.testing.assert_close((decoder * weights * value).sum(), expected)
+    assert not torch.isclose((decoder * value).sum(), expected)
 
 
 def test_correction_weights_carry_no_gradient():
@@ -136,18 +136,18 @@ def test_a_sequence_weight_is_the_product_of_its_token_weights(correction, bound
 def test_sequence_weighted_samples_of_the_decoder_have_the_mean_of_the_actor():
     """Two tokens, each 0 or 1: the four responses with their chances, exactly."""
     decoder, actor = torch.tensor([0.7, 0.4]).double(), torch.tensor([0.5, 0.9]).double()  # of a 1
-    found = wanted = 0.0
+    found = expected = 0.0
     for first in (0, 1):
         for second in (0, 1):
-            taken = torch.tensor([first, second]).bool()
-            each = [torch.where(taken, policy, 1 - policy) for policy in (actor, decoder)]
+            sampled = torch.tensor([first, second]).bool()
+            each = [torch.where(sampled, policy, 1 - policy) for policy in (actor, decoder)]
             weights, _ = correction_weights(
                 each[0].log()[None], each[1].log()[None], torch.ones(1, 2).bool(), correction="seq_tis", cap=INF
             )
-            worth = 1.0 + first - 3.0 * second
-            found += each[1].prod() * weights[0, 0] * worth
-            wanted += each[0].prod() * worth
-    torch.testing.assert_close(found, wanted)
+            value = 1.0 + first - 3.0 * second
+            found += each[1].prod() * weights[0, 0] * value
+            expected += each[0].prod() * value
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("settings", [

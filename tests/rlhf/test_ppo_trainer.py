@@ -103,16 +103,18 @@ def test_experience_equals_plain_ppo_row_by_row(each_family):
         for parameter in actor.parameters():
             parameter.mul_(1.1)
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
-    assert max(row.known["kl"].abs().max() for row in rows) > 0.05
-    assert any(abs(row.known["score"]) > SETTINGS.reward_clip for row in rows)
+    assert max(row.expected["kl"].abs().max() for row in rows) > 0.05
+    assert any(abs(row.expected["score"]) > SETTINGS.reward_clip for row in rows)
     for number, row in enumerate(rows):
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "values", "kl", "rewards", "advantages", "returns"):
             found = getattr(experience, name)[number]
-            torch.testing.assert_close(found[mask], row.known[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                found[mask], row.expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m
+            )
             if name != "values":  # values at padding are undefined
                 assert not found[~mask].any(), name
-        torch.testing.assert_close(experience.scores[number], row.known["score"], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(experience.scores[number], row.expected["score"], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(
             experience.rollout_logprobs[number], experience.old_logprobs[number], atol=1e-4, rtol=1e-4
         )
@@ -136,7 +138,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
     if which == "weighted":  # a decoder that is off by e^±0.2 in turn; the cap of 1.1 cuts every other weight
         for row in rows:
-            row.known["weights"] = torch.tensor([(1.1, math.exp(-0.2))[t % 2] for t in range(len(row.response))])
+            row.expected["weights"] = torch.tensor([(1.1, math.exp(-0.2))[t % 2] for t in range(len(row.response))])
     advantages = plain_ppo.whitened(rows)
     adams = [
         torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -409,10 +411,10 @@ def test_the_update_minimises_the_unsupervised_loss_too_and_logs_it_separately(f
 
 
 def test_judge_scores_are_logged_and_never_trained_on(folder):
-    asked = []
+    calls = []
 
     def judge(prompts, responses, rows):
-        asked.append((prompts, responses, rows))
+        calls.append((prompts, responses, rows))
         return [-7.0 * row["number"] for row in rows]
 
     trainer, watched = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
@@ -420,7 +422,7 @@ def test_judge_scores_are_logged_and_never_trained_on(folder):
     assert torch.equal(plain.experience.rewards, judged.experience.rewards)
     assert [sample["judge"] for sample in judged.samples] == [-7.0 * number for number in range(8)]
     assert [sample["judge"] for sample in plain.samples] == [None] * 8
-    ((prompts, responses, rows),) = asked
+    ((prompts, responses, rows),) = calls
     assert prompts == QUESTIONS and [row["number"] for row in rows] == list(range(8))
     assert responses == [sample["response"] for sample in judged.samples]
     assert [sample["row_index"] for sample in judged.samples] == list(range(100, 108))

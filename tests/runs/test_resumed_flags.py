@@ -136,7 +136,7 @@ def test_a_coefficient_that_kl_target_has_adapted_goes_on_and_the_flag_is_said_t
         0.16
     )
     said = capsys.readouterr().out
-    assert "--kl_coef was 0.2, is 0.5" in said and "--kl_coef has no effect: --kl_target goes on from 0.16" in said
+    assert "--kl_coef was 0.2, is 0.5" in said and "--kl_coef has no effect: --kl_target continues from 0.16" in said
     assert fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted).trainer.kl_coef == 0.5, "nothing adapts it"
 
 

@@ -194,7 +194,7 @@ def test_truncated_sampling_with_the_decoders_log_probs_warns_what_becomes_of_th
         assert part in text
     assert said(**settings) == said(old_logprobs="rollout") == ""
     assert said(pin_generation_buffers=True) == ""
-    assert "--pin_generation_buffers changes nothing" in said(
+    assert "--pin_generation_buffers has no effect" in said(
         pin_generation_buffers=True, rollout_engine="transformers"
     )
 

@@ -51,10 +51,10 @@ def correction_weights(
         (richardli.xyz/rl-collapse).
     """
     if correction not in CORRECTIONS:
-        raise ValueError(f'correction "{correction}" is not known: choose one of {", ".join(CORRECTIONS)}.')
+        raise ValueError(f'correction "{correction}" is unknown: choose one of {", ".join(CORRECTIONS)}.')
     masks = correction.endswith("mis")
     if not cap > 0 or (masks and not 0 <= floor < cap):
-        raise ValueError(f"floor is {floor} and cap {cap}, but weights are kept within 0 <= floor < cap: 2 is usual.")
+        raise ValueError(f"floor is {floor} and cap {cap}, but weights need 0 <= floor < cap: a cap of 2 is usual.")
     delta = log_ratio(old_logprobs, rollout_logprobs, response_mask)  # [B, T]
     if correction.startswith("seq"):
         delta = delta.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand_as(delta)
