@@ -63,12 +63,12 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
     """
     require_mask(mask, x=x)
     shared = dist.is_available() and dist.is_initialized()
-    kept = torch.where(mask, x.double(), 0.0)
-    count_and_sum = torch.stack([mask.sum().double(), kept.sum()])
+    values = torch.where(mask, x.double(), 0.0)
+    count_and_sum = torch.stack([mask.sum().double(), values.sum()])
     if shared:
         dist.all_reduce(count_and_sum, group=group)
     count = count_and_sum[0].clamp(min=1)
-    centred = torch.where(mask, kept - count_and_sum[1] / count, 0.0)
+    centred = torch.where(mask, values - count_and_sum[1] / count, 0.0)
     squares = centred.square().sum()
     if shared:
         dist.all_reduce(squares, group=group)
@@ -156,9 +156,9 @@ def linear_logprobs(
         factor = scale / temperature
         if softcap is not None:
             logits, factor = torch.tanh(logits * (scale / softcap)), softcap / temperature
-        every = F.log_softmax(logits if factor == 1 else logits * factor, dim=-1)  # [n, V]
-        logprobs = every.gather(-1, labels.unsqueeze(-1)).squeeze(-1)  # [n]
-        return (logprobs, _Entropy.apply(every)) if with_entropy else (logprobs,)
+        all_logprobs = F.log_softmax(logits if factor == 1 else logits * factor, dim=-1)  # [n, V]
+        logprobs = all_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)  # [n]
+        return (logprobs, _Entropy.apply(all_logprobs)) if with_entropy else (logprobs,)
 
     if hidden.shape[0] <= chunk_size:
         results = score(hidden, weight, bias, labels)

@@ -27,9 +27,10 @@ from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, num
 from dschat.losses.value import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.rlhf.actor_loss import ActorLoss, StepCounts
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import estimate_advantages
+from dschat.rlhf.updates.actor_loss import ActorLoss
+from dschat.rlhf.updates.optimizer_steps import StepCounts
 
 SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len": int, "kl_coef": (int, float),
             "ppo": dict}  # fmt: skip

@@ -48,10 +48,15 @@ LEARNING = {
     "value_clip_fraction": ("Clipped values", "share of tokens"),
     "value_error": ("Error of the values", "mean square per token"),
     "return_square": ("Squared return", "mean per token"),
-    "rollout_gap_mean": ("Rollout against training", "mean |Δ log-prob|"),
-    "rollout_gap_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
+    "rollout_logprob_mismatch_mean": ("Rollout against training", "mean |Δ log-prob|"),
+    "rollout_logprob_mismatch_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
     "rollout_ratio": ("Ratio of training to rollout", "mean over tokens"),
     "updates_without_signal": ("Updates with nothing to learn from", "per iteration"),
+}
+FORMER_NAMES = {  # of metrics, in the metrics.jsonl of earlier versions
+    "rollout_gap": "rollout_logprob_mismatch_mean",
+    "rollout_gap_mean": "rollout_logprob_mismatch_mean",
+    "rollout_gap_max": "rollout_logprob_mismatch_max",
 }
 RUNNING = {
     "tokens_per_second": ("Throughput", "tokens per second"),
@@ -150,7 +155,8 @@ def curves_of(run: Run) -> dict[str, dict[str, list[list[float | None]]]]:
             if key in NOT_METRICS or value is None or step is None:
                 continue
             where = "eval" if key.startswith("eval_") else phase
-            points = curves.setdefault(key.removeprefix("eval_"), {}).setdefault(where, [])
+            metric = key.removeprefix("eval_")
+            points = curves.setdefault(FORMER_NAMES.get(metric, metric), {}).setdefault(where, [])
             points.append([step, number_of(row.get("time")), value])
     return curves
 

@@ -53,7 +53,7 @@ def test_whitened_values_have_mean_zero_and_variance_one_whatever_their_offset()
         assert (whitened[~mask] == 0).all()
 
 
-def test_a_large_mean_costs_float32_inputs_no_digits():
+def test_whitening_is_precise_for_float32_inputs_with_a_large_mean():
     # 0, 1, …, 7 over and over: mean 3.5, variance (64 − 1)/12 = 5.25; all exact in float32 beside 10⁶.
     steps = torch.arange(8.0).repeat(1001)
     torch.testing.assert_close(whiten(1e6 + steps, torch.ones(8008).bool()), (steps - 3.5) / math.sqrt(5.25))
@@ -65,7 +65,7 @@ def test_one_value_no_value_and_equal_values_whiten_to_zero(x):
     torch.testing.assert_close(whiten(x, ~x.isnan()), torch.zeros(3))
 
 
-def test_whiten_returns_float32_data_and_leaves_its_input_alone():
+def test_whiten_returns_float32_without_a_graph_and_does_not_modify_its_input():
     x = torch.tensor([1.0, 2.0]).bfloat16().requires_grad_()
     whitened = whiten(x, torch.ones(2).bool())
     assert whitened.dtype == torch.float32 and not whitened.requires_grad and x.tolist() == [1.0, 2.0]
@@ -205,7 +205,7 @@ def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
 
 @pytest.mark.parametrize("chunk_size", [2, 1024])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_tokens_that_a_bias_of_minus_infinity_excludes_are_as_if_they_were_not_there(dtype, chunk_size):
+def test_tokens_with_a_bias_of_minus_infinity_do_not_affect_log_probs_or_entropy(dtype, chunk_size):
     """Log-probs, entropies and gradients equal those of a head without these rows."""
     inputs = head(dtype=dtype)
     kept = torch.tensor([i not in (3, 7, 12) for i in range(13)])
@@ -226,7 +226,7 @@ def test_tokens_that_a_bias_of_minus_infinity_excludes_are_as_if_they_were_not_t
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_no_rows_still_connect_to_every_parameter_with_zero_gradients(with_entropy):
+def test_without_rows_every_parameter_has_a_zero_gradient(with_entropy):
     inputs = head(n=0)
     leaves = [inputs["hidden"], inputs["weight"], inputs["bias"]]
     result = linear_logprobs(*leaves[:2], inputs["labels"], bias=leaves[2], with_entropy=with_entropy)
@@ -269,7 +269,7 @@ def test_no_more_than_one_chunk_of_logits_is_kept_for_backward():
     ("option", "message"),
     [({"temperature": 0.0}, "temperature is 0.0"), ({"temperature": NAN}, "is nan"), ({"chunk_size": 0}, "is 0 rows")],
 )
-def test_temperatures_and_chunks_that_make_no_sense_are_refused(option, message):
+def test_invalid_temperatures_and_chunk_sizes_are_refused(option, message):
     inputs = head()
     with pytest.raises(ValueError, match=message):
         linear_logprobs(inputs["hidden"], inputs["weight"], inputs["labels"], **option)
@@ -304,7 +304,7 @@ def philox_in_python(counter: list[int], key: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("seed", "iteration"), [(0, 0), (42, 7), (2**40 + 3, 2**31), (-1, 1)])
-def test_uniforms_are_a_stated_function_of_seed_iteration_sample_and_position(seed, iteration):
+def test_uniforms_are_a_function_of_seed_iteration_sample_and_position(seed, iteration):
     sample_ids, positions = torch.tensor([0, 1, 5, 2**35 + 9]), torch.tensor([0, 3, 3, 100_000])
     uniforms = seeded_uniform(seed, iteration, sample_ids, positions).tolist()
     for u, sample, t in zip(uniforms, sample_ids.tolist(), positions.tolist(), strict=True):
@@ -324,7 +324,7 @@ def test_uniforms_do_not_depend_on_batch_order_batch_size_or_how_positions_are_g
     assert table.shape == (4, 9) and torch.equal(table[:, 6], together)
 
 
-def test_every_input_changes_the_number():
+def test_every_input_changes_the_uniform_number():
     ids, base = torch.arange(64), {"seed": 1, "iteration": 2, "position": 3}
     reference = seeded_uniform(sample_ids=ids, **base)
     assert reference.unique().numel() == 64
@@ -333,11 +333,11 @@ def test_every_input_changes_the_number():
     assert (seeded_uniform(sample_ids=ids + 2**32, **base) != reference).all()
 
 
-def test_the_extreme_words_lie_strictly_between_zero_and_one():
+def test_the_smallest_and_largest_words_map_strictly_between_zero_and_one():
     assert open_unit_interval(torch.tensor([0, 2**31, 2**32 - 1])).tolist() == [2.0**-24, 0.5 + 2.0**-24, 1 - 2.0**-24]
 
 
-def test_uniforms_are_uniform_and_unrelated_along_every_axis():
+def test_uniforms_are_uniform_and_uncorrelated_along_every_axis():
     u = seeded_uniform(123, 0, torch.arange(512)[:, None], torch.arange(512)).double()
     counts = torch.histc(u, bins=64, min=0, max=1)
     chi_square = ((counts - u.numel() / 64) ** 2 / (u.numel() / 64)).sum().item()

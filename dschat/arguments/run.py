@@ -34,8 +34,9 @@ class RunArguments:
         on_resume="ignore",
     )
     max_bad_steps: int = flag(
-        10, "stop after so many updates in a row that were skipped, as a number was not finite; 0: never", at_least=0
-    )
+        10, "stop after so many consecutive updates that were skipped, as a number was not finite, and step 3 after so "
+        "many consecutive iterations in which no response got a score; 0: never", at_least=0,
+    )  # fmt: skip
     warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
     collective_timeout: float = flag(
         1800.0, "seconds that a rank may be silent, or all without progress, before the run ends with a report",

@@ -42,5 +42,5 @@ def aggregation_weights(
     elif aggregation == "seq_mean_token_sum_norm":
         per_response = torch.full((len(response_mask),), tokens / (max(sequences, 1.0) * max_tokens))
     else:
-        raise ValueError(f'aggregation "{aggregation}" is not known: choose one of {", ".join(AGGREGATIONS)}.')
+        raise ValueError(f'aggregation "{aggregation}" is unknown: choose one of {", ".join(AGGREGATIONS)}.')
     return torch.where(response_mask, per_response.float().to(response_mask.device).unsqueeze(-1), 0.0)

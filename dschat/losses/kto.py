@@ -38,21 +38,21 @@ def kto_loss(
     logprobs = at_least_float32(logprobs)
     ratio = logprobs - ref_logprobs.detach()
     side = torch.where(desirable, 1.0, -1.0)
-    ahead = side * (ratio - kl.detach())  # > 0: on the right side of the reference point
+    signed_margin = side * (ratio - kl.detach())  # > 0: on the correct side of the reference point
     weights = torch.where(desirable, desirable_weight, undesirable_weight)
-    loss = (weights * (1 - torch.sigmoid(beta * ahead))).sum() / count
+    loss = (weights * (1 - torch.sigmoid(beta * signed_margin))).sum() / count
     with torch.no_grad():
         share = desirable.double().mean() if desirable_share is None else torch.as_tensor(desirable_share)
         reward = [torch.where(d, beta * ratio, 0.0).sum() / count for d in (desirable, ~desirable)]
         logprob = [torch.where(d, logprobs, 0.0).sum() / count for d in (desirable, ~desirable)]
-        good, bad = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
+        d_share, u_share = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
         metrics = {
-            "desirable_reward": reward[0] / good,
-            "undesirable_reward": reward[1] / bad,
-            "margin": reward[0] / good - reward[1] / bad,
-            "accuracy": torch.heaviside(ahead, ahead.new_tensor(0.5)).sum() / count,
-            "desirable_logprob": logprob[0] / good,
-            "undesirable_logprob": logprob[1] / bad,
+            "desirable_reward": reward[0] / d_share,
+            "undesirable_reward": reward[1] / u_share,
+            "margin": reward[0] / d_share - reward[1] / u_share,
+            "accuracy": torch.heaviside(signed_margin, signed_margin.new_tensor(0.5)).sum() / count,
+            "desirable_logprob": logprob[0] / d_share,
+            "undesirable_logprob": logprob[1] / u_share,
         }
     return loss, metrics
 

@@ -122,8 +122,8 @@ def cispo_loss(
     count = count_of(response_mask, normalizer)
     ratio = log_ratio.detach().exp()
     clipped = ratio.clamp(1 - low, 1 + high)
-    kept = torch.where(response_mask, at_least_float32(logprobs), 0.0)
-    loss = (-weights * clipped * advantages * kept).sum() / count
+    masked_logprobs = torch.where(response_mask, at_least_float32(logprobs), 0.0)
+    loss = (-weights * clipped * advantages * masked_logprobs).sum() / count
     return loss, policy_metrics(log_ratio.detach(), response_mask & (clipped != ratio), response_mask, count)
 
 
@@ -177,7 +177,7 @@ def bounds(clip_range: float | tuple[float, float]) -> tuple[float, float]:
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     if not (0 <= low <= 1 and high >= 0):
         raise ValueError(
-            f"clip_range is {clip_range}, but the ratio is clipped to [1 − low, 1 + high], which asks for "
+            f"clip_range is {clip_range}, but the ratio is clipped to [1 − low, 1 + high], which requires "
             "0 ≤ low ≤ 1 and high ≥ 0: 0.2 is usual."
         )
     return low, high

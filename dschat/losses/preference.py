@@ -184,12 +184,12 @@ def _over_pairs(
     _check_pairs(chosen=logprobs[0], rejected=logprobs[1])
     count = row_count(losses, normalizer)
     with torch.no_grad():
-        lead = rewards[0] - rewards[1]
+        difference = rewards[0] - rewards[1]
         metrics = {
             "chosen_reward": rewards[0].sum() / count,
             "rejected_reward": rewards[1].sum() / count,
-            "margin": lead.sum() / count,
-            "accuracy": torch.heaviside(lead, lead.new_tensor(0.5)).sum() / count,
+            "margin": difference.sum() / count,
+            "accuracy": torch.heaviside(difference, difference.new_tensor(0.5)).sum() / count,
             "chosen_logprob": at_least_float32(logprobs[0]).sum() / count,
             "rejected_logprob": at_least_float32(logprobs[1]).sum() / count,
         }
@@ -210,12 +210,12 @@ def _check_pairs(**tensors: Tensor) -> None:
 
 def check_beta(beta: float) -> None:
     if not beta > 0:
-        raise ValueError(f"beta is {beta}, but at 0 or below nothing is preferred: 0.1 is usual (2 in SimPO).")
+        raise ValueError(f"beta is {beta}, but it scales the implicit rewards, so > 0: 0.1 is usual (2 in SimPO).")
 
 
 def _check_smoothing(label_smoothing: float) -> None:
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing}, but it is the share of wrong labels, in [0, 0.5): with half "
-            "of them wrong, labels say nothing."
+            "of them wrong, labels carry no information."
         )

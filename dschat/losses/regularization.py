@@ -55,6 +55,6 @@ def _weighted(
 ) -> tuple[Tensor, Metrics]:
     require_mask(response_mask, values=values)
     count = count_of(response_mask, normalizer)
-    kept = torch.where(response_mask, at_least_float32(values), 0.0)
-    weighed = kept if weights is None else kept * weights
-    return weighed.sum() / count, {name: kept.detach().sum() / count}
+    masked = torch.where(response_mask, at_least_float32(values), 0.0)
+    weighted = masked if weights is None else masked * weights
+    return weighted.sum() / count, {name: masked.detach().sum() / count}

@@ -45,8 +45,8 @@ def pairwise_loss(
         raise ValueError(f"{shapes}: all must be [B], one number per pair: read scores at their last real token first.")
     count = count_of(torch.ones_like(chosen_scores, dtype=torch.bool), normalizer)
     chosen, rejected = at_least_float32(chosen_scores), at_least_float32(rejected_scores)
-    lead = chosen - rejected if margin is None else chosen - rejected - at_least_float32(margin)
-    loss = (-F.logsigmoid(lead) + centering_coef * (chosen + rejected).square()).sum() / count
+    difference = chosen - rejected if margin is None else chosen - rejected - at_least_float32(margin)
+    loss = (-F.logsigmoid(difference) + centering_coef * (chosen + rejected).square()).sum() / count
     with torch.no_grad():
         metrics = {
             "accuracy": (chosen > rejected).sum() / count,

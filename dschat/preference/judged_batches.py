@@ -73,24 +73,24 @@ class JudgedBatches:
         if problem:
             raise ValueError(problem)
         # Nodes may have separate disks: one process of each node reads its part files.
-        found = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
-        self.earlier = without_repeats(collectives.all_gather_lists(found))
+        on_disk = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
+        self.earlier = without_repeats(collectives.all_gather_lists(on_disk))
 
     def append(self, batch: JudgedBatch) -> None:
         """Append a batch and fsync it. Raises OSError if that fails."""
         self.path.parent.mkdir(exist_ok=True)
         is_new = not self.path.exists()
         with self.path.open("ab", buffering=0) as file:
-            before = file.tell()
-            after_cut = before and _last_byte(self.path) != b"\n"  # the process was killed while writing
-            line = b"\n" * after_cut + _line(batch)
+            size = file.tell()
+            after_truncated_line = size and _last_byte(self.path) != b"\n"  # the process was killed while writing
+            line = b"\n" * after_truncated_line + _line(batch)
             try:
                 failpoint.reached("judging")
                 while line:
                     line = line[file.write(line) :]
                 os.fsync(file.fileno())
             except OSError as error:
-                file.truncate(before)
+                file.truncate(size)
                 raise OSError(error.errno, error.strerror, str(self.path)) from error
         if is_new:
             sync(self.path.parent)
@@ -125,11 +125,11 @@ class JudgedBatches:
             _same_settings(self.folder / SETTINGS, settings)
             return True
         if final.exists() and not overwrite:
-            raise ValueError(already_there(final))
+            raise ValueError(already_exists(final))
         if part.exists():
             aside = next(path for n in range(1, 10**6) if not (path := self.folder / f"{PART}-before-{n}").exists())
             part.rename(aside)
-            print(f"this run starts anew: the judged batches of the one before are in {aside}", flush=True)
+            print(f"this run starts from the beginning: batches judged before are in {aside}", flush=True)
         part.mkdir(parents=True)
         temporary = part / ".settings.json.tmp"
         temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
@@ -138,13 +138,13 @@ class JudgedBatches:
         return False
 
 
-def already_there(final: Path) -> str:
+def already_exists(final: Path) -> str:
     """The error message for a finished file when --overwrite is not given."""
-    return f"{final} is there already: name another --output_dir, or say --overwrite"
+    return f"{final} already exists: name another --output_dir, or pass --overwrite"
 
 
 def read_parts(folder: Path) -> list[JudgedBatch]:
-    """The batches of all part files; truncated or damaged lines are skipped, so those batches are made again."""
+    """The batches of all part files; truncated or damaged lines are skipped, so those batches are judged again."""
     batches = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -152,19 +152,19 @@ def read_parts(folder: Path) -> list[JudgedBatch]:
             if batch is not None:
                 batches.append(batch)
             elif line:
-                print(f"{path}:{number} is not complete: its prompts are asked again", flush=True)
+                print(f"{path}:{number} is incomplete: its prompts are judged again", flush=True)
     return batches
 
 
 def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
     """The batches without those whose prompts an earlier one contains: nodes with a shared disk read the same files."""
-    seen: set[int] = set()
-    kept = []
+    indices: set[int] = set()
+    unique = []
     for batch in batches:
-        if seen.isdisjoint(batch.indices):
-            seen.update(batch.indices)
-            kept.append(batch)
-    return kept
+        if indices.isdisjoint(batch.indices):
+            indices.update(batch.indices)
+            unique.append(batch)
+    return unique
 
 
 def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatch]) -> list[list[int]]:
@@ -174,9 +174,9 @@ def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatc
     the same batches as an uninterrupted one.
     """
     done = {index for batch in earlier for index in batch.indices}
-    cut = [range(start, min(start + batch_size, prompts)) for start in range(0, prompts, batch_size)]
-    left = [[index for index in batch if index not in done] for batch in cut]
-    return [batch for batch in left if batch]
+    batches = [range(start, min(start + batch_size, prompts)) for start in range(0, prompts, batch_size)]
+    remaining = [[index for index in batch if index not in done] for batch in batches]
+    return [batch for batch in remaining if batch]
 
 
 def _line(batch: JudgedBatch) -> bytes:
@@ -205,8 +205,8 @@ def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
         changed = [f"{path} cannot be read ({error})"]
     if changed:
         raise ValueError(
-            f"--resume auto: {path.parent} holds pairs that were made with other settings: {'; '.join(changed)}. Take "
-            "the same ones, name another --output_dir, or start anew with --resume never (and --overwrite)"
+            f"--resume auto: {path.parent} holds pairs made with other settings: {'; '.join(changed)}. Use "
+            "the same ones, name another --output_dir, or start again with --resume never (and --overwrite)"
         )
 
 

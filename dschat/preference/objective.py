@@ -36,7 +36,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
         preparations.append(partial(reference_without_adapters, score=SCORES[preference.kind]))
     if unpaired:
         preparations.append(reference_point)
-    loss = kto_of(preference) if unpaired else pair_loss_of(preference)
+    loss = configured_kto_loss(preference) if unpaired else configured_pair_loss(preference)
     return Objective(
         collate=partial(collate_unpaired if unpaired else collate_preferences, pad_token_id=pad_token_id),
         count=lambda batch: batch["row_mask" if unpaired else "pair_mask"].sum(),
@@ -46,7 +46,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
     )
 
 
-def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
+def configured_pair_loss(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
     """The configured pair loss, as Objective.loss_of."""
     smoothing = {"label_smoothing": preference.label_smoothing}
     losses = {
@@ -67,7 +67,7 @@ def pair_loss_of(preference: arguments.PreferenceArguments) -> Callable[..., tup
     )
 
 
-def kto_of(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
+def configured_kto_loss(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
     return partial(
         single,
         loss_fn=partial(
@@ -136,8 +136,8 @@ def reference_without_adapters(
     for batch in batches:
         watchdog.phase("reference")
         with torch.no_grad(), without_adapters(engine.module):
-            found = score(engine, batch)
-        yield batch | {"ref_logprobs": found}  # outside the context, else the caller would run without adapters
+            ref_logprobs = score(engine, batch)
+        yield batch | {"ref_logprobs": ref_logprobs}  # outside the context, else the caller would run without adapters
 
 
 @torch.no_grad()
@@ -152,8 +152,8 @@ def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch])
         ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[real]
         sums += torch.stack([ratio.double().sum(), real.sum().double(), batch["desirable"][real].sum().double()])
     log_ratios, rows, desirable = collectives.sum_over_ranks(sums)
-    found = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
-    return [batch | found for batch in batches]
+    statistics = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
+    return [batch | statistics for batch in batches]
 
 
 def _own_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:

@@ -65,8 +65,8 @@ def with_reference_logprobs(
     )
     cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
     watchdog.phase("reference fingerprint")
-    place = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
-    tables = load_file(place / _TABLES) if is_prepared(place, verify=True) else None
+    cache = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
+    tables = load_file(cache / _TABLES) if is_prepared(cache, verify=True) else None
     if not all(collectives.all_gather_objects(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
@@ -74,11 +74,11 @@ def with_reference_logprobs(
         )  # fmt: skip
         tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
         if collectives.is_main_of_node():
-            with written_folder(place) as unfinished:
+            with written_folder(cache) as unfinished:
                 save_file(tables, unfinished / _TABLES)
         collectives.barrier()
     elif collectives.is_main():
-        print(f"reference log-probs found in {place}", flush=True)
+        print(f"reference log-probs loaded from {cache}", flush=True)
     train, held_out_rows = (
         rows.add_column("ref_logprobs", tables[name].tolist())
         for name, rows in (("train", splits.train), ("eval", splits.eval))
@@ -113,26 +113,26 @@ def _scores(
     for number, step in enumerate(steps, start=1):
         for indices in share(step, micro_batch_size):
             watchdog.phase("reference")
-            found = score(engine, collated(objective, rows, indices, engine.device))
-            mine[indices] = found[: len(indices)].double()
+            scores = score(engine, collated(objective, rows, indices, engine.device))
+            mine[indices] = scores[: len(indices)].double()
         if collectives.is_main() and number in (len(steps), *range(100, len(steps), 100)):
             print(f"reference log-probs of {name} rows: {number}/{len(steps)} batches", flush=True)
     table = collectives.sum_over_ranks(mine)  # each row is computed on one rank and 0 on the others
-    seen = torch.zeros(len(rows), dtype=torch.bool)
-    seen[[row for step in steps for row in step]] = True
-    return torch.where(seen[:, None], table.cpu(), torch.nan).float()
+    scored = torch.zeros(len(rows), dtype=torch.bool)
+    scored[[row for step in steps for row in step]] = True
+    return torch.where(scored[:, None], table.cpu(), torch.nan).float()
 
 
 def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> str:
     """Digest of everything that affects the values bitwise; the main rank reads weights and rows."""
     name = None
     if collectives.is_main():
-        decisive = {
+        inputs = {
             "weights": weights_digest(path),
             "rows": [content_digest(splits.train), content_digest(splits.eval)],
             "cuts": cuts,
             "world_size": collectives.world_size(),
             "computation": [dtype, get_accelerator().device_name(), torch.__version__],
         }
-        name = hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
+        name = hashlib.blake2b(json.dumps(inputs, sort_keys=True).encode(), digest_size=8).hexdigest()
     return collectives.all_gather_objects(name)[0]

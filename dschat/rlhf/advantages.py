@@ -68,7 +68,7 @@ def kl_estimate(
             return k3
         k2 = delta.square() / 2
         return k3.detach() + (k2 - k2.detach())
-    raise ValueError(f'kl estimator "{estimator}" is not known: choose one of {", ".join(KL_ESTIMATORS)}.')
+    raise ValueError(f'kl estimator "{estimator}" is unknown: choose one of {", ".join(KL_ESTIMATORS)}.')
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def token_rewards(scores: Tensor, kl: Tensor, response_mask: Tensor, *, kl_coef:
     require_mask(response_mask, kl=kl)
     if scores.shape != response_mask.shape[:1]:
         raise ValueError(
-            f"scores has shape {tuple(scores.shape)}, but response_mask {tuple(response_mask.shape)} asks for "
+            f"scores has shape {tuple(scores.shape)}, but response_mask {tuple(response_mask.shape)} requires "
             f"({response_mask.shape[0]},): one score per whole response."
         )
     last = response_mask & (tokens_after(response_mask) == 0)  # [B, T]

@@ -10,12 +10,12 @@ from datasets import Dataset
 from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_prompts
 from dschat.distributed import collectives, groups
-from dschat.rlhf.evaluation import experience_sums
 from dschat.rlhf.experience import Experience, MiniDataset
 from dschat.rlhf.iteration import Iteration
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.rollout_result import Timings
-from dschat.rlhf.score_shaping import flat_groups
+from dschat.rlhf.rollouts.metrics import experience_sums
+from dschat.rlhf.rollouts.result import Timings
+from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 
 class RolloutCollector:
@@ -80,12 +80,12 @@ class RolloutCollector:
         self.prompts_consumed += len(slots)
         parts = []
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
-            of_all = list(batch_slots)
-            mine = [slot for slot in of_all if slot % ranks == groups.data_parallel_rank()]
-            asked = mine or of_all[:1]  # a rank without slots takes part in the collectives
-            names = [attempt * self.batches.global_batch_size + slot for slot in asked]
-            batch = collate_prompts([self.prompts[rows[slot]] for slot in asked])
-            result = trainer.rollout(batch, iteration=number, sample_ids=names, learn=bool(mine))
+            all_slots = list(batch_slots)
+            mine = [slot for slot in all_slots if slot % ranks == groups.data_parallel_rank()]
+            rolled_out = mine or all_slots[:1]  # a rank without slots takes part in the collectives
+            sample_ids = [attempt * self.batches.global_batch_size + slot for slot in rolled_out]
+            batch = collate_prompts([self.prompts[rows[slot]] for slot in rolled_out])
+            result = trainer.rollout(batch, iteration=number, sample_ids=sample_ids, learn=bool(mine))
             part = result.experience
             if trainer.ppo.dynamic_sampling:
                 flat = flat_groups(part.scores, part.has_score, trainer.ppo.num_samples_per_prompt)
@@ -101,5 +101,5 @@ class RolloutCollector:
 
     def row(self, position: int) -> int:
         """The row index of the training prompt at this position, counted over all epochs."""
-        step, place = divmod(position, self.batches.global_batch_size)
-        return self.batches.step(step)[place]
+        step, offset = divmod(position, self.batches.global_batch_size)
+        return self.batches.step(step)[offset]

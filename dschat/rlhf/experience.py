@@ -1,4 +1,4 @@
-"""The rollout buffer: scored rollouts (Experience) and their split into minibatches (MiniDataset)."""
+"""The rollout buffer: scored rollouts (Experience), and their split into shuffled minibatches (MiniDataset)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,29 +101,67 @@ class Experience:
         return Experience(**{name: torch.cat([widened(part, name) for part in parts]) for name in parts[0].tensors()})
 
 
-class MiniDataset:
-    """Collects the rollout batches of an iteration and splits them into shuffled minibatches.
+@dataclass(frozen=True, kw_only=True)
+class MinibatchShuffle:
+    """Which rows of a rollout form which minibatch.
 
     Global prompt i of an iteration is on rank i mod W, with all of its responses: a group. A minibatch holds G groups
     over all ranks; group i belongs to lane i mod G, and every epoch permutes each lane separately. So rows stay on
     their rank without communication, groups stay whole, and the rows of a minibatch do not depend on the number of
     ranks W (a divisor of G).
 
-    Args:
-        generation_batches: number of experiences per rollout.
+    Attributes:
         minibatch_size: rows per minibatch on this rank, G · group_size / W.
-        ppo_epochs: passes over the rollout.
-        rank, world_size: of this process.
-        seed: seed of the shuffle.
         group_size: responses per prompt, in consecutive rows.
+        rank, world_size: data-parallel rank of this process, and W.
+        seed: seed of the shuffle.
+    """
+
+    minibatch_size: int
+    rank: int
+    world_size: int
+    seed: int
+    group_size: int = 1
+
+    def minibatches(self, rows: int, *, iteration: int, epoch: int) -> list[Tensor]:
+        """Local row indices of each minibatch of one epoch.
+
+        Args:
+            rows: sequences of the rollout on this rank.
+
+        Raises: ValueError if they cannot be split into minibatches of whole groups.
+        """
+        if rows % self.minibatch_size or self.minibatch_size % self.group_size:
+            raise ValueError(
+                f"a rollout of {rows} sequences per device, in groups of {self.group_size}, cannot be cut into "
+                f"minibatches of {self.minibatch_size} with whole groups: make per_device_training_batch_size × "
+                "gradient_accumulation_steps a multiple of num_samples_per_prompt, and generation_batches × "
+                "per_device_generation_batch_size × num_samples_per_prompt a multiple of both"
+            )
+        lanes = self.minibatch_size // self.group_size * self.world_size
+        generator = np.random.default_rng([self.seed, iteration, epoch])
+        shuffled = torch.from_numpy(generator.random((lanes, rows // self.minibatch_size)).argsort(axis=1))
+        local_lanes = torch.arange(self.rank, lanes, self.world_size)
+        global_groups = shuffled[local_lanes] * lanes + local_lanes[:, None]
+        groups = ((global_groups - self.rank) // self.world_size).T  # [minibatches, groups of each]
+        return list((groups[..., None] * self.group_size + torch.arange(self.group_size)).flatten(1))
+
+
+class MiniDataset:
+    """Collects the rollout batches of an iteration and splits them into shuffled minibatches.
+
+    Args:
+        shuffle: assigns rows to minibatches.
+        generation_batches: number of experiences per rollout.
+        ppo_epochs: passes over the rollout.
         whiten_advantages: to zero mean and unit variance over all trained tokens of the rollout, on all ranks.
     """
 
-    def __init__(self, *, generation_batches: int, minibatch_size: int, ppo_epochs: int, rank: int, world_size: int,
-                 seed: int, group_size: int = 1, whiten_advantages: bool = True):  # fmt: skip
-        self.generation_batches, self.minibatch_size, self.ppo_epochs = generation_batches, minibatch_size, ppo_epochs
-        self.rank, self.world_size, self.seed, self.whiten_advantages = rank, world_size, seed, whiten_advantages
-        self.group_size = group_size
+    def __init__(
+        self, shuffle: MinibatchShuffle, *, generation_batches: int, ppo_epochs: int, whiten_advantages: bool = True
+    ) -> None:
+        self.shuffle, self.generation_batches, self.ppo_epochs = shuffle, generation_batches, ppo_epochs
+        self.whiten_advantages = whiten_advantages
         self.parts: list[Experience] = []
 
     def add(self, experience: Experience, *, iteration: int = 0) -> list[Experience] | None:
@@ -146,22 +184,5 @@ class MiniDataset:
         return [
             rollout.rows(rows)
             for epoch in range(self.ppo_epochs)
-            for rows in self._shuffled(len(rollout), iteration, epoch)
+            for rows in self.shuffle.minibatches(len(rollout), iteration=iteration, epoch=epoch)
         ]
-
-    def _shuffled(self, rows: int, iteration: int, epoch: int) -> list[Tensor]:
-        """Local row indices of each minibatch of one epoch."""
-        if rows % self.minibatch_size or self.minibatch_size % self.group_size:
-            raise ValueError(
-                f"a rollout of {rows} sequences per device, in groups of {self.group_size}, cannot be cut into "
-                f"minibatches of {self.minibatch_size} with whole groups: make per_device_training_batch_size × "
-                "gradient_accumulation_steps a multiple of num_samples_per_prompt, and generation_batches × "
-                "per_device_generation_batch_size × num_samples_per_prompt a multiple of both"
-            )
-        lanes = self.minibatch_size // self.group_size * self.world_size
-        generator = np.random.default_rng([self.seed, iteration, epoch])
-        shuffled = torch.from_numpy(generator.random((lanes, rows // self.minibatch_size)).argsort(axis=1))
-        mine = torch.arange(self.rank, lanes, self.world_size)
-        whole = shuffled[mine] * lanes + mine[:, None]  # global group indices
-        groups = ((whole - self.rank) // self.world_size).T  # [minibatches, groups of each]
-        return list((groups[..., None] * self.group_size + torch.arange(self.group_size)).flatten(1))

@@ -39,10 +39,10 @@ def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
     Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300).
     """
     groups, counts = _groups(rewards, response_mask, group_size, has_score)  # [B/n, n]
-    lead = _lead(groups, counts)
+    centred = _centred(groups, counts)
     others = (counts.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    deviation = (lead.square().sum(dim=1, keepdim=True) / others).sqrt()
-    return _to_tokens(lead / (deviation + GROUP_EPSILON), rewards, response_mask)
+    deviation = (centred.square().sum(dim=1, keepdim=True) / others).sqrt()
+    return _to_tokens(centred / (deviation + GROUP_EPSILON), rewards, response_mask)
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def dr_grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_scor
 
     Source: Liu et al. 2025, section 3.2 (arXiv:2503.20783).
     """
-    return _to_tokens(_lead(*_groups(rewards, response_mask, group_size, has_score)), rewards, response_mask)
+    return _to_tokens(_centred(*_groups(rewards, response_mask, group_size, has_score)), rewards, response_mask)
 
 
 @torch.no_grad()
@@ -68,7 +68,7 @@ def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
     groups, counts = _groups(rewards, response_mask, group_size, has_score)
     number = counts.sum(dim=1, keepdim=True)
     # R_i − (ΣR − R_i) / (n − 1) = n / (n − 1) · (R_i − mean R)
-    return _to_tokens(_lead(groups, counts) * number / (number - 1).clamp(min=1), rewards, response_mask)
+    return _to_tokens(_centred(groups, counts) * number / (number - 1).clamp(min=1), rewards, response_mask)
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, has_score: 
     if group_size < 2 or len(whole) % group_size:
         raise ValueError(
             f"{len(whole)} responses in groups of {group_size}: a group compares at least 2 responses to one prompt, "
-            "and all groups are whole."
+            "and no group may be incomplete."
         )
     return torch.where(has_score, whole, 0.0).view(-1, group_size), has_score.to(whole.dtype).view(-1, group_size)
 
@@ -113,7 +113,7 @@ def _mean(groups: Tensor, weights: Tensor) -> Tensor:
     return (weights * groups).sum(dim=1, keepdim=True) / total.masked_fill(total == 0, 1)
 
 
-def _lead(groups: Tensor, counts: Tensor) -> Tensor:
+def _centred(groups: Tensor, counts: Tensor) -> Tensor:
     """[B/n, n]: each reward minus the mean of its group; 0 where it does not count."""
     return (groups - _mean(groups, counts)) * counts
 

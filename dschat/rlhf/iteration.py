@@ -14,7 +14,7 @@ from dschat.arguments.strict_json import read_json_object
 from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
 
 
 @dataclass
@@ -44,28 +44,28 @@ class Iteration:
             for name, tensor in minibatch.tensors().items()
         }
         save_file(tensors, folder / f"iteration_rank{collectives.rank()}.safetensors")
-        rest = {
+        record = {
             "minibatches": len(self.minibatches),
             "sums": [{name: value.item() for name, value in sums.items()} for sums in self.sums],
             "samples": self.samples,
             "updates": self.updates,
         }
-        (folder / f"iteration_rank{collectives.rank()}.json").write_text(json.dumps(rest), encoding="utf-8")
+        (folder / f"iteration_rank{collectives.rank()}.json").write_text(json.dumps(record), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> Iteration:
         """Load what `save` wrote on the same rank."""
-        rest = read_json_object(folder / f"iteration_rank{collectives.rank()}.json", constants=True)
+        record = read_json_object(folder / f"iteration_rank{collectives.rank()}.json", constants=True)
         tensors = load_file(folder / f"iteration_rank{collectives.rank()}.safetensors", device=str(device))
-        done = len(rest["updates"])
+        done = len(record["updates"])
         minibatches = [None] * done + [
             Experience(
                 **{name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{number}.")}
             )
-            for number in range(done, rest["minibatches"])
+            for number in range(done, record["minibatches"])
         ]
         sums = [
             {name: torch.tensor(value, dtype=torch.float64, device=device) for name, value in part.items()}
-            for part in rest["sums"]
+            for part in record["sums"]
         ]
-        return cls(minibatches, sums, rest["samples"], rest["updates"])
+        return cls(minibatches, sums, record["samples"], record["updates"])

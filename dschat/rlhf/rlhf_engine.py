@@ -10,18 +10,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from dschat.arguments import (
-    DeviceArguments,
-    LoraArguments,
-    OptimizerArguments,
-    PPOArguments,
-    RLHFModelArguments,
-    RolloutArguments,
-)
+from dschat.arguments import RLHFSettings, RolloutArguments
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
-from dschat.generation import ROLLOUT_ENGINES
+from dschat.generation import ROLLOUT_ENGINES, RolloutEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -43,56 +36,26 @@ class DeepSpeedRLHFEngine:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        models: RLHFModelArguments,
-        ppo: PPOArguments,
-        optimizer: OptimizerArguments,
-        lora: LoraArguments,
-        devices: DeviceArguments,
-        rollouts: RolloutArguments,
-        total_steps: int,
+        self, tokenizer: PreTrainedTokenizerBase, *, settings: RLHFSettings, total_steps: int,
         reward_paths: Sequence[str] = (),
-    ):
-        self.tokenizer = tokenizer
-        self.models, self.devices, self.lora = models, devices, lora
+    ) -> None:  # fmt: skip
+        """Build the models that the settings need.
+
+        Args:
+            tokenizer: the actor's.
+            total_steps: optimizer steps of the run, for the learning-rate schedules.
+            reward_paths: folders or hub names of the reward models.
+        """
+        ppo, self.tokenizer, self.models = settings.ppo, tokenizer, settings.models
+        self.optimizer, self.devices, self.lora = settings.optimizer, settings.devices, settings.lora
         self.micro_batch_size = ppo.per_device_training_batch_size
-        shared: dict[str, Any] = {
-            "micro_batch_size": self.micro_batch_size, "optimizer": optimizer, "lora": lora, "devices": devices,
-        }  # fmt: skip
-        self.policy = build_trainable(
-            lambda config: self._causal_lm(config, dropout=models.actor_dropout, trained=True),
-            ModelHyperparameters(
-                learning_rate=models.actor_learning_rate, weight_decay=models.actor_weight_decay,
-                zero_stage=models.actor_zero_stage, lora_dim=models.actor_lora_dim,
-            ),
-            total_steps=max(1, total_steps - ppo.actor_freeze_steps),
-            **shared,
-        )
-        self.critic = None
-        if ppo.trains_critic:
-            self.critic = build_trainable(
-                lambda config: self._scalar_head(
-                    models.critic_path, config, tokenizer, dropout=models.critic_dropout, trained=True
-                ),
-                ModelHyperparameters(
-                    learning_rate=models.critic_learning_rate, weight_decay=models.critic_weight_decay,
-                    zero_stage=models.critic_zero_stage, lora_dim=models.critic_lora_dim,
-                ),
-                total_steps=total_steps,
-                **shared,
-            )
-        self.ref = self._reference(refreshed=ppo.ref_refresh_interval > 0) if ppo.needs_reference else None
-        self.ref_is_refreshed = self.ref is not None and ppo.ref_refresh_interval > 0
+        self.policy = self._policy(total_steps=max(1, total_steps - ppo.actor_freeze_steps))
+        self.critic = self._critic(total_steps=total_steps) if ppo.trains_critic else None
+        self.ref_is_refreshed = ppo.needs_reference and ppo.ref_refresh_interval > 0
+        self.ref = self._reference(refreshed=self.ref_is_refreshed) if ppo.needs_reference else None
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
-        self.actor = ROLLOUT_ENGINES[rollouts.engine](
-            self.policy,
-            slots=rollouts.generation_slots or None,
-            memory_fraction=rollouts.generation_memory_fraction,
-            pin_buffers=rollouts.pin_generation_buffers,
-        )
-        self.actor_ema = self._moving_average() if models.enable_ema else None
+        self.actor = self._rollout_engine(settings.rollouts)
+        self.actor_ema = self._moving_average() if self.models.enable_ema else None
 
     @property
     def reward(self) -> deepspeed.DeepSpeedEngine | None:
@@ -119,8 +82,8 @@ class DeepSpeedRLHFEngine:
         self._sync_from_actor(self.ref, 0.0)
 
     @torch.no_grad()
-    def _sync_from_actor(self, follower: deepspeed.DeepSpeedEngine, decay: float) -> None:
-        pairs = zip(self.policy.module.parameters(), follower.module.parameters(), strict=True)
+    def _sync_from_actor(self, shadow: deepspeed.DeepSpeedEngine, decay: float) -> None:
+        pairs = zip(self.policy.module.parameters(), shadow.module.parameters(), strict=True)
         for parameter, average in pairs:
             # GatheredParameters writes back only what the modifier rank changed inside the context.
             with gathered([parameter]), gathered([average], modifier_rank=0):
@@ -143,7 +106,7 @@ class DeepSpeedRLHFEngine:
                         state[name] = parameter.detach().to("cpu", copy=True)
             if collectives.is_main() and not problems:
                 try:
-                    failpoint.reached("save_follower")
+                    failpoint.reached("save_shadow_model")
                     save_file(state, folder / f"{kind}.safetensors")
                 except (OSError, RuntimeError, SafetensorError) as error:
                     problems.append(f"{kind}.safetensors: {error}")
@@ -157,6 +120,40 @@ class DeepSpeedRLHFEngine:
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter], modifier_rank=0):
                     parameter.data.copy_(state[name])
+
+    def _policy(self, *, total_steps: int) -> deepspeed.DeepSpeedEngine:
+        models = self.models
+        return build_trainable(
+            lambda config: self._causal_lm(config, dropout=models.actor_dropout, trained=True),
+            ModelHyperparameters(
+                learning_rate=models.actor_learning_rate, weight_decay=models.actor_weight_decay,
+                zero_stage=models.actor_zero_stage, lora_dim=models.actor_lora_dim,
+            ),
+            total_steps=total_steps,
+            micro_batch_size=self.micro_batch_size, optimizer=self.optimizer, lora=self.lora, devices=self.devices,
+        )  # fmt: skip
+
+    def _critic(self, *, total_steps: int) -> deepspeed.DeepSpeedEngine:
+        models = self.models
+        return build_trainable(
+            lambda config: self._scalar_head(
+                models.critic_path, config, self.tokenizer, dropout=models.critic_dropout, trained=True
+            ),
+            ModelHyperparameters(
+                learning_rate=models.critic_learning_rate, weight_decay=models.critic_weight_decay,
+                zero_stage=models.critic_zero_stage, lora_dim=models.critic_lora_dim,
+            ),
+            total_steps=total_steps,
+            micro_batch_size=self.micro_batch_size, optimizer=self.optimizer, lora=self.lora, devices=self.devices,
+        )  # fmt: skip
+
+    def _rollout_engine(self, rollouts: RolloutArguments) -> RolloutEngine:
+        return ROLLOUT_ENGINES[rollouts.engine](
+            self.policy,
+            slots=rollouts.generation_slots or None,
+            memory_fraction=rollouts.generation_memory_fraction,
+            pin_buffers=rollouts.pin_generation_buffers,
+        )
 
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None

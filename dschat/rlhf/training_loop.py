@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from dschat.arguments import RLHFSettings
+from dschat.checkpoints.selection import newest_checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.distributed import collectives, groups, watchdog
 from dschat.models.weights import export_model
 from dschat.rlhf.advantages import adapted_kl_coef
 from dschat.rlhf.collector import RolloutCollector
-from dschat.rlhf.evaluation import evaluate, experience_metrics
+from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import MiniDataset
 from dschat.rlhf.iteration import Iteration
+from dschat.rlhf.missing_scores import MissingScores, RewardsUnavailable
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.ptx import UnsupervisedBatches
+from dschat.rlhf.rollouts.metrics import experience_metrics
 from dschat.rlhf.update_dump import UpdateDump, dump_inputs
+from dschat.rlhf.updates.optimizer_steps import discard
+from dschat.rlhf.updates.ptx import UnsupervisedBatches
 from dschat.runs.run_log import RunLog
 from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
@@ -35,6 +39,7 @@ class PPORun:
         iterations, updates_per_iteration: length of the run.
         settings: all argument groups.
         collector: collects the experience of an iteration.
+        missing_scores: ends the run if no response gets a score any more.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -46,9 +51,14 @@ class PPORun:
     updates_per_iteration: int
     settings: RLHFSettings
     collector: RolloutCollector = field(init=False)
+    missing_scores: MissingScores = field(init=False)
 
     def __post_init__(self) -> None:
         self.collector = RolloutCollector(self.trainer, self.dataset, self.prompts.train, self.batches)
+        self.missing_scores = MissingScores(
+            limit=self.settings.run.max_bad_steps,
+            sources={name: source.entry for name, source in self.trainer.rewards.sources.items()},
+        )
 
     @property
     def state(self) -> dict[str, Any]:
@@ -57,6 +67,7 @@ class PPORun:
         return {
             "prompts_consumed": self.collector.prompts_consumed, "kl_coef": trainer.kl_coef,
             "rewards": trainer.rewards.state, "temperature": trainer.rollouts.temperature,
+            "iterations_without_scores": self.missing_scores.iterations,
         }  # fmt: skip
 
     def fit(self, resume_from: Path | None, received: SignalFlag) -> None:
@@ -68,24 +79,27 @@ class PPORun:
         """
         engine = self.trainer.engine
         session = self.session(resume_from, received)
-        begun = None
+        unfinished = None
         if resume_from:
             engine.load_shadow_models(resume_from)
             if session.resumed_state["update"]:
-                begun = Iteration.load(resume_from, engine.policy.device)
+                unfinished = Iteration.load(resume_from, engine.policy.device)
         with session:
             if session.evaluates_first:
                 self.evaluate(session.first_step, session)
             for number in range(session.first_step, self.iterations):
-                iteration = begun or self.collector.collect(number)
-                begun = None
+                iteration = unfinished or self.collector.collect(number)
+                unfinished = None
                 self.update(number, iteration, session)
                 done = number + 1
                 metrics = self.log_iteration(done, iteration, session.log)
-                learned = [update for update in iteration.updates if not update.get("updates_without_signal")]
-                skipped = [bool(update["skipped_updates"]) for update in learned]
+                trained = [update for update in iteration.updates if not update.get("updates_without_signal")]
+                skipped = [bool(update["skipped_updates"]) for update in trained]
                 session.health.check_metrics(done, metrics, skipped=skipped)
                 self.update_kl_coef_and_ref(done, metrics)
+                reason_to_end = self.missing_scores.check_metrics(metrics)
+                if reason_to_end:
+                    self.save_and_end(done, reason_to_end, session)
                 if session.evaluation_is_due(done):
                     self.evaluate(done, session)
                 session.save_if_due(done, self.state, extra_writer=engine.save_shadow_models)
@@ -98,13 +112,24 @@ class PPORun:
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
             "shadow_models": sorted(engine.shadow_models),
             # The learning-rate schedule counts updates.
-            "sequences_per_update": self.dataset.minibatch_size * groups.data_parallel_size(),
+            "sequences_per_update": self.dataset.shuffle.minibatch_size * groups.data_parallel_size(),
         }
         return TrainingSession(
             "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, total_steps=self.iterations,
             resume=ResumePoint(checkpoint=resume_from, fingerprint=fingerprint, restore=self.load_state),
             received=received, stop_at_kl=self.trainer.ppo.stop_at_kl,
         )  # fmt: skip
+
+    def save_and_end(self, done: int, reason: str, session: TrainingSession) -> NoReturn:
+        """End the run, with a checkpoint of the finished iterations. A collective."""
+        session.save_if_due(done, self.state, extra_writer=self.trainer.engine.save_shadow_models, force=True)
+        newest = newest_checkpoint(self.settings.run.output_dir)
+        session.log.info(
+            f"{reason}. The run ends here; "
+            + (f"the newest checkpoint is {newest}: " if newest else "there is no checkpoint: ")
+            + "restore the reward source, then continue with --resume auto"
+        )
+        raise RewardsUnavailable
 
     def load_state(self, state: Mapping[str, Any], changed: list[str]) -> None:
         """Restore `state`. The flag --kl_coef overrides the saved coefficient, unless --kl_target adapts it.
@@ -115,37 +140,38 @@ class PPORun:
         Raises: ValueError if the rollouts of an unfinished iteration do not match the flags.
         """
         trainer = self.trainer
-        now, then = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
-        if state["update"] and then != now:
+        temperature, saved = trainer.rollouts.temperature, state.get("temperature", trainer.rollouts.temperature)
+        if state["update"] and saved != temperature:
             raise ValueError(
-                f"--temperature was {then} and is {now}, but the checkpoint lies in the middle of an iteration, whose "
-                f"rollouts are compared with log-probs under {then}: go on with that, or from a checkpoint between "
-                "two iterations (one without -update- in its name)"
+                f"--temperature was {saved} and is {temperature}, but the checkpoint is in the middle of an iteration, "
+                f"whose rollouts were sampled under {saved}: resume with that, or from a checkpoint between two "
+                "iterations (one without -update- in its name)"
             )
         self.collector.prompts_consumed = state["prompts_consumed"]
         trainer.rewards.load_state(state["rewards"])
+        self.missing_scores.iterations = state.get("iterations_without_scores", 0)
         if trainer.ppo.kl_target:
             trainer.kl_coef = state["kl_coef"]
             if any(line.startswith("--kl_coef ") for line in changed):
-                changed.append(f"--kl_coef has no effect: --kl_target goes on from {trainer.kl_coef:.6g}")
+                changed.append(f"--kl_coef has no effect: --kl_target continues from {trainer.kl_coef:.6g}")
 
     def update(self, number: int, iteration: Iteration, session: TrainingSession) -> None:
         """Run the remaining updates of an iteration; checkpoints may be written between two of them."""
-        trainer, behind = self.trainer, len(iteration.updates)
-        dumps = trainer.ppo.dump_step == number + 1 and not behind
+        trainer, finished = self.trainer, len(iteration.updates)
+        dumps = trainer.ppo.dump_step == number + 1 and not finished
         if dumps:
             folder = Path(self.settings.run.output_dir, "dump", f"step-{number + 1:08d}")
             dumps = dump_inputs(folder, trainer, iteration)
-        for update in range(behind, len(iteration.minibatches)):
+        for update in range(finished, len(iteration.minibatches)):
             count = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(count) if self.unsupervised else ()
-            measured = any("rollout_gap_mean" in earlier for earlier in iteration.updates)
+            measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
             dump = UpdateDump(folder) if dumps and update == 0 else None
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(
                     iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps,
                     measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not measured,
-                    record=dump.record if dump else None,
+                    record=dump.record if dump else discard,
                 )  # fmt: skip
             if dump:
                 dump.write(metrics)
@@ -213,5 +239,5 @@ class PPORun:
 def mean_of(updates: list[dict[str, float]]) -> dict[str, float]:
     """Mean of each metric over the updates that report it."""
     names = dict.fromkeys(name for update in updates for name in update)
-    having = {name: [update[name] for update in updates if name in update] for name in names}
-    return {name: sum(values) / len(values) for name, values in having.items()}
+    values_of = {name: [update[name] for update in updates if name in update] for name in names}
+    return {name: sum(values) / len(values) for name, values in values_of.items()}

@@ -4,7 +4,6 @@ from dataclasses import replace
 from functools import partial
 
 from dschat.arguments import (
-    DataArguments,
     OptimizerArguments,
     PPOArguments,
     RewardArguments,
@@ -24,26 +23,26 @@ from dschat.runs.validation import contradictions, model_problems
 
 def reward_entries(models: RLHFModelArguments, rewards: RewardArguments) -> list[str]:
     """The reward sources: the reward model and --reward; without either, the critic's initial model."""
-    named = [models.reward_model_name_or_path] if models.reward_model_name_or_path else []
+    reward_model = [models.reward_model_name_or_path] if models.reward_model_name_or_path else []
     fallback = [models.critic_model_name_or_path] if models.critic_model_name_or_path else []
-    return [*named, *rewards.reward] or fallback
+    return [*reward_model, *rewards.reward] or fallback
 
 
 def rlhf_problems(settings: RLHFSettings) -> list[str]:
     """Problems with step 3's settings: models, lengths, output folder, data, and the split into minibatches."""
     models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
-    problems = rlhf_model_problems(models, rollouts, ppo, rewards, settings.data)
+    problems = rlhf_model_problems(settings)
     dims, stages = {"actor_lora_dim": models.actor_lora_dim}, {"actor_zero_stage": models.actor_zero_stage}
     if ppo.trains_critic:
         dims["critic_lora_dim"], stages["critic_zero_stage"] = models.critic_lora_dim, models.critic_zero_stage
     problems += contradictions(settings.lora, settings.devices, dims=dims, stages=stages)
-    named = [
+    model_paths_by_flag = [
         ("--actor_model_name_or_path", models.actor_model_name_or_path),
         ("--critic_model_name_or_path", models.critic_model_name_or_path),
         ("--reward_model_name_or_path", models.reward_model_name_or_path),
         *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
     ]
-    problems += overwritten_models(settings.run.output_dir, named)
+    problems += overwritten_models(settings.run.output_dir, model_paths_by_flag)
     options = data_options(settings.data, settings.run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:
@@ -58,21 +57,20 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
     if ppo.overlong_buffer > rollouts.max_answer_seq_len:
         problems.append(
             f"--overlong_buffer {ppo.overlong_buffer} is more than --max_answer_seq_len {rollouts.max_answer_seq_len}: "
-            "it is the last part of an answer"
+            "the buffer is the last part of a response"
         )
     return problems + minibatch_problems(rollouts, ppo, settings.optimizer)
 
 
-def rlhf_model_problems(
-    models: RLHFModelArguments, rollouts: RolloutArguments, ppo: PPOArguments, rewards: RewardArguments,
-    data: DataArguments,
-) -> list[str]:  # fmt: skip
+def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
     """Problems with actor, critic and reward sources."""
+    models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
+    add_eot_token = settings.data.add_eot_token
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     lengths = f"--max_prompt_seq_len {rollouts.max_prompt_seq_len} + --max_answer_seq_len {rollouts.max_answer_seq_len}"
     trusted = models.trust_remote_code
-    named = partial(model_problems, lengths=lengths, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
-    problems = named("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens, causal=True)
+    problems_of = partial(model_problems, lengths=lengths, add_eot_token=add_eot_token, trust_remote_code=trusted)
+    problems = problems_of("--actor_model_name_or_path", models.actor_model_name_or_path, tokens=tokens, causal=True)
     entries = reward_entries(models, rewards)
     if not entries:
         problems.append(
@@ -81,20 +79,22 @@ def rlhf_model_problems(
         )
     problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
     for path in [] if problems else model_paths(entries):
-        own = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
-        if not own and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
-            read = tokens_read(
-                path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=data.add_eot_token,
+        path_problems = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
+        if not path_problems and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
+            length = tokens_read(
+                path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=add_eot_token,
                 trust_remote_code=trusted,
             )  # fmt: skip
-            own = model_problems("--reward", path, tokens=read, lengths=lengths, trust_remote_code=trusted)
-        problems += own
+            path_problems = model_problems(
+                "--reward", path, tokens=length, lengths=lengths, trust_remote_code=trusted
+            )
+        problems += path_problems
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
         flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"
-        problems += named(flag, models.critic_path, tokens=tokens)
+        problems += problems_of(flag, models.critic_path, tokens=tokens)
     if not problems and ppo.trains_critic:
-        read = partial(load_tokenizer, add_eot_token=data.add_eot_token, trust_remote_code=trusted)
-        if read(models.critic_path).get_vocab() != read(models.actor_model_name_or_path).get_vocab():
+        load = partial(load_tokenizer, add_eot_token=add_eot_token, trust_remote_code=trusted)
+        if load(models.critic_path).get_vocab() != load(models.actor_model_name_or_path).get_vocab():
             problems.append(
                 f"--critic_model_name_or_path {models.critic_path}: reads the actor's token ids, but has another "
                 "vocabulary: name a critic with the actor's tokenizer (the actor's own folder will do: it gets a new "
@@ -108,7 +108,7 @@ def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer:
     samples = ppo.num_samples_per_prompt
     rows = rollouts.per_device_generation_batch_size * rollouts.generation_batches * samples
     minibatch = ppo.per_device_training_batch_size * optimizer.gradient_accumulation_steps
-    asked = (
+    minibatch_flags = (
         f"--per_device_training_batch_size {ppo.per_device_training_batch_size} x --gradient_accumulation_steps "
         f"{optimizer.gradient_accumulation_steps} = {minibatch}"
     )
@@ -117,12 +117,12 @@ def minibatch_problems(rollouts: RolloutArguments, ppo: PPOArguments, optimizer:
         problems.append(
             f"--per_device_generation_batch_size {rollouts.per_device_generation_batch_size} x --generation_batches "
             f"{rollouts.generation_batches} x --num_samples_per_prompt {samples} = {rows} sequences do not divide into "
-            f"minibatches of {asked}: make the first a multiple of the second"
+            f"minibatches of {minibatch_flags}: make the first a multiple of the second"
         )
     if minibatch % samples:
         problems.append(
-            f"minibatches of {asked} do not hold whole groups of --num_samples_per_prompt {samples}: make the first a "
-            "multiple of the second"
+            f"minibatches of {minibatch_flags} do not hold whole groups of --num_samples_per_prompt {samples}: make "
+            "the first a multiple of the second"
         )
     return problems
 
@@ -132,10 +132,11 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
     models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
     warnings = []
     if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
-        warnings.append("--pin_generation_buffers changes nothing: transformers decodes, which keeps no buffers")
+        warnings.append("--pin_generation_buffers has no effect: transformers generates, which keeps no buffers")
     if ppo.kl_in == "loss" and ppo.kl_coef and ppo.kl_estimator == "k1":
         warnings.append(
-            "--kl_in loss with --kl_estimator k1 holds nothing back: the gradient of k1 is 0 on average; take k2 or k3+"
+            "--kl_in loss with --kl_estimator k1 does not limit KL: the gradient of k1 is 0 on average; choose k2 or "
+            "k3+"
         )
     if (
         models.critic_model_name_or_path
@@ -152,6 +153,6 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
         f"{' '.join(truncation)} with --old_logprobs rollout: the decoder's log-probs are those of the truncated, "
         "renormalised distribution, the actor's those of the whole one. So the ratio starts at the probability mass "
         "that was kept, below 1, and clipping cuts tokens before the policy has moved (those of negative advantage "
-        f"whose mass is below 1 - {ppo.clip_range_low}): take --top_p 1 --top_k 0, or --old_logprobs recompute, where "
-        "--rollout_correction tis weighs each token by that mass",
+        f"whose mass is below 1 - {ppo.clip_range_low}): choose --top_p 1 --top_k 0, or --old_logprobs recompute, with "
+        "which --rollout_correction tis weights each token by that mass",
     ]

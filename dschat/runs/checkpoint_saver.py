@@ -48,7 +48,7 @@ class CheckpointSaver:
 
     def save_if_due(
         self, step: int, state: Mapping[str, Any], *, update: int = 0, last: bool = False,
-        extra_writer: Callable[[Path], Any] | None = None,
+        extra_writer: Callable[[Path], Any] | None = None, force: bool = False,
     ) -> None:  # fmt: skip
         """Save a checkpoint if one is due; end the run if any rank has received a signal. A collective.
 
@@ -58,12 +58,14 @@ class CheckpointSaver:
             update: number of finished updates of the next step; --save_interval counts whole steps only.
             last: this is the last step, so a signal saves nothing and does not end the run here.
             extra_writer: see save_checkpoint.
+            force: save even if none is due, and not in the background.
 
         Raises:
             ExitAfterSave: a signal was received, and the checkpoint is saved.
             EndedBySignal: a signal was received, and the checkpoint cannot be saved; the reason has been logged.
         """
         due, number = self._agree(step, update)
+        due |= force
         ends_run = bool(number) and not last
         if not (due or ends_run):
             return
@@ -74,7 +76,7 @@ class CheckpointSaver:
             folder = save_checkpoint(
                 self.run.output_dir, step, update=update, engines=self.engines, state=dict(state),
                 keep=self.run.keep_checkpoints, metadata=self.log.metadata, extra_writer=extra_writer,
-                run_in_background=None if ends_run or last else self._start_background,
+                run_in_background=None if ends_run or last or force else self._start_background,
             )  # fmt: skip
         except OSError as error:
             if ends_run:

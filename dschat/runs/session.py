@@ -145,7 +145,7 @@ class TrainingSession:
 
     def save_if_due(
         self, step: int, loop_state: Mapping[str, Any] | None = None, *, update: int = 0,
-        extra_writer: Callable[[Path], Any] | None = None,
+        extra_writer: Callable[[Path], Any] | None = None, force: bool = False,
     ) -> None:  # fmt: skip
         """Save a checkpoint if one is due; end the run if a signal was received. A collective; see CheckpointSaver.
 
@@ -154,13 +154,14 @@ class TrainingSession:
             loop_state: JSON state that the training loop needs to resume, the same on all ranks.
             update: number of finished updates of the step after it.
             extra_writer: called on every rank with the checkpoint's folder, to add files.
+            force: save even if none is due, completely before this returns.
         """
         state = {
             "step": step, "update": update, "health": self.health.state, "best": self.best.state,
             **(loop_state or {}), **self.fingerprint,
         }  # fmt: skip
         last = not update and self.is_last(step)
-        self.saver.save_if_due(step, state, update=update, last=last, extra_writer=extra_writer)
+        self.saver.save_if_due(step, state, update=update, last=last, extra_writer=extra_writer, force=force)
 
 
 def data_fingerprint(batches: GlobalBatches, rows: Dataset | None = None) -> dict[str, int | str]:

@@ -13,7 +13,7 @@ from torch import nn
 from dschat.distributed import micro_batches
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import SamplingParams
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
 
 TOOL = TRAINING / "step2_reward_model_finetuning"
 

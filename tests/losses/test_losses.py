@@ -115,7 +115,7 @@ def test_the_first_update_is_the_policy_gradient():
     torch.testing.assert_close(same, gradient)
 
 
-def test_a_descent_step_makes_good_tokens_likelier_and_bad_ones_rarer():
+def test_a_descent_step_raises_the_probability_of_good_tokens_and_lowers_that_of_bad_ones():
     logits = torch.zeros(1, 2, 3, requires_grad=True)
     chosen = F.log_softmax(logits, dim=-1)[..., 0]  # [1, 2]
     loss, _ = policy_loss(chosen, chosen, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2).bool(), clip_range=0.2)
@@ -124,7 +124,7 @@ def test_a_descent_step_makes_good_tokens_likelier_and_bad_ones_rarer():
     assert stepped[0, 0] > chosen[0, 0] and stepped[0, 1] < chosen[0, 1]
 
 
-def test_approx_kl_expects_the_kl_of_old_against_new():
+def test_approx_kl_has_the_kl_of_old_to_new_as_expectation():
     old, new = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
     exact = (old * (old / new).log()).sum().item()
     estimates = []
@@ -136,7 +136,7 @@ def test_approx_kl_expects_the_kl_of_old_against_new():
 
 
 @pytest.mark.parametrize(("gap", "ratio"), [(500.0, math.exp(20.0)), (-500.0, math.exp(-20.0))])
-def test_a_wild_ratio_is_bounded_on_both_sides(gap, ratio):
+def test_extreme_ratios_are_clamped_on_both_sides(gap, ratio):
     logprobs = torch.full((1, 1), gap, requires_grad=True)
     loss, metrics = policy_loss(
         logprobs, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1).bool(), clip_range=(1.0, 1e9)
@@ -256,13 +256,13 @@ def test_pairwise_loss_by_hand():
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(expected)
 
 
-def test_pairwise_gradients_pull_the_scores_apart():
+def test_the_pairwise_gradient_increases_the_score_difference():
     chosen, rejected = torch.zeros(1, requires_grad=True), torch.zeros(1, requires_grad=True)
     pairwise_loss(chosen, rejected)[0].backward()
     assert chosen.grad.item() == -0.5 and rejected.grad.item() == 0.5  # ∓σ(0)
 
 
-def test_centring_pulls_the_sum_of_a_pair_to_zero():
+def test_the_centering_term_moves_the_sum_of_a_pair_towards_zero():
     chosen = torch.full((1,), 3.0, requires_grad=True)
     rejected = torch.full((1,), 1.0, requires_grad=True)
     plain, centred = (pairwise_loss(chosen, rejected, centering_coef=c)[0] for c in (0.0, 0.01))
@@ -270,7 +270,7 @@ def test_centring_pulls_the_sum_of_a_pair_to_zero():
     torch.testing.assert_close(torch.cat(gradients), torch.tensor([0.08, 0.08]))  # 2·0.01·(3 + 1)
 
 
-def test_pairwise_loss_survives_scores_that_overflow_a_sigmoid():
+def test_pairwise_loss_is_finite_for_large_scores():
     chosen, rejected = torch.tensor([-500.0], requires_grad=True), torch.tensor([500.0])
     loss, _ = pairwise_loss(chosen, rejected)
     loss.backward()
@@ -284,11 +284,11 @@ def test_half_precision_scores_are_subtracted_in_float32():
     assert metrics["margin"].item() == 999.75 and loss.item() == 1000.25**2
 
 
-def test_a_tie_is_no_right_answer():
+def test_a_tie_counts_as_wrong_in_the_pairwise_accuracy():
     assert pairwise_loss(torch.ones(2), torch.ones(2))[1]["accuracy"] == 0
 
 
-def test_scores_that_are_not_one_number_per_pair_are_refused():
+def test_pairwise_loss_refuses_anything_but_one_score_per_sequence():
     with pytest.raises(ValueError, match=r"chosen_scores \(2, 3\)"):
         pairwise_loss(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"margin \(2, 1\)"):
@@ -343,7 +343,7 @@ MASKED_LOSSES = [
 
 
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_micro_batches_add_up_to_the_whole_in_loss_gradient_and_metrics(loss_of, make, trained):
+def test_micro_batches_sum_to_the_whole_step_in_loss_gradient_and_metrics(loss_of, make, trained):
     batch = make()
     batch[trained].requires_grad_()
     whole, whole_metrics = loss_of(batch)
@@ -360,7 +360,7 @@ def test_micro_batches_add_up_to_the_whole_in_loss_gradient_and_metrics(loss_of,
                 torch.testing.assert_close(sum(metrics[name] for _, metrics in parts), expected, msg=name)
 
 
-def test_pairs_add_up_to_the_whole_in_loss_gradient_and_metrics():
+def test_parts_of_the_pairs_sum_to_the_whole_step_in_loss_gradient_and_metrics():
     torch.manual_seed(0)
     chosen, rejected, margin = torch.randn(3, 5, dtype=torch.float64).unbind()
     chosen.requires_grad_()
@@ -378,7 +378,7 @@ def test_pairs_add_up_to_the_whole_in_loss_gradient_and_metrics():
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF, 1e30])
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_what_stands_under_a_false_mask_changes_neither_loss_nor_gradient(loss_of, make, trained, rubbish):
+def test_values_at_masked_positions_change_neither_loss_nor_gradient(loss_of, make, trained, rubbish):
     batch = make()
     mask = batch["response_mask"]
     dirty = {k: x if k == "response_mask" else x.masked_fill(~mask, rubbish) for k, x in batch.items()}
@@ -391,7 +391,7 @@ def test_what_stands_under_a_false_mask_changes_neither_loss_nor_gradient(loss_o
 
 
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_padding_changes_nothing(loss_of, make, trained):
+def test_loss_does_not_depend_on_padding(loss_of, make, trained):
     batch = make()
     padded = {k: F.pad(x, (2, 3, 0, 1)) for k, x in batch.items()}  # columns on both sides and a row
     torch.testing.assert_close(loss_of(batch), loss_of(padded))
@@ -399,7 +399,7 @@ def test_padding_changes_nothing(loss_of, make, trained):
 
 @pytest.mark.parametrize("normalizer", [None, 0, torch.tensor(0), torch.tensor(0.0)])
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_a_step_without_a_single_token_is_zero_with_zero_gradient(loss_of, make, trained, normalizer):
+def test_a_step_without_tokens_has_zero_loss_and_gradient(loss_of, make, trained, normalizer):
     batch = make()
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])
     batch[trained].requires_grad_()
@@ -409,7 +409,7 @@ def test_a_step_without_a_single_token_is_zero_with_zero_gradient(loss_of, make,
     assert all(value == 0 for value in metrics.values())
 
 
-def test_no_pairs_are_zero_and_not_nan():
+def test_pairwise_loss_without_pairs_is_zero_and_not_nan():
     scores = torch.zeros(0, requires_grad=True)
     loss, metrics = pairwise_loss(scores, scores)
     loss.backward()
@@ -434,7 +434,7 @@ def test_metrics_are_detached_scalars(loss_of, make, trained):
 
 
 @pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_shapes_masks_and_normalizers_that_cannot_be_meant_are_refused(loss_of, make, trained):
+def test_invalid_shapes_masks_and_normalizers_are_refused(loss_of, make, trained):
     batch = make()
     with pytest.raises(ValueError, match=rf"{trained} has shape \(4, 4\).*\(4, 5\)"):
         loss_of(batch | {trained: batch[trained][:, 1:]})

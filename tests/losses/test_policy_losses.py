@@ -107,7 +107,7 @@ def test_value_and_gradient_equal_a_loop_and_its_finite_differences(name, seed):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_weights_of_aggregation_are_numbers_that_multiply_the_loss(name):
+def test_weights_multiply_the_loss_of_each_token(name):
     batch = batch_of()
     loss, gradient = loss_and_gradient(name, batch | {"weights": 3 * batch["weights"]})
     once, its_gradient = loss_and_gradient(name, batch)
@@ -141,7 +141,7 @@ def test_dual_clip_bounds_negative_advantages_alone():
             policy_loss(**batch, advantages=advantages, clip_range=0.2, dual_clip=bound)
 
 
-def test_a_response_has_one_ratio_in_gspo():
+def test_gspo_uses_one_ratio_per_response():
     # ρ = 2 and 1/8: s = √(2/8) = 1/2. A = 1: −0.5 a token (0.8 would be less); d/dlogprob = −s·A/2 tokens each.
     batch = ratios(2.0, 0.125)
     loss, metrics = gspo_loss(**batch, advantages=torch.ones(1, 2), clip_range=0.2)
@@ -157,7 +157,7 @@ def test_a_response_has_one_ratio_in_gspo():
     assert not batch["logprobs"].grad.any() and metrics["clip_fraction"] == 1
 
 
-def test_gspo_under_the_mean_of_means_is_the_loss_of_whole_responses_gradient_included():
+def test_gspo_with_seq_mean_token_mean_equals_the_sequence_form_gradient_included():
     """Eq. 5: the mean over responses of min(s·A, clip(s)·A), its gradient taken through every token of s."""
     batch = batch_of(3)
     batch["advantages"] = torch.tensor([1.0, -2.0, 0.5, -1.0, 3.0], dtype=torch.float64)[:, None].expand(5, 6)
@@ -176,7 +176,7 @@ def test_gspo_under_the_mean_of_means_is_the_loss_of_whole_responses_gradient_in
     assert found[1].any() and not found[1][mask].all(), "some responses are clipped, some are not"
 
 
-def test_cispo_keeps_the_gradient_that_clipping_takes():
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
     # ρ = 2, A = 1: PPO has none beyond 1.2; CISPO: −1.2 · 1. ρ = 0.5, A = −1: PPO none; CISPO +0.5 (low = 1)
     advantages = torch.tensor([[1.0, -1.0]])
     clipped, kept = ratios(2.0, 0.5), ratios(2.0, 0.5)
@@ -192,7 +192,7 @@ def test_cispo_keeps_the_gradient_that_clipping_takes():
     assert metrics["clip_fraction"].item() == pytest.approx(2 / 3)
 
 
-def test_sapo_is_reinforce_at_ratio_1_and_forgets_what_is_far_from_it():
+def test_sapo_has_the_gradient_of_reinforce_at_ratio_1_and_a_smaller_one_far_from_it():
     # Slope −A·ρ·4σ(1 − σ) with σ of τ(ρ − 1): at ρ = 1 it is −A, whatever τ.
     advantages = torch.tensor([[2.0, -3.0, 0.0]])
     batch = ratios(1.0, 1.0, 1.0)
@@ -295,7 +295,7 @@ def test_aggregations_by_hand():
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-def test_a_step_in_which_nothing_counts_weighs_nothing(aggregation):
+def test_aggregation_weights_without_tokens_are_zero(aggregation):
     mask = torch.zeros(2, 3).bool()
     assert not aggregation_weights(mask, aggregation, tokens=0.0, sequences=0.0, max_tokens=8).any()
 
@@ -305,7 +305,7 @@ def test_a_step_in_which_nothing_counts_weighs_nothing(aggregation):
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
-def test_parts_of_a_step_add_up_to_it_in_loss_gradient_and_metrics(name, aggregation):
+def test_parts_of_a_step_sum_to_the_whole_in_loss_gradient_and_metrics(name, aggregation):
     """Micro-batches or ranks, each with other padding, weighed and divided by the counts of the whole step."""
     batch = batch_of()
     del batch["weights"]
@@ -336,7 +336,7 @@ def test_parts_of_a_step_add_up_to_it_in_loss_gradient_and_metrics(name, aggrega
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF, 1e30])
 @pytest.mark.parametrize("name", LOSSES)
-def test_what_stands_under_a_false_mask_changes_neither_loss_nor_gradient(name, rubbish):
+def test_values_at_masked_positions_change_neither_loss_nor_gradient(name, rubbish):
     batch = batch_of()
     mask = batch["response_mask"]
     dirty = {key: x if key == "response_mask" else x.masked_fill(~mask, rubbish) for key, x in batch.items()}
@@ -357,7 +357,7 @@ def test_at_ratio_1_every_loss_has_the_gradient_of_reinforce(name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_shapes_and_masks_that_cannot_be_meant_are_refused(name):
+def test_invalid_shapes_and_masks_are_refused(name):
     batch = batch_of()
     for key in ("logprobs", "old_logprobs", "advantages", "weights"):
         with pytest.raises(ValueError, match=rf"{key} has shape \(5, 5\).*\(5, 6\)"):
@@ -370,7 +370,7 @@ def test_shapes_and_masks_that_cannot_be_meant_are_refused(name):
 
 @pytest.mark.parametrize("loss", [policy_loss, gspo_loss, cispo_loss])
 @pytest.mark.parametrize("wrong", [-0.1, 1.1, (0.2, -0.1), (1.5, 0.2)])
-def test_clip_ranges_that_cannot_be_meant_are_refused(loss, wrong):
+def test_invalid_clip_ranges_are_refused(loss, wrong):
     batch = batch_of()
     with pytest.raises(ValueError, match="clip_range is .*0.2 is usual"):
         loss(**batch, clip_range=wrong)

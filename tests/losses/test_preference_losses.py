@@ -123,7 +123,7 @@ def test_metrics_are_sums_over_pairs_divided_by_the_pairs_of_the_step(name):
     })  # fmt: skip
 
 
-def test_before_the_first_update_dpo_is_ln_2_and_every_pair_a_tie():
+def test_before_the_first_update_dpo_loss_is_ln_2_and_accuracy_one_half():
     policy = torch.randn(8)
     rejected = torch.randn(8)
     for label_smoothing in (0.0, 0.25):
@@ -133,7 +133,7 @@ def test_before_the_first_update_dpo_is_ln_2_and_every_pair_a_tie():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_the_gradient_lifts_the_chosen_and_lowers_the_rejected_and_leaves_the_reference(name):
+def test_the_gradient_raises_chosen_lowers_rejected_and_does_not_reach_the_reference(name):
     function, settings = ALL[name]
     columns = pairs(name)
     if name == "ipo":  # beyond its target it pulls back: keep the margins below 1/(2β)
@@ -147,7 +147,7 @@ def test_the_gradient_lifts_the_chosen_and_lowers_the_rejected_and_leaves_the_re
     assert all(reference.grad is None for reference in inputs[2:])
 
 
-def test_ipo_pulls_back_beyond_its_target_and_hinge_lets_go():
+def test_beyond_the_margin_the_ipo_gradient_reverses_and_the_hinge_gradient_is_zero():
     far = [numbers(value) for value in (-1.0, -9.0, -1.0, -1.0)]  # h = 8, target 1 at β = 0.5
     assert gradient_of(lambda x: ipo_loss(x, *far[1:], beta=0.5)[0], far[0]) == 14  # 2 (8 − 1)
     assert gradient_of(lambda x: hinge_loss(x, *far[1:], beta=0.5)[0], far[0]) == 0
@@ -162,7 +162,7 @@ def test_robust_loss_averages_to_dpo_over_flipped_labels():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_parts_of_a_step_add_up_to_the_whole(name):
+def test_parts_of_a_preference_step_sum_to_the_whole(name):
     function, settings = ALL[name]
     columns = pairs(name)
     whole, metrics = function(*columns, **settings)
@@ -173,7 +173,7 @@ def test_parts_of_a_step_add_up_to_the_whole(name):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_no_pairs_cost_nothing_and_keep_the_graph(name):
+def test_losses_without_pairs_are_zero_and_keep_the_graph(name):
     function, settings = ALL[name]
     for normalizer in (0.0, torch.tensor(0.0)):
         columns = [torch.zeros(3, requires_grad=True) for _ in pairs(name)]
@@ -182,13 +182,13 @@ def test_no_pairs_cost_nothing_and_keep_the_graph(name):
         assert loss == 0 and all(value == 0 for value in metrics.values()) and columns[0].grad.eq(0).all()
 
 
-def test_response_log_probs_are_sums_over_the_mask_and_nothing_else():
+def test_response_log_probs_are_sums_over_the_mask():
     logprobs = torch.tensor([[float("nan"), -1.0, -3.0, float("inf")], [-1.0, -2.0, -3.0, -6.0], [1.0, 1.0, 1.0, 1.0]])
     mask = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
     assert sequence_logprobs(logprobs, mask).tolist() == [-4.0, -12.0, 0.0]
 
 
-def test_odds_of_a_response_that_is_certain_stay_finite():
+def test_log_odds_of_a_certain_response_are_finite():
     certain = torch.zeros(2, requires_grad=True)
     loss, _ = orpo_loss(certain, torch.tensor([-1.0, 0.0]), beta=1.0)
     loss.backward()
@@ -249,7 +249,7 @@ def test_kto_by_hand_and_its_gradient():
     assert kl.grad is None
 
 
-def test_parts_of_a_kto_step_add_up_to_the_whole():
+def test_parts_of_a_kto_step_sum_to_the_whole():
     batch, kl = singles(), torch.tensor(0.3, dtype=torch.float64)
     whole, metrics = kto_loss(**batch, kl=kl, **SETTINGS)
     share = batch["desirable"].double().mean()
@@ -264,7 +264,7 @@ def test_parts_of_a_kto_step_add_up_to_the_whole():
         torch.testing.assert_close(sum(part[key] for _, part in parts), value)
 
 
-def test_the_reference_point_is_the_mean_and_never_negative():
+def test_the_kto_reference_point_is_the_mean_log_ratio_and_never_negative():
     assert kto_kl(torch.tensor(6.0), torch.tensor(4.0)) == 1.5
     assert kto_kl(torch.tensor(-6.0), torch.tensor(4.0)) == 0
     assert kto_kl(torch.tensor(0.0), torch.tensor(0.0)) == 0

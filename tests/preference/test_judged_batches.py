@@ -22,7 +22,7 @@ def opened(folder: Path, *, resume: bool = False, overwrite: bool = False, **cha
     return JudgedBatches(folder, SETTINGS | changes, resume=resume, overwrite=overwrite)
 
 
-def test_what_was_appended_is_there_when_the_run_goes_on_and_the_end_removes_the_parts(tmp_path):
+def test_a_resumed_run_has_the_appended_batches_and_finishing_removes_the_parts(tmp_path):
     first = opened(tmp_path)
     for indices in ((0, 1), (2,)):
         first.append(batch_of(*indices))
@@ -38,7 +38,7 @@ def test_what_was_appended_is_there_when_the_run_goes_on_and_the_end_removes_the
     assert done.finished and done.earlier == []
 
 
-def test_a_line_that_is_cut_or_damaged_is_left_out_and_the_next_one_stands_alone(tmp_path, capsys):
+def test_a_truncated_or_damaged_line_is_skipped_and_does_not_affect_the_next(tmp_path, capsys):
     judged = opened(tmp_path)
     for index in range(3):
         judged.append(batch_of(index))
@@ -50,14 +50,14 @@ def test_a_line_that_is_cut_or_damaged_is_left_out_and_the_next_one_stands_alone
     assert damaged != lines[1]
     judged.path.write_bytes(b"\n".join([lines[0], damaged, lines[2][:-9]]))
     assert read_parts(judged.path.parent) == [batch_of(0)]
-    said = capsys.readouterr().out
-    assert f"{judged.path}:2 is not complete" in said and f"{judged.path}:3 is not complete" in said
+    output = capsys.readouterr().out
+    assert f"{judged.path}:2 is incomplete" in output and f"{judged.path}:3 is incomplete" in output
     again = opened(tmp_path, resume=True)
     again.append(batch_of(1))
     assert read_parts(judged.path.parent) == [batch_of(0), batch_of(1)]
 
 
-def test_a_batch_that_cannot_be_written_leaves_those_before_it(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_earlier_batches(tmp_path, monkeypatch):
     judged = opened(tmp_path)
     judged.append(batch_of(0))
     before = judged.path.read_bytes()
@@ -73,7 +73,7 @@ def test_a_batch_that_cannot_be_written_leaves_those_before_it(tmp_path, monkeyp
     assert opened(tmp_path, resume=True).earlier == [batch_of(0)] and not list(tmp_path.glob(".*.tmp"))
 
 
-def test_killed_between_the_file_and_its_settings_the_end_is_made_again(tmp_path, monkeypatch):
+def test_a_run_killed_before_the_settings_are_moved_finishes_again_on_resume(tmp_path, monkeypatch):
     judged = opened(tmp_path)
     judged.append(batch_of(0))
     monkeypatch.setenv("DSCHAT_FAILPOINT", "pairs_renamed:raise")
@@ -83,9 +83,9 @@ def test_killed_between_the_file_and_its_settings_the_end_is_made_again(tmp_path
     assert again.earlier == [batch_of(0)] and not again.finished
 
 
-def test_a_finished_file_is_replaced_with_permission_only_and_at_the_end_only(tmp_path):
+def test_a_finished_file_is_replaced_only_with_overwrite_and_only_at_the_end(tmp_path):
     opened(tmp_path).finish([{"chosen": "old"}])
-    with pytest.raises(ValueError, match=r"preferences\.jsonl is there already: .* or say --overwrite"):
+    with pytest.raises(ValueError, match=r"preferences\.jsonl already exists: .* or pass --overwrite"):
         opened(tmp_path)
     anew = opened(tmp_path, overwrite=True)
     anew.append(batch_of(0))
@@ -109,7 +109,7 @@ def test_without_resume_judged_batches_are_moved_aside(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_another_runs_batches_are_not_gone_on_with(tmp_path, finished):
+def test_batches_made_with_other_settings_are_refused(tmp_path, finished):
     judged = opened(tmp_path)
     judged.append(batch_of(0))
     if finished:
@@ -119,7 +119,7 @@ def test_another_runs_batches_are_not_gone_on_with(tmp_path, finished):
     opened(tmp_path, resume=True)
 
 
-def test_batches_are_cut_where_they_would_have_been(tmp_path):
+def test_batch_boundaries_do_not_depend_on_finished_batches(tmp_path):
     assert batches_to_do(7, batch_size=3, earlier=[]) == [[0, 1, 2], [3, 4, 5], [6]]
     assert batches_to_do(7, batch_size=3, earlier=[batch_of(3, 4, 5)]) == [[0, 1, 2], [6]]
     # Of a run with another batch size: what is left of each.

@@ -26,7 +26,7 @@ from dschat.data.collators import collate_preferences
 from dschat.data.datasets import DataSplits
 from dschat.data.encoding import FEATURES
 from dschat.data.mismatched import next_other, with_mismatched
-from dschat.preference.objective import pair_loss_of
+from dschat.preference.objective import configured_pair_loss
 
 LOSSES = ["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
 PAIRS = [
@@ -56,7 +56,7 @@ def run(programs, materials, tmp_path):
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_every_loss_trains_from_the_command_line_alike_on_one_and_two_processes(loss, run, tmp_path):
+def test_every_loss_trains_equally_on_one_and_two_processes(loss, run, tmp_path):
     settings = {"preference_loss": loss, "max_steps": 2, "learning_rate": 1e-4}
     run("one", zero=0, **settings)
     run("two", zero=3, processes=2, accumulation=2, **settings)
@@ -83,7 +83,7 @@ START = {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "robust": math.log(2), "
         (1, 2, {"preference_loss": "hinge", "reference": "adapters_off", "lora_dim": 2, "only_optimize_lora": True}),
     ],
 )
-def test_before_the_first_update_policy_and_reference_agree_to_the_last_bit(processes, zero, settings, run, tmp_path):
+def test_before_the_first_update_policy_and_reference_agree_bit_for_bit(processes, zero, settings, run, tmp_path):
     run("run", processes=processes, zero=zero, max_steps=1, **settings)
     before, first = metrics_of(tmp_path / "run")[:2]
     for line in before, first:
@@ -93,11 +93,11 @@ def test_before_the_first_update_policy_and_reference_agree_to_the_last_bit(proc
 
 
 def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_damaged_file(run, materials, tmp_path):
-    said = {"data_output_path": tmp_path / "arrow", "max_steps": 1}
+    common = {"data_output_path": tmp_path / "arrow", "max_steps": 1}
 
     def scored(name: str, **settings) -> bool:
-        text = run(name, **said | settings)
-        assert ("reference log-probs found in" in text) != ("reference log-probs of train rows" in text)
+        text = run(name, **common | settings)
+        assert ("reference log-probs loaded from" in text) != ("reference log-probs of train rows" in text)
         return "reference log-probs of train rows" in text
 
     assert scored("first")
@@ -128,8 +128,8 @@ def test_a_reference_without_adapters_is_the_precomputed_one(run, tmp_path):
     settings = {"lora_dim": 2, "only_optimize_lora": True, "lora_learning_rate": 1e-2}
     for loss in "dpo", "kto":
         run(f"{loss}-once", **settings, preference_loss=loss)
-        said = run(f"{loss}-off", **settings, preference_loss=loss, reference="adapters_off")
-        assert "reference log-probs" not in said
+        output = run(f"{loss}-off", **settings, preference_loss=loss, reference="adapters_off")
+        assert "reference log-probs" not in output
         assert metrics_of(tmp_path / f"{loss}-off") == metrics_of(tmp_path / f"{loss}-once")
         ours, theirs = (weights_of(tmp_path / f"{loss}-{way}") for way in ("off", "once"))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -210,7 +210,7 @@ def test_unpaired_rows_train_kto(run, tmp_path):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
-def test_nothing_need_be_held_out(loss, run, tmp_path):
+def test_training_needs_no_evaluation_rows(loss, run, tmp_path):
     run("run", preference_loss=loss, eval_fraction=0, max_steps=1)
     assert [line["phase"] for line in metrics_of(tmp_path / "run")] == ["train"]
 
@@ -232,17 +232,17 @@ def test_nothing_need_be_held_out(loss, run, tmp_path):
         ("simpo", {"simpo_gamma": 0.5, "length_normalized": False}, math.log(2)),
     ],
 )
-def test_ipo_takes_means_unless_sums_are_asked_for_and_the_others_sums(loss, settings, expected):
+def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_it(loss, settings, expected):
     pair = {"chosen_ids": [5, 6, 7], "rejected_ids": [5, 6, 7, 8, 9], "prompt_length": 1, "ref_logprobs": [-5, -6]}
     batch = collate_preferences([pair], pad_token_id=0)
     logprobs = torch.where(batch["loss_mask"], torch.tensor([[-1.0], [-2.0]]), 0.0)  # sums −2 and −8
     arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
-    found, metrics = pair_loss_of(arguments)(lambda *_: logprobs, batch, 1.0)
+    found, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
     assert found.item() == pytest.approx(expected, abs=1e-6)
     assert metrics["chosen_logprob"].item() == (-1 if arguments.takes_means else -2)
 
 
-def test_an_sft_term_keeps_the_chosen_likelier(run, tmp_path):
+def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
     for name, coef in (("without", 0.0), ("with", 1.0)):
         run(name, sft_coef=coef, learning_rate=1e-2)
     without, with_ = (metrics_of(tmp_path / name)[-1] for name in ("without", "with"))
@@ -250,44 +250,44 @@ def test_an_sft_term_keeps_the_chosen_likelier(run, tmp_path):
 
 
 def test_contradictions_are_refused_together(run, materials):
-    said = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
+    output = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
     for part in ("3 mistakes", "drop one of them", "--only_optimize_lora", "there is no such folder"):
-        assert said.count(part) == 1, said
+        assert output.count(part) == 1, output
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
-    said = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
-    assert "all rows have one prompt" in said and "Traceback" not in said
+    output = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
+    assert "all rows have one prompt" in output and "Traceback" not in output
 
 
-def test_a_reference_that_reads_other_tokens_is_refused(run, materials, tmp_path):
+def test_a_reference_with_another_vocabulary_is_refused(run, materials, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(materials / "other_reward")
     tiny_llama(LlamaForCausalLM, tokenizer, seed=2).save_pretrained(tmp_path / "other_actor")
     tokenizer.save_pretrained(tmp_path / "other_actor")
-    said = run("run", code=2, ref_model_name_or_path=tmp_path / "other_actor")
-    assert "--ref_model_name_or_path" in said and "tokens differ between their vocabularies" in said
-    assert "Traceback" not in said and "reference log-probs" not in said
+    output = run("run", code=2, ref_model_name_or_path=tmp_path / "other_actor")
+    assert "--ref_model_name_or_path" in output and "tokens differ between their vocabularies" in output
+    assert "Traceback" not in output and "reference log-probs" not in output
 
 
-def test_settings_that_do_nothing_or_little_warn(run, materials):
-    said = run(
+def test_settings_without_effect_or_outside_the_usual_range_warn(run, materials):
+    output = run(
         "run", max_steps=1, preference_loss="simpo", label_smoothing=0.1, ref_model_name_or_path=materials / "actor",
         desirable_weight=2,
     )  # fmt: skip
     for part in ("--label_smoothing 0.1 has no effect", "/actor has no effect",
                  "--desirable_weight 2.0 has no effect", "2 to 10 is usual"):  # fmt: skip
-        assert said.count(part) == 1, said
+        assert output.count(part) == 1, output
 
 
 # --- mismatched rows -------------------------------------------------------------------------------------------------
 
 
-def test_the_next_row_of_another_prompt_by_hand():
+def test_the_mismatched_row_is_the_next_one_with_another_prompt():
     assert next_other([b"a", b"a", b"b", b"c", b"a"]) == [2, 2, 3, 4, 2]
     assert next_other([b"a", b"b"]) == [1, 0]
     with pytest.raises(ValueError, match="one prompt"):
         next_other([b"a", b"a"])
 
 
-def test_mismatched_ids_are_the_prompt_with_the_response_of_the_next_other_row_cut_to_the_limit():
+def test_mismatched_ids_join_the_prompt_with_the_next_other_response_truncated_to_the_limit():
     ids = [[1, 2, 9], [1, 2, 8, 8], [3, 7, 7, 7], [4, 6]]
     columns = {"input_ids": ids, "prompt_length": [2, 2, 1, 1], "desirable": [True] * 4, "length": [3, 4, 4, 2]}
     rows = Dataset.from_dict(columns, features=FEATURES["unpaired"])

@@ -18,7 +18,7 @@ from dschat.arguments import RLHFSettings
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
 from dschat.distributed import collectives, launch
-from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.training_loop import PPORun
 
 SIZE, SLOTS = 3, 8  # responses to a prompt, prompts of an iteration
@@ -54,10 +54,10 @@ def make_run(root: Path, case: str) -> PPORun:
         reward_model_name_or_path=None, per_device_generation_batch_size=per_device, generation_batches=batches,
         **changes,
     )  # fmt: skip
-    dataset = MiniDataset(
-        generation_batches=batches, minibatch_size=SLOTS * SIZE // 2 // ranks, ppo_epochs=1, rank=collectives.rank(),
-        world_size=ranks, seed=5, group_size=SIZE, whiten_advantages=False,
-    )  # fmt: skip
+    shuffle = MinibatchShuffle(
+        minibatch_size=SLOTS * SIZE // 2 // ranks, rank=collectives.rank(), world_size=ranks, seed=5, group_size=SIZE
+    )
+    dataset = MiniDataset(shuffle, generation_batches=batches, ppo_epochs=1, whiten_advantages=False)
     rows = eval_rows(trainer, QUESTIONS)
     return PPORun(
         trainer=trainer, dataset=dataset, prompts=DataSplits(train=rows, eval=rows.select([]), report=None),

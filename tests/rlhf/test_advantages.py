@@ -39,20 +39,20 @@ def test_k1_and_k3_have_the_exact_kl_as_expectation_and_k2_half_the_mean_square(
         assert (p * estimates).sum().item() == pytest.approx(expectation, abs=1e-12)
 
 
-def test_k3_is_a_kl_from_the_side_of_the_samples_and_not_the_other_one():
+def test_k3_estimates_the_kl_from_the_sampling_policy_and_not_the_reverse():
     p, q = torch.tensor([[0.9, 0.1]]), torch.tensor([[0.5, 0.5]])
     forward = 0.9 * math.log(1.8) + 0.1 * math.log(0.2)
     assert (p * kl_estimate(p.log(), q.log(), "k3")).sum().item() == pytest.approx(forward, rel=1e-5)
     assert (p * kl_estimate(q.log(), p.log(), "k3")).sum().item() != pytest.approx(forward, rel=1e-2)
 
 
-def test_k3_keeps_its_digits_and_its_sign_at_small_differences():
+def test_k3_is_precise_and_positive_at_small_differences():
     # k3 = Δ²/2 − Δ³/6 + …: 4.99998e-9 at Δ = 1e-4, where 1 + Δ in float32 has no digit of it.
     estimate = kl_estimate(torch.tensor([[1e-4, -1e-4]]), torch.zeros(1, 2), "k3")
     torch.testing.assert_close(estimate, torch.tensor([[5e-9, 5e-9]]), rtol=2e-3, atol=0)
 
 
-def test_k3_stays_finite_in_value_and_gradient_when_the_policies_have_nothing_in_common():
+def test_k3_and_its_gradient_are_finite_for_policies_far_apart():
     logprobs = torch.tensor([[-300.0, 0.0]], requires_grad=True)
     ref_logprobs = torch.tensor([[0.0, -300.0]])
     estimate = kl_estimate(logprobs, ref_logprobs, "k3")
@@ -62,7 +62,7 @@ def test_k3_stays_finite_in_value_and_gradient_when_the_policies_have_nothing_in
     torch.testing.assert_close(logprobs.grad, torch.ones(1, 2))
 
 
-def test_a_clip_bounds_k3_alone_and_takes_its_gradient_but_not_that_of_k3_plus():
+def test_clip_bounds_k3_and_its_gradient_but_not_the_gradient_of_k3_plus():
     # Δ = −12, −2, 3: k3 = e^12 − 13 = 162741.79, e^2 − 3 = 4.389, e^−3 + 2 = 2.0498; d k3 = 1 − e^−Δ, d k3+ = Δ
     deltas = [-12.0, -2.0, 3.0]
     plain = [math.exp(12) - 13, math.exp(2) - 3, math.exp(-3) + 2]
@@ -89,7 +89,7 @@ def test_kl_gradients_reach_the_actor_with_the_right_sign(estimator):
 
 
 @pytest.mark.parametrize("estimator", KL_ESTIMATORS)
-def test_kl_under_a_false_mask_is_zero_and_harmless(estimator):
+def test_kl_at_masked_positions_is_zero_without_gradient(estimator):
     logprobs = torch.tensor([[-1.0, NAN, -INF, INF]], requires_grad=True)
     mask = torch.tensor([[True, False, False, False]])
     estimate = kl_estimate(logprobs, torch.tensor([[-2.0, -1.0, -INF, 0.0]]), estimator, response_mask=mask)
@@ -124,7 +124,7 @@ def test_token_rewards_by_hand():
     torch.testing.assert_close(rewards, torch.tensor([[-0.1, 0.2, 6.95], [-4.3, 0.0, 0.0], [0.0, 0.0, 0.0]]))
 
 
-def test_the_score_lands_on_the_last_response_token_also_with_holes():
+def test_the_score_is_added_at_the_last_response_token_also_with_holes():
     mask = ragged_mask()
     scores = torch.arange(1.0, 7.0)
     rewards = token_rewards(scores, torch.zeros(6, 6), mask, kl_coef=0.3)
@@ -137,7 +137,7 @@ def test_rewards_of_no_columns_are_empty():
     assert token_rewards(torch.ones(2), torch.zeros(2, 0), torch.zeros(2, 0).bool(), kl_coef=1.0).shape == (2, 0)
 
 
-def test_rewards_are_float32_data():
+def test_token_rewards_are_float32_without_a_graph():
     kl = torch.full((1, 2), 3.0, dtype=torch.bfloat16, requires_grad=True)
     rewards = token_rewards(torch.full((1,), 0.75).bfloat16(), kl, torch.ones(1, 2).bool(), kl_coef=0.1)
     assert rewards.dtype == torch.float32 and not rewards.requires_grad
@@ -214,7 +214,7 @@ def test_gae_does_not_depend_on_right_padding():
         assert torch.equal(pad(a, (0, 4)), b)
 
 
-def test_gae_leaves_its_inputs_alone_and_returns_float32_data():
+def test_gae_does_not_modify_its_inputs_and_returns_float32_without_a_graph():
     rewards, values = torch.ones(1, 3).bfloat16(), torch.ones(1, 3).bfloat16().requires_grad_()
     advantages, returns = gae(rewards, values, torch.tensor([[True, True, False]]), gamma=0.9, gae_lambda=0.9)
     assert advantages.dtype == returns.dtype == torch.float32

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from dschat.rewards.answer_extraction import exact_number, extract_answer, last_boxed, last_number
-from dschat.rlhf.pass_at_k import majority, pass_at_k
+from dschat.rlhf.answer_metrics import majority, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_a_text_without_a_number_has_none(text):
     assert last_number(text) is None and extract_answer(text, "last_number") is None
 
 
-def test_a_value_is_a_number_only_as_a_whole():
+def test_only_a_text_that_is_a_number_as_a_whole_has_a_value():
     assert exact_number("1,000") == exact_number(1000) == exact_number(1000.0) == 1000
     assert exact_number(0.1) == Fraction(1, 10) and exact_number(" -2.5 ") == Fraction(-5, 2)
     for value in ("5 apples", "", "x", True, None, [5], float("nan"), float("inf")):
@@ -77,7 +77,7 @@ def test_the_last_box_and_its_braces(text, inside):
         ("text", ["Yes  it\nis", " yes it is "], "yes"),
     ],
 )
-def test_answers_that_mean_the_same_are_the_same_text(how, alike, other):
+def test_equivalent_answers_are_normalised_to_the_same_text(how, alike, other):
     texts = {extract_answer(text, how) for text in alike}
     assert len(texts) == 1 and None not in texts
     assert extract_answer(other, how) not in texts | {None}
@@ -104,7 +104,7 @@ def test_pass_at_k_of_large_counts_is_finite_and_exact():
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 0), (4, 1, 5)])
-def test_counts_that_cannot_be_are_refused(n, c, k):
+def test_impossible_counts_are_refused(n, c, k):
     with pytest.raises(ValueError, match="correct <= samples"):
         pass_at_k(n, c, k)
 

@@ -44,11 +44,11 @@ def groups_of(samples: list) -> list[tuple[int, bool]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_flat_groups_are_replaced_in_bounded_rounds_and_no_other_is_lost(one_process, case):
+def test_flat_groups_are_resampled_a_bounded_number_of_times_and_other_groups_are_kept(one_process, case):
     """The rounds again, on paper: slot by slot, from the groups in the order in which they were sampled."""
     found, rounds = one_process[case], 1 + CASES[case]["dynamic_sampling"]
     normalised = CASES[case].get("normalize_rewards", False)
-    taken = 0
+    consumed = 0
     for number in range(3):
         groups = groups_of(found["samples"][number])
         rest = list(groups)
@@ -58,8 +58,8 @@ def test_flat_groups_are_replaced_in_bounded_rounds_and_no_other_is_lost(one_pro
             for slot in open_slots:
                 slots[slot] = rest.pop(0)
         assert not rest, "no round beyond the bound, and none for slots that were filled"
-        taken += len(groups)
-        assert found["prompts_consumed"][number] == taken
+        consumed += len(groups)
+        assert found["prompts_consumed"][number] == consumed
         rows = [row for part in found["minibatches"][2 * number : 2 * number + 2] for row in part]
         assert len(rows) == SLOTS * SIZE
         learnt = CASES[case]["dynamic_sampling"] == 0
@@ -74,7 +74,7 @@ def test_flat_groups_are_replaced_in_bounded_rounds_and_no_other_is_lost(one_pro
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prompts_are_taken_from_the_stream_without_a_gap_or_a_repetition(one_process, case):
+def test_dynamic_sampling_uses_every_prompt_once_and_in_order(one_process, case):
     batches = GlobalBatches([1] * len(QUESTIONS), global_batch_size=SLOTS, seed=3, group_by_length=False)
     seen = [prompt for samples in one_process[case]["samples"] for prompt, _ in groups_of(samples)]
     stream = [row for step in range(len(seen) // SLOTS + 1) for row in batches.step(step)]
@@ -82,7 +82,7 @@ def test_prompts_are_taken_from_the_stream_without_a_gap_or_a_repetition(one_pro
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_groups_stay_whole_and_two_ranks_deal_what_one_process_deals(one_process, two_ranks, case):
+def test_groups_stay_whole_and_two_ranks_make_the_minibatches_of_one_process(one_process, two_ranks, case):
     found, expected = two_ranks[case], one_process[case]
     assert found["prompts_consumed"] == expected["prompts_consumed"] and found["sums"] == expected["sums"]
     assert len(found["minibatches"]) == len(expected["minibatches"]) == 6

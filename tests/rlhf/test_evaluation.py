@@ -12,10 +12,12 @@ import pytest
 import torch
 from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
 
-from dschat.rlhf.evaluation import answer_metrics, evaluate, experience_metrics, experience_sums
+from dschat.rlhf.answer_metrics import answer_metrics
+from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import RolloutResult, Timings
-from dschat.rlhf.score_shaping import flat_groups
+from dschat.rlhf.rollouts.metrics import experience_metrics, experience_sums
+from dschat.rlhf.rollouts.result import RolloutResult, Timings
+from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,28 +72,29 @@ def test_metrics_are_means_over_responses_and_tokens(trainer):
     assert partly["judge_missing"] == 1
     assert partly["judge"] == pytest.approx(sum(len(sample["response"]) for sample in samples[1:]) / 7)
     expected["entropy"] = per_token([part.entropy for part in parts])
-    gaps = [part.old_logprobs - part.rollout_logprobs for part in parts]
-    expected["rollout_gap_mean"] = per_token([gap.abs() for gap in gaps])
-    expected["rollout_gap_max"] = max(float(gap.abs().max()) for gap in gaps)
-    expected["rollout_ratio"] = per_token([gap.exp() for gap in gaps])
+    deltas = [part.old_logprobs - part.rollout_logprobs for part in parts]
+    expected["rollout_logprob_mismatch_mean"] = per_token([delta.abs() for delta in deltas])
+    expected["rollout_logprob_mismatch_max"] = max(float(delta.abs().max()) for delta in deltas)
+    expected["rollout_ratio"] = per_token([delta.exp() for delta in deltas])
     assert metrics == pytest.approx(expected, rel=1e-5)
     assert abs(metrics["kl"]) > 1e-3 and 0 < metrics["ended_by_eos"] < 1 and len(set(counts)) > 1
-    assert 0 < metrics["rollout_gap_mean"] < metrics["rollout_gap_max"] < 1e-4
+    assert 0 < metrics["rollout_logprob_mismatch_mean"] < metrics["rollout_logprob_mismatch_max"] < 1e-4
 
 
-def test_log_probs_of_the_decoder_say_nothing_of_the_gap_and_estimate_the_entropy(folder):
+def test_with_the_decoders_log_probs_no_mismatch_is_logged_and_entropy_is_estimated(folder):
     trainers = [make_trainer(folder, old_logprobs=which) for which in ("recompute", "rollout")]
     rows = eval_rows(trainers[0], QUESTIONS)
     (recomputed, _), (decoders, _) = (evaluate(trainer, rows, batch_size=8, max_batches=0) for trainer in trainers)
-    gap = {name for name in recomputed if name.startswith("rollout_")}
-    assert len(gap) == 3 and recomputed.keys() - decoders.keys() == gap and not decoders.keys() - recomputed.keys()
-    same = recomputed.keys() - gap - {"entropy"}
+    mismatch = {name for name in recomputed if name.startswith("rollout_")}
+    assert len(mismatch) == 3 and recomputed.keys() - decoders.keys() == mismatch
+    assert not decoders.keys() - recomputed.keys()
+    same = recomputed.keys() - mismatch - {"entropy"}
     assert {name: decoders[name] for name in same} == pytest.approx({name: recomputed[name] for name in same}, abs=1e-5)
     # −log q has the entropy as its mean and about 1 nat of deviation: about 0.2 in the mean of these 30 tokens.
     assert decoders["entropy"] == pytest.approx(recomputed["entropy"], abs=0.6) and decoders["entropy"] > 1
 
 
-def test_rows_of_weight_0_count_for_nothing(trainer):
+def test_rows_of_weight_0_do_not_change_the_metrics(trainer):
     sums = [experience_sums(trainer.rollout(prompts_of(trainer, QUESTIONS[:3])))]
     alone = experience_metrics(sums)
     idle = trainer.rollout(prompts_of(trainer, QUESTIONS[3:]))
@@ -99,23 +102,24 @@ def test_rows_of_weight_0_count_for_nothing(trainer):
     assert experience_metrics(sums) == alone
 
 
-def test_every_row_is_answered_once_however_the_batches_fall(trainer):
+def test_every_row_is_evaluated_once_at_any_batch_size(trainer):
     rows = eval_rows(trainer, QUESTIONS)
     by_size = {size: evaluate(trainer, rows, batch_size=size, max_batches=0) for size in (8, 3)}
     for _, samples in by_size.values():
         assert [sample["prompt"] for sample in samples] == QUESTIONS
     (metrics, samples), (others, other_samples) = by_size.values()
     assert [sample["response"] for sample in samples] == [sample["response"] for sample in other_samples]
-    largest = metrics.pop("rollout_gap_max"), others.pop("rollout_gap_max")  # of rounding, which the batch decides
+    # A maximum of rounding errors, which depend on the batch.
+    largest = [found.pop("rollout_logprob_mismatch_max") for found in (metrics, others)]
     assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6) and max(largest) < 1e-4
 
 
-def test_rows_alike_are_answered_unlike(trainer):
+def test_duplicated_rows_get_different_responses(trainer):
     _, samples = evaluate(trainer, eval_rows(trainer, QUESTIONS[:1] * 4), batch_size=2, max_batches=0)
     assert len({sample["response"] for sample in samples}) == 4
 
 
-def test_the_same_actor_gets_the_same_numbers_and_another_one_others(folder):
+def test_evaluation_is_repeatable_and_depends_on_the_actor(folder):
     trainer = make_trainer(folder)
     rows = eval_rows(trainer, QUESTIONS[:5])
     first = evaluate(trainer, rows, batch_size=2, max_batches=0)
@@ -127,7 +131,7 @@ def test_the_same_actor_gets_the_same_numbers_and_another_one_others(folder):
     assert evaluate(trainer, rows, batch_size=2, max_batches=0) != first
 
 
-def test_max_batches_stops_early_and_no_rows_give_no_metrics(trainer):
+def test_max_batches_limits_the_evaluation_and_no_rows_give_no_metrics(trainer):
     rows = eval_rows(trainer, QUESTIONS)
     _, samples = evaluate(trainer, rows, batch_size=3, max_batches=2)
     assert [sample["prompt"] for sample in samples] == QUESTIONS[:6]
@@ -178,7 +182,7 @@ def test_answer_metrics_equal_brute_force(n):
     assert 0 < found[f"maj@{n}"] < 1
 
 
-def test_several_responses_are_sampled_apart_and_their_metrics_are_those_of_the_samples(folder):
+def test_responses_to_one_prompt_differ_and_answer_metrics_follow_from_the_samples(folder):
     trainer = make_trainer(folder, max_answer_seq_len=12)
     rows = eval_rows(trainer, QUESTIONS[:5])
     metrics, samples = evaluate(
@@ -195,7 +199,7 @@ def test_several_responses_are_sampled_apart_and_their_metrics_are_those_of_the_
     assert [sample["response"] for sample in others] == [sample["response"] for sample in samples]
 
 
-def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_them(folder):
+def test_evaluation_reports_raw_scores_also_with_normalize_rewards(folder):
     plain, normalising = (make_trainer(folder, normalize_rewards=each) for each in (False, True))
     rows = eval_rows(plain, QUESTIONS)
     expected, _ = evaluate(plain, rows, batch_size=8, max_batches=0)
@@ -207,13 +211,23 @@ def test_evaluations_tell_scores_as_they_are_given_where_training_normalises_the
     assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "training is what is normalised"
 
 
-def test_a_response_without_a_score_is_in_no_mean_of_scores_and_makes_no_group_unlike(trainer):
+@pytest.mark.parametrize("name", ["well_known", "word_count", "count:length", "known"])
+def test_a_reward_source_may_have_any_name(trainer, name):
+    result = trainer.rollout(prompts_of(trainer, QUESTIONS[:3]))
+    for sample, score in zip(result.samples, (1.0, None, 4.0), strict=True):
+        sample["rewards"] = {name: score}
+    metrics = experience_metrics([experience_sums(result)])
+    found = {key: value for key, value in metrics.items() if key.startswith("reward_")}
+    assert found == {f"reward_{name}": 2.5, f"reward_{name}_missing": 1.0}
+
+
+def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(trainer):
     result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
     part = result.experience
     part.scores = torch.tensor([1.0, 1.0, 0.0, 2.0, 3.0, 0.0])
     part.has_score = torch.tensor([True, True, False, True, True, False])
     metrics = experience_metrics([experience_sums(result, group_size=3)])
-    assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2
+    assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2 and metrics["scored"] == 4 / 6
     assert metrics["reward"] == pytest.approx(float(part.rewards[part.has_score].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
     assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"

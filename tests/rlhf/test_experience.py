@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.experience import Experience, MinibatchShuffle, MiniDataset
 
 PER_ROW = ("sequences", "attention_mask", "response_mask", "scores", "has_score", "ended", "trained")
 PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
@@ -54,7 +54,7 @@ def compact(part: Experience) -> dict[float, dict[str, list]]:
     return rows
 
 
-def test_rows_keep_every_token_and_lose_only_the_padding_that_all_of_them_share():
+def test_selected_rows_keep_every_token_and_drop_common_padding():
     whole = experience([1, 2, 3, 4], [5, 2, 3, 1], [1, 4, 2, 6], wider=(2, 1))
     part = whole.rows([2, 1])
     assert part.sequences.shape == (2, 3 + 4) and part.response_mask.shape == (2, 4)
@@ -63,7 +63,7 @@ def test_rows_keep_every_token_and_lose_only_the_padding_that_all_of_them_share(
     assert compact(whole.rows(range(1, 3))) == compact(part)
 
 
-def test_rows_keep_a_column_that_no_row_counts_between_columns_that_do():
+def test_selected_rows_keep_masked_columns_between_response_columns():
     whole = experience([1, 2], [2, 3], [4, 4])
     whole.response_mask[:, 1] = False  # text that the model did not write
     whole.attention_mask[:, 4] = False
@@ -72,7 +72,7 @@ def test_rows_keep_a_column_that_no_row_counts_between_columns_that_do():
     assert part.returns[0, 3] == whole.returns[0, 3]
 
 
-def test_one_token_and_no_token_are_responses_too():
+def test_responses_of_one_token_and_of_none_can_be_selected():
     part = experience([1, 2], [2, 2], [1, 3]).rows([0])
     assert part.response_mask.tolist() == [[True]]
     part.response_mask[:] = False
@@ -87,9 +87,13 @@ def test_concatenating_keeps_every_token_and_masks_the_new_padding():
     assert list(compact(whole)) == [1, 2, 3, 4, 5]
 
 
-def test_the_loss_mask_is_the_response_mask_at_the_columns_of_the_response():
+def test_the_loss_mask_is_the_response_mask_after_the_prompt_columns():
     part = experience([1, 2], [2, 4], [3, 1])
     assert part.loss_mask.tolist() == [[False] * 4 + [True] * 3, [False] * 4 + [True] + [False] * 2]
+
+
+def one_process(minibatch_size: int, *, group_size: int = 1) -> MinibatchShuffle:
+    return MinibatchShuffle(minibatch_size=minibatch_size, rank=0, world_size=1, seed=0, group_size=group_size)
 
 
 def dealt(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = False, minibatch: int = 8):
@@ -97,8 +101,8 @@ def dealt(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = 
     everyone = []
     for rank in range(world_size):
         dataset = MiniDataset(
-            generation_batches=3, minibatch_size=minibatch // world_size, ppo_epochs=2, rank=rank,
-            world_size=world_size, seed=seed, whiten_advantages=whiten,
+            MinibatchShuffle(minibatch_size=minibatch // world_size, rank=rank, world_size=world_size, seed=seed),
+            generation_batches=3, ppo_epochs=2, whiten_advantages=whiten,
         )  # fmt: skip
         mine = list(range(rank, 24, world_size))  # as rank_share deals them
         size = len(mine) // 3
@@ -122,7 +126,7 @@ def test_the_same_rows_share_a_minibatch_on_any_number_of_ranks(world_size):
     assert dealt(world_size) == dealt(1)
 
 
-def test_epochs_iterations_and_seeds_deal_differently_and_each_always_alike():
+def test_the_shuffle_depends_on_epoch_iteration_and_seed_and_on_nothing_else():
     steps = dealt(1)
     assert steps[:3] != steps[3:]
     assert dealt(1) == steps
@@ -130,16 +134,14 @@ def test_epochs_iterations_and_seeds_deal_differently_and_each_always_alike():
     assert dealt(1, seed=6) != steps
 
 
-def test_any_two_rows_of_different_lanes_may_meet():
+def test_rows_of_any_two_lanes_can_share_a_minibatch():
     # Row i is in lane i mod 8, so rows 0 and 8 never meet, but 0 meets 1 and 9 and 17 in some iteration.
     met = {name for iteration in range(40) for step in dealt(1, iteration=iteration) if 0 in step for name in step}
     assert met == set(range(24)) - {8, 16}
 
 
-def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
-    dataset = MiniDataset(
-        generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0, whiten_advantages=False
-    )
+def test_a_complete_rollout_is_returned_once_and_clears_the_buffer():
+    dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1, whiten_advantages=False)
     first, second = experience([1, 2], [1, 1], [1, 1]), experience([3, 4], [1, 1], [1, 1])
     assert dataset.add(first) is None
     assert len(dataset.add(second)) == 2
@@ -149,7 +151,7 @@ def test_a_full_rollout_is_handed_out_once_and_the_next_starts_empty():
 
 
 def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_nothing_else_changes():
-    dataset = MiniDataset(generation_batches=2, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+    dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1)
     parts = [experience([1, 2], [1, 1], [1, 2]), experience([3, 4], [2, 1], [3, 1])]
     given = [part.advantages.clone() for part in parts]
     values = torch.cat([part.advantages[part.response_mask] for part in parts]).double()
@@ -166,8 +168,8 @@ def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_noth
         torch.testing.assert_close(part.advantages, kept, equal_nan=True)  # the caller's own are as they were
 
 
-def test_rows_that_do_not_fill_minibatches_are_refused_with_the_flags_to_change():
-    dataset = MiniDataset(generation_batches=1, minibatch_size=2, ppo_epochs=1, rank=0, world_size=1, seed=0)
+def test_a_rollout_that_does_not_divide_into_minibatches_is_refused_naming_the_flags():
+    dataset = MiniDataset(one_process(2), generation_batches=1, ppo_epochs=1)
     with pytest.raises(
         ValueError,
         match="3 sequences per device, in groups of 1, cannot be cut into minibatches of 2.*batch_size",
@@ -186,8 +188,10 @@ def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batche
     everyone = []
     for rank in range(world_size):
         dataset = MiniDataset(
-            generation_batches=batches, minibatch_size=lanes // world_size * size, ppo_epochs=2, rank=rank,
-            world_size=world_size, seed=5, group_size=size, whiten_advantages=False,
+            MinibatchShuffle(
+                minibatch_size=lanes // world_size * size, rank=rank, world_size=world_size, seed=5, group_size=size
+            ),
+            generation_batches=batches, ppo_epochs=2, whiten_advantages=False,
         )  # fmt: skip
         mine = list(range(rank, prompts, world_size))  # as rank_share deals them
         share = len(mine) // batches
@@ -224,16 +228,14 @@ def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, l
         assert alike[0] == alike[1] == alike[2], "the same groups share a minibatch on any number of ranks"
 
 
-def test_minibatches_that_would_cut_a_group_are_refused():
-    dataset = MiniDataset(
-        generation_batches=1, minibatch_size=4, ppo_epochs=1, rank=0, world_size=1, seed=0, group_size=3
-    )
+def test_minibatches_that_would_split_a_group_are_refused():
+    dataset = MiniDataset(one_process(4, group_size=3), generation_batches=1, ppo_epochs=1)
     with pytest.raises(ValueError, match="12 sequences per device, in groups of 3.*minibatches of 4 with whole groups"):
         dataset.add(experience(list(range(12)), [1] * 12, [1] * 12))
 
 
-def test_whitening_leaves_out_what_is_not_trained():
-    dataset = MiniDataset(generation_batches=1, minibatch_size=3, ppo_epochs=1, rank=0, world_size=1, seed=0)
+def test_whitening_ignores_untrained_responses():
+    dataset = MiniDataset(one_process(3), generation_batches=1, ppo_epochs=1)
     part = experience([1, 2, 3], [1, 1, 1], [2, 1, 3])
     part.trained[1] = False
     part.advantages[1] = torch.nan

@@ -51,7 +51,7 @@ def test_group_advantages_by_hand(name):
     assert found.dtype == torch.float32
 
 
-def test_a_spread_as_small_as_epsilon_is_not_blown_up():
+def test_rounding_differences_within_a_group_are_not_amplified():
     # 0 and 2e-6: ∓1e-6 from the mean, deviation √2·1e-6: 1 / (√2 + 1)
     rewards = torch.tensor([[0.0], [2e-6]], dtype=torch.float64)
     found = grpo(rewards, torch.ones(2, 1).bool(), group_size=2)
@@ -80,22 +80,22 @@ def in_plain_words(name: str, rewards: list[Fraction], lengths: list[int]) -> li
 
 @pytest.mark.parametrize("missing", [False, True])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_group_advantages_equal_exact_fractions_and_what_is_not_known_was_never_sampled(name, missing):
+def test_group_advantages_equal_exact_fractions_and_missing_scores_are_as_if_never_sampled(name, missing):
     random.seed(7)
     for size in (2, 3, 5):
         count = 4 * size
         mask = torch.tensor([[random.random() < 0.6 for _ in range(6)] for _ in range(count)])
         mask[:, 0] = True
         rewards = torch.tensor([[random.randint(-64, 64) / 8 for _ in range(6)] for _ in range(count)])
-        known = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
-        assert not missing or not known.all()
-        rewards[~known] = 1e9  # arbitrary values
+        has_score = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
+        assert not missing or not has_score.all()
+        rewards[~has_score] = 1e9  # arbitrary values
         found = ESTIMATORS[name](
-            rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=known if missing else None
+            rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=has_score if missing else None
         )
         expected = torch.zeros(count, 6)
         for first in range(0, count, size):
-            rows = [i for i in range(first, first + size) if known[i]]
+            rows = [i for i in range(first, first + size) if has_score[i]]
             whole = [sum(Fraction(float(rewards[i, t])) for t in range(6) if mask[i, t]) for i in rows]
             values = in_plain_words(name, whole, [int(mask[i].sum()) for i in rows])
             for i, value in zip(rows, values, strict=True):
@@ -105,7 +105,7 @@ def test_group_advantages_equal_exact_fractions_and_what_is_not_known_was_never_
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("size", [3, 7, 8, 16])
-def test_a_group_whose_rewards_are_all_alike_teaches_nothing(name, size):
+def test_a_group_of_equal_rewards_has_zero_advantages(name, size):
     """Their float32 mean is off by a rounding: grpo would make advantages of 0.3 of it."""
     for reward in (0.1, 3.3, 4.7, -123.456):
         rewards = torch.zeros(size, 2)
@@ -115,7 +115,7 @@ def test_a_group_whose_rewards_are_all_alike_teaches_nothing(name, size):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_groups_do_not_touch_each_other_and_padding_changes_nothing(name):
+def test_group_advantages_do_not_depend_on_other_groups_or_padding(name):
     estimator = ESTIMATORS[name]
     whole = estimator(REWARDS, MASK, group_size=3)
     assert torch.equal(whole[3:], estimator(REWARDS[3:], MASK[3:], group_size=3))
@@ -133,7 +133,7 @@ def test_advantages_of_a_group_sum_to_zero(name):
 
 
 @pytest.mark.parametrize("estimator", [*ESTIMATORS.values(), group_mean])
-def test_groups_that_are_not_whole_are_refused(estimator):
+def test_incomplete_groups_are_refused(estimator):
     for size in (1, 4):
         with pytest.raises(ValueError, match=f"6 responses in groups of {size}.*at least 2"):
             estimator(REWARDS, MASK, group_size=size)
@@ -148,12 +148,12 @@ def test_groups_that_are_not_whole_are_refused(estimator):
 def test_whole_rewards_and_group_means_by_hand():
     torch.testing.assert_close(whole_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
     torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3), torch.tensor([1.0, 1, 1, 2, 2, 2]))
-    known = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
-    means = group_mean(REWARDS, MASK, group_size=3, has_score=known)
+    has_score = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
+    means = group_mean(REWARDS, MASK, group_size=3, has_score=has_score)
     torch.testing.assert_close(means, torch.tensor([3.0, 3, 3, 0, 0, 0]))
 
 
-def test_returns_by_hand_step_over_holes():
+def test_returns_skip_masked_positions():
     # γ = 1/2: 3; 2 + 3/2; 1 + 3.5/2.  With a hole in the middle: 1; −4 + 1/2
     rewards, mask = REWARDS[[0, 2]], MASK[[0, 2]]
     expected = torch.tensor([[2.75, 3.5, 3.0, 0.0], [-3.5, 0.0, 1.0, 0.0]])
@@ -171,7 +171,7 @@ def test_returns_by_hand_step_over_holes():
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.9, 1.0])
-def test_a_score_that_equals_its_baseline_teaches_nothing_and_a_better_one_lifts_every_token(gamma):
+def test_advantages_are_zero_at_the_baseline_and_positive_everywhere_above_it(gamma):
     mask = torch.tensor([[1, 1, 1, 1, 1], [1, 0, 1, 1, 0], [0, 1, 0, 0, 0], [0, 0, 0, 0, 0]]).bool()
     scores = torch.tensor([2.0, -3.0, 0.5, 1.0])
     rewards = token_rewards(scores, torch.zeros(4, 5), mask, kl_coef=0.0)
@@ -195,14 +195,14 @@ def test_returns_are_discounted_sums_over_the_tokens_that_follow(gamma):
     assert not found[~mask].any()
 
 
-def test_reinforce_refuses_what_cannot_be_meant():
+def test_reinforce_refuses_wrong_shapes_and_discounts():
     with pytest.raises(ValueError, match=r"baseline has shape \(6, 4\)"):
         reinforce(REWARDS, MASK, gamma=1.0, baseline=REWARDS)
     with pytest.raises(ValueError, match="gamma is 1.5"):
         reinforce(REWARDS, MASK, gamma=1.5)
 
 
-def test_advantages_are_data_in_float32_or_better():
+def test_advantages_have_no_graph_and_at_least_float32():
     rewards = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(2, 3).bool()
     for name, estimator in ESTIMATORS.items():
@@ -213,7 +213,7 @@ def test_advantages_are_data_in_float32_or_better():
     assert baseline.dtype == reinforce(rewards, mask, gamma=1.0, baseline=baseline).dtype == torch.float32
 
 
-def test_the_last_tokens_cost_more_and_more():
+def test_the_overlong_penalty_grows_linearly_over_the_buffer():
     # L = 10, B = 4, factor 2: free up to 6, then −2/4 a token, −2 from 10 on
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
     found = overlong_penalty(lengths, max_tokens=10, buffer=4, factor=2.0)
@@ -226,7 +226,7 @@ def test_the_last_tokens_cost_more_and_more():
             overlong_penalty(lengths, max_tokens=10, buffer=buffer, factor=1.0)
 
 
-def test_the_price_of_kl_follows_the_target():
+def test_the_kl_coefficient_adapts_towards_the_target():
     def adapted(kl: float, responses: int = 50) -> float:
         return adapted_kl_coef(0.5, kl, target=6.0, horizon=100.0, responses=responses)
 

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from dschat.rlhf.rollout_correction import CORRECTIONS, correction_weights, mismatch_metrics, rollout_logprob_mismatch
+from dschat.rlhf.rollouts.logprob_mismatch import mismatch_metrics, rollout_logprob_mismatch
+from dschat.rlhf.updates.rollout_correction import CORRECTIONS, correction_weights
 
 tis = partial(correction_weights, correction="tis")
 NAN, INF = float("nan"), float("inf")
@@ -16,7 +17,7 @@ ACTOR = torch.tensor([[0.6, 0.4, 0.5, 0.6, 1.0]]).log()
 MASK = torch.tensor([[True, True, True, True, False]])
 
 
-def test_weights_are_actor_over_decoder_up_to_the_cap():
+def test_correction_weights_are_actor_over_decoder_up_to_the_cap():
     weights, metrics = tis(ACTOR, ROLLOUT, MASK, cap=1.25)
     torch.testing.assert_close(weights, torch.tensor([[1.25, 0.5, 1.0, 1.2, 0.0]]))
     assert metrics["correction_weight"].item() == pytest.approx(3.95 / 4)
@@ -24,43 +25,44 @@ def test_weights_are_actor_over_decoder_up_to_the_cap():
     torch.testing.assert_close(tis(ACTOR, ROLLOUT, MASK, cap=5.0)[0], torch.tensor([[3.0, 0.5, 1.0, 1.2, 0.0]]))
 
 
-def test_a_weighted_mean_over_what_the_decoder_samples_is_the_actors_mean():
+def test_weighted_samples_of_the_decoder_have_the_mean_of_the_actor():
     decoder, actor = torch.tensor([[0.7, 0.2, 0.1]]).double(), torch.tensor([[0.3, 0.3, 0.4]]).double()
-    worth, mask = torch.tensor([[1.0, -2.0, 5.0]]).double(), torch.ones(1, 3).bool()
-    expected = (actor * worth).sum()
+    value, mask = torch.tensor([[1.0, -2.0, 5.0]]).double(), torch.ones(1, 3).bool()
+    expected = (actor * value).sum()
     weights, _ = tis(actor.log(), decoder.log(), mask, cap=INF)
-    torch.testing.assert_close((decoder * weights * worth).sum(), expected)
-    assert not torch.isclose((decoder * worth).sum(), expected)
+    torch.testing.assert_close((decoder * weights * value).sum(), expected)
+    assert not torch.isclose((decoder * value).sum(), expected)
 
 
-def test_weights_are_constants():
+def test_correction_weights_carry_no_gradient():
     actor, decoder = ACTOR.clone().requires_grad_(), ROLLOUT.clone().requires_grad_()
     weights, metrics = tis(actor, decoder, MASK, cap=2.0)
-    gap = rollout_logprob_mismatch(actor, decoder, MASK)
-    assert not any(x.requires_grad for x in (weights, *metrics.values(), *gap.values()))
+    mismatch = rollout_logprob_mismatch(actor, decoder, MASK)
+    assert not any(x.requires_grad for x in (weights, *metrics.values(), *mismatch.values()))
 
 
-def test_the_gap_by_hand():
+def test_logprob_mismatch_by_hand():
     # Δ = ln 3, −ln 2, 0, ln 1.2: ln(3 · 2 · 1.2) = ln 7.2 in sum of sizes; ratios 3, 0.5, 1, 1.2, in sum 5.7
     metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, MASK)])
     expected = {
-        "rollout_gap_mean": math.log(7.2) / 4, "rollout_gap_max": math.log(3), "rollout_ratio": 5.7 / 4
+        "rollout_logprob_mismatch_mean": math.log(7.2) / 4, "rollout_logprob_mismatch_max": math.log(3),
+        "rollout_ratio": 5.7 / 4,
     }  # fmt: skip
     assert metrics == pytest.approx(expected, rel=1e-6)
     # The largest mismatch may have either sign; the ratio shows which.
     metrics = mismatch_metrics([rollout_logprob_mismatch(ROLLOUT, ACTOR, MASK)])
-    assert metrics["rollout_gap_max"] == pytest.approx(math.log(3))
+    assert metrics["rollout_logprob_mismatch_max"] == pytest.approx(math.log(3))
     assert metrics["rollout_ratio"] == pytest.approx((1 / 3 + 2 + 1 + 5 / 6) / 4)
 
 
-def test_policies_that_agree_have_no_gap_and_ratio_1():
+def test_equal_policies_have_no_mismatch_and_ratio_1():
     metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ACTOR, MASK)])
-    assert metrics == {"rollout_gap_mean": 0.0, "rollout_gap_max": 0.0, "rollout_ratio": 1.0}
+    assert metrics == {"rollout_logprob_mismatch_mean": 0.0, "rollout_logprob_mismatch_max": 0.0, "rollout_ratio": 1.0}
     weights, metrics = tis(ACTOR, ACTOR, MASK, cap=2.0)
     assert torch.equal(weights, MASK.float()) and metrics["correction_weight"] == 1
 
 
-def test_batches_of_any_size_add_up_to_the_whole():
+def test_mismatch_and_weights_do_not_depend_on_the_batch_size():
     torch.manual_seed(0)
     actor, decoder = torch.randn(2, 6, 5, dtype=torch.float64)
     mask = torch.rand(6, 5) < 0.6
@@ -78,7 +80,7 @@ def test_batches_of_any_size_add_up_to_the_whole():
 
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF])
-def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
+def test_values_at_masked_positions_do_not_change_mismatch_or_weights(rubbish):
     dirty = [x.masked_fill(~MASK, rubbish) for x in (ACTOR, ROLLOUT)]
     found, expected = (rollout_logprob_mismatch(*pair, MASK) for pair in (dirty, (ACTOR, ROLLOUT)))
     assert mismatch_metrics([found]) == mismatch_metrics([expected])
@@ -87,7 +89,7 @@ def test_what_stands_under_a_false_mask_counts_for_nothing(rubbish):
     assert torch.equal(weights, expected) and metrics == others
 
 
-def test_no_token_at_all_is_zero_and_not_nan():
+def test_mismatch_without_tokens_is_zero_and_not_nan():
     nothing = torch.zeros_like(MASK)
     for normalizer in (None, 0.0):  # of a step without trained tokens
         weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0, normalizer=normalizer)
@@ -95,15 +97,15 @@ def test_no_token_at_all_is_zero_and_not_nan():
     assert set(mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
 
 
-def test_a_token_that_the_decoder_held_for_impossible_stays_finite():
+def test_a_token_of_vanishing_decoder_probability_gives_finite_weights():
     decoder = torch.tensor([[-INF, 0.0]])
     weights, _ = tis(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool(), cap=2.0)
     torch.testing.assert_close(weights, torch.tensor([[2.0, math.exp(-20)]]))
-    gap = rollout_logprob_mismatch(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
-    assert gap["rollout_gap_max"] == 20 and all(value.isfinite() for value in gap.values())
+    mismatch = rollout_logprob_mismatch(torch.tensor([[-1.0, -200.0]]), decoder, torch.ones(1, 2).bool())
+    assert mismatch["rollout_logprob_mismatch_max"] == 20 and all(value.isfinite() for value in mismatch.values())
 
 
-def test_caps_shapes_and_masks_that_cannot_be_meant_are_refused():
+def test_invalid_caps_shapes_and_masks_are_refused():
     for cap in (0.0, -1.0, NAN):
         with pytest.raises(ValueError, match="cap .*2 is usual"):
             tis(ACTOR, ROLLOUT, MASK, cap=cap)
@@ -113,7 +115,7 @@ def test_caps_shapes_and_masks_that_cannot_be_meant_are_refused():
         tis(ACTOR, ROLLOUT, MASK.long(), cap=2.0)
 
 
-def test_weights_outside_the_bounds_are_masked_and_the_others_stay():
+def test_mis_masks_weights_outside_the_bounds_and_keeps_the_others():
     weights, metrics = correction_weights(ACTOR, ROLLOUT, MASK, correction="mis", cap=2.0, floor=0.6)
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.0, 1.0, 1.2, 0.0]]))
     assert metrics["correction_weight"].item() == pytest.approx(2.2 / 4) and metrics["correction_cut"].item() == 2 / 4
@@ -126,38 +128,38 @@ def test_weights_outside_the_bounds_are_masked_and_the_others_stay():
     ("seq_mis", {"cap": 1.5, "floor": 0.5}, [0.0] * 5),
     ("seq_mis", {"cap": 3.0, "floor": 2.0}, [0.0] * 5),
 ])  # fmt: skip
-def test_a_whole_response_has_the_product_of_its_tokens_weights(correction, bounds, expected):
+def test_a_sequence_weight_is_the_product_of_its_token_weights(correction, bounds, expected):
     weights, _ = correction_weights(ACTOR, ROLLOUT, MASK, correction=correction, **bounds)
     torch.testing.assert_close(weights, torch.tensor([expected]))
 
 
-def test_sequence_weights_make_what_the_decoder_samples_an_expectation_of_the_actors():
+def test_sequence_weighted_samples_of_the_decoder_have_the_mean_of_the_actor():
     """Two tokens, each 0 or 1: the four responses with their chances, exactly."""
     decoder, actor = torch.tensor([0.7, 0.4]).double(), torch.tensor([0.5, 0.9]).double()  # of a 1
-    found = wanted = 0.0
+    found = expected = 0.0
     for first in (0, 1):
         for second in (0, 1):
-            taken = torch.tensor([first, second]).bool()
-            each = [torch.where(taken, policy, 1 - policy) for policy in (actor, decoder)]
+            sampled = torch.tensor([first, second]).bool()
+            each = [torch.where(sampled, policy, 1 - policy) for policy in (actor, decoder)]
             weights, _ = correction_weights(
                 each[0].log()[None], each[1].log()[None], torch.ones(1, 2).bool(), correction="seq_tis", cap=INF
             )
-            worth = 1.0 + first - 3.0 * second
-            found += each[1].prod() * weights[0, 0] * worth
-            wanted += each[0].prod() * worth
-    torch.testing.assert_close(found, wanted)
+            value = 1.0 + first - 3.0 * second
+            found += each[1].prod() * weights[0, 0] * value
+            expected += each[0].prod() * value
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("settings", [
     {"correction": "clip", "cap": 2.0}, {"correction": "mis", "cap": 1.0, "floor": 1.0},
     {"correction": "seq_mis", "cap": 1.0, "floor": -0.1},
 ])  # fmt: skip
-def test_corrections_and_bounds_that_do_not_exist_are_refused(settings):
+def test_unknown_corrections_and_invalid_bounds_are_refused(settings):
     with pytest.raises(ValueError, match="choose one of|floor < cap"):
         correction_weights(ACTOR, ROLLOUT, MASK, **settings)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
-def test_no_correction_is_made_where_policies_agree(correction):
+def test_equal_policies_have_correction_weight_1(correction):
     weights, metrics = correction_weights(ACTOR, ACTOR, MASK, correction=correction, cap=2.0, floor=0.5)
     assert torch.equal(weights, MASK.float()) and metrics["correction_cut"] == 0

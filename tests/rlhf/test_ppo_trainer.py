@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 
 import deepspeed
@@ -11,9 +12,9 @@ import torch
 import transformers as hf
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
-from dschat.rlhf.actor_loss import StepCounts
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_result import Timings
+from dschat.rlhf.rollouts.result import Timings
+from dschat.rlhf.updates.optimizer_steps import StepCounts
 
 SETTINGS = plain_ppo.Settings(
     temperature=0.7, kl_coef=0.2, reward_clip=0.4, missing_eos_penalty=0.5, gamma=0.9, gae_lambda=0.95,
@@ -102,16 +103,18 @@ def test_experience_equals_plain_ppo_row_by_row(each_family):
         for parameter in actor.parameters():
             parameter.mul_(1.1)
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
-    assert max(row.known["kl"].abs().max() for row in rows) > 0.05
-    assert any(abs(row.known["score"]) > SETTINGS.reward_clip for row in rows)
+    assert max(row.expected["kl"].abs().max() for row in rows) > 0.05
+    assert any(abs(row.expected["score"]) > SETTINGS.reward_clip for row in rows)
     for number, row in enumerate(rows):
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "values", "kl", "rewards", "advantages", "returns"):
             found = getattr(experience, name)[number]
-            torch.testing.assert_close(found[mask], row.known[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m)
+            torch.testing.assert_close(
+                found[mask], row.expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m
+            )
             if name != "values":  # values at padding are undefined
                 assert not found[~mask].any(), name
-        torch.testing.assert_close(experience.scores[number], row.known["score"], atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(experience.scores[number], row.expected["score"], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(
             experience.rollout_logprobs[number], experience.old_logprobs[number], atol=1e-4, rtol=1e-4
         )
@@ -135,7 +138,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
     if which == "weighted":  # a decoder that is off by e^±0.2 in turn; the cap of 1.1 cuts every other weight
         for row in rows:
-            row.known["weights"] = torch.tensor([(1.1, math.exp(-0.2))[t % 2] for t in range(len(row.response))])
+            row.expected["weights"] = torch.tensor([(1.1, math.exp(-0.2))[t % 2] for t in range(len(row.response))])
     advantages = plain_ppo.whitened(rows)
     adams = [
         torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
@@ -160,7 +163,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
             torch.testing.assert_close(ours[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_log_probs_of_the_decoder_save_the_actors_forward_pass_and_nothing_else_changes(folder):
+def test_with_the_decoders_log_probs_the_actor_runs_no_scoring_pass_and_experience_is_equal(folder):
     trainers = {which: make_trainer(folder, **PPO, old_logprobs=which) for which in ("recompute", "rollout")}
     passes, found = {}, {}
     for which, trainer in trainers.items():
@@ -187,7 +190,7 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     trainer = make_trainer(folder, **PPO, old_logprobs="rollout", per_device_training_batch_size=2)
     experience = trainer.generate_experience(prompts_of(trainer))
     first = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
-    assert 0 < first["rollout_gap_mean"] < first["rollout_gap_max"] < 1e-4, "fp32"
+    assert 0 < first["rollout_logprob_mismatch_mean"] < first["rollout_logprob_mismatch_max"] < 1e-4, "fp32"
     assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
     honest = trainer.generate_experience(prompts_of(trainer))
     minibatch = whitened(far_from_the_decoder(honest))
@@ -196,18 +199,18 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
     updates = [trainer.train_rlhf(minibatch, measure_mismatch=number == 0) for number in range(3)]
     mean, ratio = float(delta.abs().mean()), float(delta.exp().mean())
-    expected = {"rollout_gap_mean": mean, "rollout_gap_max": 1.0, "rollout_ratio": ratio}
+    expected = {"rollout_logprob_mismatch_mean": mean, "rollout_logprob_mismatch_max": 1.0, "rollout_ratio": ratio}
     assert {name: updates[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
     assert not expected.keys() & (updates[1].keys() | updates[2].keys()), "weights that have moved are not measured"
     assert updates[2]["ratio"] != pytest.approx(updates[0]["ratio"], abs=1e-4), "the policy did move"
     recomputing = make_trainer(folder, **PPO)
     result = recomputing.rollout(prompts_of(recomputing))
-    assert float(result.mismatch["rollout_gap_max"]) < 1e-4
+    assert float(result.mismatch["rollout_logprob_mismatch_max"]) < 1e-4
     metrics = recomputing.train_rlhf(whitened(result.experience))
     assert not any(name.startswith(("rollout_", "correction_")) for name in metrics), "the rollout measured it"
 
 
-def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder):
+def test_correction_weights_are_logged_only_with_recomputed_old_log_probs(folder):
     tis = {"rollout_correction": "tis", "rollout_correction_cap": 1.1}
     trainer, decoders, plain = (
         make_trainer(folder, **PPO, **changes)
@@ -223,7 +226,7 @@ def test_weights_are_told_and_only_where_old_log_probs_are_the_actors_own(folder
     assert metrics == others and "correction_weight" not in metrics
 
 
-def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_that_mass(folder):
+def test_with_truncated_sampling_ratio_and_weight_are_the_kept_probability_mass(folder):
     changes = PPO | {"top_k": 4, "clip_range": 0.2}
     trainer = make_trainer(folder, **changes, old_logprobs="rollout")
     experience = trainer.generate_experience(prompts_of(trainer))
@@ -236,7 +239,7 @@ def test_truncated_sampling_starts_at_the_mass_that_was_kept_and_weights_are_tha
     metrics = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert metrics["ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_ratio"] == pytest.approx(mass, rel=1e-4)
-    assert metrics["rollout_gap_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
+    assert metrics["rollout_logprob_mismatch_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
     assert metrics["clip_fraction"] > 0, "before the policy has moved"
     trainer = make_trainer(folder, **changes, rollout_correction="tis")
     metrics = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
@@ -255,7 +258,7 @@ def test_before_the_first_update_kl_is_0_and_the_ratio_1(folder):
     assert trainer.generate_experience(prompts_of(trainer)).kl.abs().max() > 1e-4, "and after it, no longer"
 
 
-def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
+def test_dropout_is_off_while_experience_is_collected(tmp_path):
     folder = save_models(tmp_path, "gpt2", dropout=0.1)
     trainer = make_trainer(folder, **PPO, actor_dropout=0.1, critic_dropout=0.1)
     for _ in range(2):  # before and after training mode was switched on
@@ -271,7 +274,7 @@ def test_dropout_of_training_is_off_while_experience_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(("micro", "accumulation", "whole"), [(2, 2, 4), (1, 4, 4)])
-def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, accumulation, whole):
+def test_an_update_does_not_depend_on_the_micro_batch_size(folder, micro, accumulation, whole):
     outcomes = []
     for size, steps in ((whole, 1), (micro, accumulation)):
         trainer = make_trainer(
@@ -288,8 +291,8 @@ def test_an_update_does_not_depend_on_how_its_minibatch_is_cut(folder, micro, ac
         assert relative_distance(other, one, before) < 0.003
 
 
-@pytest.mark.parametrize("which", ["policy_loss", "critic_loss"])
-def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(folder, which):
+@pytest.mark.parametrize("which", ["policy", "critic"])
+def test_loss_and_gradient_do_not_depend_on_padding_or_its_content(folder, which):
     trainer = make_trainer(folder, **PPO)
     experience = whitened(trainer.generate_experience(prompts_of(trainer)))
     pad = torch.nn.functional.pad
@@ -302,19 +305,22 @@ def test_loss_and_gradient_do_not_depend_on_padding_or_what_stands_under_it(fold
     for name in ("old_logprobs", "ref_logprobs", "values", "advantages", "returns", "rewards", "kl"):
         getattr(wide, name)[outside] = torch.nan
     wide.sequences[~wide.attention_mask] = 7
-    engine = trainer.engine.policy if which == "policy_loss" else trainer.engine.critic
+    engine = trainer.engine.policy if which == "policy" else trainer.engine.critic
     engine.eval()
     counts = StepCounts.of(experience)
+    loss_of = {
+        "policy": partial(trainer.policy_update.loss, kl_coef=trainer.kl_coef), "critic": trainer.critic_update.loss,
+    }[which]  # fmt: skip
     results = []
     for part in (experience, wide):
-        loss, _ = getattr(trainer, which)(part, counts)
+        loss, _ = loss_of(part, counts)
         results.append((loss.detach(), gradients(engine, loss)))
     assert experience.response_mask.shape != wide.response_mask.shape
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
     assert any(gradient.abs().max() > 1e-3 for gradient in results[0][1])
 
 
-def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos_too(folder):
+def test_exactly_the_response_tokens_have_a_policy_gradient_including_the_eos(folder):
     trainer = make_trainer(folder, **PPO)
     experience = trainer.generate_experience(prompts_of(trainer))
     assert experience.ended.any()
@@ -329,12 +335,12 @@ def test_every_response_token_and_no_other_has_a_policy_gradient_the_closing_eos
             experience.advantages[rows, last] = 1.0
         else:
             experience.advantages[~experience.response_mask] = 1.0
-        loss, _ = trainer.policy_loss(experience, StepCounts(1.0, 1.0))
+        loss, _ = trainer.policy_update.loss(experience, StepCounts(1.0, 1.0), kl_coef=trainer.kl_coef)
         found = gradients(trainer.engine.policy, loss)
         assert any(gradient.any() for gradient in found) == (place == "last")
 
 
-def test_the_score_lands_on_the_last_token_and_the_penalty_on_responses_that_were_cut_alone(folder):
+def test_the_score_is_added_at_the_last_token_and_the_eos_penalty_to_truncated_responses_only(folder):
     trainers = [
         make_trainer(folder, kl_coef=0.0, reward_clip=clip, missing_eos_penalty=penalty)
         for clip, penalty in ((0.0, 0.0), (0.0, 2.0), (0.25, 2.0))
@@ -362,7 +368,7 @@ def test_responses_of_one_token_give_finite_numbers(folder):
     assert all(parameter.isfinite().all() for parameter in trainer.engine.policy.parameters())
 
 
-def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
+def test_responses_depend_on_sample_ids_and_not_on_row_order_or_batch(folder):
     trainer = make_trainer(folder, max_answer_seq_len=12)
 
     def responses(questions: list[str], **names) -> list[str]:
@@ -378,7 +384,7 @@ def test_samples_are_named_by_their_ids_and_not_by_row_order_or_batch(folder):
     assert responses(twice[:1], sample_ids=[100]) == responses(twice[:1])  # without ids, the row's number
 
 
-def test_the_update_minimises_the_unsupervised_loss_too_and_reports_it_apart(folder):
+def test_the_update_minimises_the_unsupervised_loss_too_and_logs_it_separately(folder):
     trainer = make_trainer(folder, **PPO, unsup_coef=10.0, unsupervised_dataset_name="texts")
     ids = torch.arange(30, 42).reshape(2, 6)
     mask = torch.ones_like(ids, dtype=torch.bool)
@@ -404,11 +410,11 @@ def test_the_update_minimises_the_unsupervised_loss_too_and_reports_it_apart(fol
     assert first["unsupervised_loss"] > later[0] > later[1] > later[2]
 
 
-def test_the_judge_is_asked_and_never_trained_on(folder):
-    asked = []
+def test_judge_scores_are_logged_and_never_trained_on(folder):
+    calls = []
 
     def judge(prompts, responses, rows):
-        asked.append((prompts, responses, rows))
+        calls.append((prompts, responses, rows))
         return [-7.0 * row["number"] for row in rows]
 
     trainer, watched = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
@@ -416,7 +422,7 @@ def test_the_judge_is_asked_and_never_trained_on(folder):
     assert torch.equal(plain.experience.rewards, judged.experience.rewards)
     assert [sample["judge"] for sample in judged.samples] == [-7.0 * number for number in range(8)]
     assert [sample["judge"] for sample in plain.samples] == [None] * 8
-    ((prompts, responses, rows),) = asked
+    ((prompts, responses, rows),) = calls
     assert prompts == QUESTIONS and [row["number"] for row in rows] == list(range(8))
     assert responses == [sample["response"] for sample in judged.samples]
     assert [sample["row_index"] for sample in judged.samples] == list(range(100, 108))

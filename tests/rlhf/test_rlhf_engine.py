@@ -39,7 +39,7 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("lora", [0, 2])
-def test_the_average_is_decay_times_itself_plus_the_rest_of_the_actor_after_every_update(folder, lora):
+def test_ema_weights_follow_the_decay_after_every_update(folder, lora):
     trainer = make_trainer(folder, enable_ema=True, ema_decay=0.75, actor_lora_dim=lora, only_optimize_lora=bool(lora))
     actor, average = trainer.engine.policy.module, trainer.engine.actor_ema.module
     assert equal(parameters(average), parameters(actor)), "it starts as the actor"
@@ -54,7 +54,7 @@ def test_the_average_is_decay_times_itself_plus_the_rest_of_the_actor_after_ever
         assert moved > 5e-5, "an average of what stands still proves nothing"
 
 
-def test_frozen_models_never_move_and_the_reference_is_the_initial_policy(folder):
+def test_frozen_models_do_not_change_and_the_reference_is_the_initial_policy(folder):
     trainer = make_trainer(folder, critic_lora_dim=0)
     engine = trainer.engine
     one_iteration(trainer, QUESTIONS, minibatch_size=4, ppo_epochs=1)
@@ -72,7 +72,7 @@ def test_frozen_models_never_move_and_the_reference_is_the_initial_policy(folder
     ("critic", "reward", "critic_is", "reward_is"),
     [(None, "reward", "reward", "reward"), ("reward", None, "reward", "reward"), ("actor", "reward", None, "reward")],
 )
-def test_critic_and_reward_model_stand_in_for_each_other_and_a_critic_may_start_from_the_actor(
+def test_critic_and_reward_model_default_to_each_other_and_a_critic_can_start_from_the_actor(
     folder, critic, reward, critic_is, reward_is
 ):
     engine = make_trainer(
@@ -87,7 +87,7 @@ def test_critic_and_reward_model_stand_in_for_each_other_and_a_critic_may_start_
     assert equal(backbone, {name: p for name, p in saved(folder, "actor").items() if name.startswith("model.")})
 
 
-def test_only_adapters_move_and_the_reference_knows_none(folder):
+def test_only_adapters_are_trained_and_the_reference_has_none(folder):
     trainer = make_trainer(folder, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True)
     engine = trainer.engine
     before = parameters(engine.policy)
@@ -104,8 +104,8 @@ def test_only_adapters_move_and_the_reference_knows_none(folder):
 
 def rounded_alike(metrics: dict[str, float]) -> dict[str, float]:
     """All metrics but the largest mismatch, which in fp32 is pure rounding."""
-    assert metrics["rollout_gap_max"] < 1e-4
-    return {name: value for name, value in metrics.items() if name != "rollout_gap_max"}
+    assert metrics["rollout_logprob_mismatch_max"] < 1e-4
+    return {name: value for name, value in metrics.items() if name != "rollout_logprob_mismatch_max"}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_pr
     assert found["one batch on each device"] == expected["one batch on each device"] == 4
     assert len(found["updates"]) == 4
     decoders = "updates of the decoder's"
-    assert expected[decoders][0]["rollout_gap_max"] > 0.1 and len(found[decoders]) == 2
+    assert expected[decoders][0]["rollout_logprob_mismatch_max"] > 0.1 and len(found[decoders]) == 2
     for ours, theirs in zip(found["updates"] + found[decoders], expected["updates"] + expected[decoders], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
     for name, origin in (("actor", "actor"), ("critic", "reward"), ("average", "actor")):

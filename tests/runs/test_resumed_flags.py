@@ -12,7 +12,7 @@ from dschat.checkpoints.loading import load_checkpoint
 from dschat.checkpoints.selection import newest_checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.training_loop import PPORun
 from dschat.runs import signals
 from dschat.runs.health import Health, TooManyBadSteps
@@ -77,8 +77,8 @@ def models(tmp_path_factory) -> Path:
 def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict | None = None, **changes) -> PPORun:
     trainer = make_trainer(models, **{"algorithm": "reinforce++", "kl_coef": 0.2} | changes)
     dataset = MiniDataset(
-        generation_batches=1, minibatch_size=minibatch_size, ppo_epochs=1, rank=0, world_size=1, seed=5, group_size=1,
-        whiten_advantages=False,
+        MinibatchShuffle(minibatch_size=minibatch_size, rank=0, world_size=1, seed=5), generation_batches=1,
+        ppo_epochs=1, whiten_advantages=False,
     )  # fmt: skip
     rows = eval_rows(trainer, QUESTIONS)
     settings = arguments.RunArguments(output_dir=str(output), save_interval=1, **(run or {}))
@@ -117,7 +117,7 @@ def test_a_checkpoint_restores_accumulated_state_and_no_flags(finished):
     """Whoever adds an entry decides in it what a changed flag does."""
     state = load_checkpoint(finished, engines={}, fingerprint={})
     identity = {"rows", "global_batch_size", "seed", "content", "shadow_models", "sequences_per_update"}
-    positions = {"step", "update", "prompts_consumed"}
+    positions = {"step", "update", "prompts_consumed", "iterations_without_scores"}
     assert state.keys() == identity | positions | {"kl_coef", "temperature", "rewards", "health", "best"}
 
 
@@ -138,7 +138,7 @@ def test_an_adapted_kl_coef_is_restored_and_a_changed_flag_is_reported_as_withou
     )
     printed = capsys.readouterr().out
     assert "--kl_coef was 0.2, is 0.5" in printed
-    assert "--kl_coef has no effect: --kl_target goes on from 0.16" in printed
+    assert "--kl_coef has no effect: --kl_target continues from 0.16" in printed
     assert fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted).trainer.kl_coef == 0.5, "nothing adapts it"
 
 

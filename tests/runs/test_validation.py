@@ -195,7 +195,7 @@ def test_truncated_sampling_with_rollout_logprobs_warns_of_a_biased_ratio(
         assert part in text
     assert printed(**settings) == printed(old_logprobs="rollout") == ""
     assert printed(pin_generation_buffers=True) == ""
-    assert "--pin_generation_buffers changes nothing" in printed(
+    assert "--pin_generation_buffers has no effect" in printed(
         pin_generation_buffers=True, rollout_engine="transformers"
     )
 

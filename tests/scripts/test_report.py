@@ -41,6 +41,15 @@ def test_curves_carry_step_time_and_value_of_each_phase(tmp_path):
     assert lines == {"train": [[1, 2.0, 3.0], [2, 4.0, 2.0]], "eval": [[2, 4.5, 2.5]]}
 
 
+def test_metrics_with_former_names_share_the_plot_of_the_new_name(tmp_path):
+    old = [{"step": 1, "phase": "train", "rollout_gap_mean": 0.25, "rollout_gap_max": 2.0}]
+    new = [{"step": 1, "phase": "train", "rollout_logprob_mismatch_mean": 0.5, "eval_rollout_gap_max": 4.0}]
+    runs = [report.read_run(write_run(tmp_path / name, metrics=lines)) for name, lines in (("a", old), ("b", new))]
+    panels = embedded(report.page(runs))[0]
+    panels = {panel["metric"]: [line["points"][0][2] for line in panel["lines"]] for panel in panels}
+    assert panels == {"rollout_logprob_mismatch_mean": [0.25, 0.5], "rollout_logprob_mismatch_max": [2.0, 4.0]}
+
+
 def test_runs_of_one_kind_share_their_plots_and_others_do_not(tmp_path):
     runs = [
         report.read_run(write_run(tmp_path / "seed1")),

@@ -37,7 +37,7 @@ def greedy(actor: PreTrainedModel, prompt: Tensor, stop: list[int], longest: int
 
 
 @torch.no_grad()
-def worth(row: Row, reward: PreTrainedModel, s: Settings) -> float:
+def shaped_score(row: Row, reward: PreTrainedModel, s: Settings) -> float:
     found = float(score(reward, torch.cat([row.prompt, row.response]))[0])
     found = max(-s["reward_clip"], min(s["reward_clip"], found))
     found -= 0 if row.ended else s["missing_eos_penalty"]
@@ -50,32 +50,32 @@ def worth(row: Row, reward: PreTrainedModel, s: Settings) -> float:
 @torch.no_grad()
 def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, reward: PreTrainedModel,
                stop: list[int], s: Settings) -> None:  # fmt: skip
-    """Fill `known` of every row, advantages not whitened; rows of a group follow each other."""
+    """Fill `expected` of every row, advantages not whitened; rows of a group follow each other."""
     for row in rows:
         old, entropy = logprobs(actor, row, s["temperature"])
         ref_logprobs, _ = logprobs(ref, row, s["temperature"])
         kl = divergence(old, ref_logprobs, s)
         rewards = -s["kl_coef"] * kl if s["kl_in"] == "reward" else torch.zeros_like(kl)
-        rewards[-1] += worth(row, reward, s)
-        row.known = {"old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "kl": kl,
+        rewards[-1] += shaped_score(row, reward, s)
+        row.expected = {"old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "kl": kl,
                      "rewards": rewards}  # fmt: skip
     n = s["num_samples_per_prompt"]
     for first in range(0, len(rows), n):
         group = rows[first : first + n]
-        whole = [float(row.known["rewards"].sum()) for row in group]
+        whole = [float(row.expected["rewards"].sum()) for row in group]
         for i, row in enumerate(group):
-            row.known["advantages"] = _advantages(i, row, group, whole, actor, reward, stop, s)
+            row.expected["advantages"] = _advantages(i, row, group, whole, actor, reward, stop, s)
 
 
 def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: PreTrainedModel,
                 reward: PreTrainedModel, stop: list[int], s: Settings) -> Tensor:  # fmt: skip
     algorithm, n = s["algorithm"], len(group)
     mean = sum(whole) / n
-    rewards, length = row.known["rewards"], len(row.response)
+    rewards, length = row.expected["rewards"], len(row.response)
     if algorithm in ("reinforce++", "reinforce++_baseline", "remax"):
         baseline = mean if algorithm == "reinforce++_baseline" else 0.0
         if algorithm == "remax":
-            baseline = worth(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
+            baseline = shaped_score(greedy(actor, row.prompt, stop, s["max_answer_seq_len"]), reward, s)
         centred = rewards.clone()
         centred[-1] -= baseline  # the token that carries the score
         returns = [sum(s["gamma"] ** (k - t) * centred[k] for k in range(t, length)) for t in range(length)]
@@ -93,17 +93,17 @@ def _advantages(i: int, row: Row, group: list[Row], whole: list[float], actor: P
 
 
 def whiten(rows: list[Row]) -> None:
-    every = torch.cat([row.known["advantages"] for row in rows]).double()
+    every = torch.cat([row.expected["advantages"] for row in rows]).double()
     mean, deviation = every.mean(), every.var(correction=0).sqrt()
     for row in rows:
-        row.known["advantages"] = ((row.known["advantages"].double() - mean) / deviation).float()
+        row.expected["advantages"] = ((row.expected["advantages"].double() - mean) / deviation).float()
 
 
 def _per_token(new: Tensor, row: Row, s: Settings) -> Tensor:
-    advantage, ratio = row.known["advantages"], (new - row.known["old_logprobs"]).exp()
+    advantage, ratio = row.expected["advantages"], (new - row.expected["old_logprobs"]).exp()
     low, high = 1 - s["clip_range_low"], 1 + s["clip_range_high"]
     if s["policy_loss"] == "gspo":  # the ratio of the whole response, once for each token
-        ratio = (new - row.known["old_logprobs"]).mean().exp().expand(len(new))
+        ratio = (new - row.expected["old_logprobs"]).mean().exp().expand(len(new))
     if s["policy_loss"] == "cispo":
         return -ratio.detach().clip(low, high) * advantage * new
     if s["policy_loss"] == "sapo":
@@ -127,10 +127,11 @@ def losses(rows: list[Row], actor: PreTrainedModel, s: Settings) -> tuple[Tensor
         return sum(value.sum() for value in values) / (s["max_answer_seq_len"] * len(rows))
 
     now = [logprobs(actor, row, s["temperature"]) for row in rows]
-    parts = [row.known.get("weights", 1.0) * _per_token(new, row, s) for (new, _), row in zip(now, rows, strict=True)]
+    weights = [row.expected.get("weights", 1.0) for row in rows]
+    parts = [weight * _per_token(new, row, s) for weight, (new, _), row in zip(weights, now, rows, strict=True)]
     policy = whole = mean(parts)
     if s["kl_in"] == "loss":
-        parts = [divergence(new, row.known["ref_logprobs"], s) for (new, _), row in
+        parts = [divergence(new, row.expected["ref_logprobs"], s) for (new, _), row in
                  zip(now, rows, strict=True)]  # fmt: skip
         whole = whole + s["kl_coef"] * mean(parts)
     return policy, whole - s["entropy_coef"] * mean([entropy for _, entropy in now])

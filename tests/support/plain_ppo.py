@@ -23,12 +23,12 @@ class Settings:
 
 @dataclass
 class Row:
-    """One conversation: P prompt ids, T response ids, and tensors per response token (`known`)."""
+    """One conversation: P prompt ids, T response ids, and tensors per response token (`expected`)."""
 
     prompt: Tensor
     response: Tensor
     ended: bool
-    known: dict[str, Tensor] = field(default_factory=dict)
+    expected: dict[str, Tensor] = field(default_factory=dict)
 
 
 def logprobs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def values(critic: PreTrainedModel, row: Row) -> Tensor:
 @torch.no_grad()
 def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, critic: PreTrainedModel,
                reward: PreTrainedModel, settings: Settings) -> None:  # fmt: skip
-    """Fill `known` of every row, advantages not whitened."""
+    """Fill `expected` of every row, advantages not whitened."""
     for row in rows:
         old, entropy = logprobs(actor, row, settings.temperature)
         ref_logprobs, _ = logprobs(ref, row, settings.temperature)
@@ -66,30 +66,30 @@ def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, cr
         after = torch.cat([value[1:], torch.zeros(1)])
         delta = rewards + settings.gamma * after - value
         advantages = torch.stack([sum(decay ** (k - t) * delta[k] for k in range(t, last)) for t in range(last)])
-        row.known = {
+        row.expected = {
             "old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "values": value, "kl": kl,
             "rewards": rewards, "advantages": advantages, "returns": advantages + value, "score": given,
         }  # fmt: skip
 
 
 def whitened(rows: list[Row]) -> list[Tensor]:
-    every = torch.cat([row.known["advantages"] for row in rows]).double()
+    every = torch.cat([row.expected["advantages"] for row in rows]).double()
     mean, deviation = every.mean(), every.var(correction=0).sqrt()
-    return [((row.known["advantages"].double() - mean) / deviation).float() for row in rows]
+    return [((row.expected["advantages"].double() - mean) / deviation).float() for row in rows]
 
 
 def losses(rows: list[Row], actor: PreTrainedModel, critic: PreTrainedModel, advantages: list[Tensor],
            settings: Settings) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Policy and value loss over all tokens of the rows, weighted by `known["weights"]` (default 1)."""
+    """Policy and value loss over all tokens of the rows, weighted by `expected["weights"]` (default 1)."""
     tokens = sum(len(row.response) for row in rows)
     policy, value = torch.zeros(()), torch.zeros(())
     for row, advantage in zip(rows, advantages, strict=True):
         new, _ = logprobs(actor, row, settings.temperature)
-        ratio = (new - row.known["old_logprobs"]).exp()
+        ratio = (new - row.expected["old_logprobs"]).exp()
         low, high = 1 - settings.clip_range, 1 + settings.clip_range
         gain = torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
-        policy = policy - (row.known.get("weights", 1.0) * gain).sum()
-        now, old, target = values(critic, row), row.known["values"], row.known["returns"]
+        policy = policy - (row.expected.get("weights", 1.0) * gain).sum()
+        now, old, target = values(critic, row), row.expected["values"], row.expected["returns"]
         near = torch.max(torch.min(now, old + settings.value_clip_range), old - settings.value_clip_range)
         value = value + torch.max((now - target) ** 2, (near - target) ** 2).sum() / 2
     return policy / tokens, value / tokens

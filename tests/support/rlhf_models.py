@@ -21,7 +21,7 @@ from dschat.data.chat_template import encode_prompt
 from dschat.distributed import collectives, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.weighted_sum import Rewards, model_paths, parse_reward
-from dschat.rlhf.experience import Experience, MiniDataset
+from dschat.rlhf.experience import Experience, MinibatchShuffle, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.validation import reward_entries
@@ -94,10 +94,13 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
         groups.append(group(**mine))
     assert not given, given
     models, rollouts, ppo, optimizer, lora, devices, rewards = groups
+    settings = arguments.RLHFSettings(
+        models=models, rollouts=rollouts, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rewards=rewards
+    )
     entries = reward_entries(models, rewards)
     engine = DeepSpeedRLHFEngine(
-        load_tokenizer(models.actor_model_name_or_path), models=models, ppo=ppo, optimizer=optimizer, lora=lora,
-        devices=devices, rollouts=rollouts, total_steps=100, reward_paths=model_paths(entries),
+        load_tokenizer(models.actor_model_name_or_path), settings=settings, total_steps=100,
+        reward_paths=model_paths(entries),
     )  # fmt: skip
     scores = Rewards(
         [parse_reward(entry) for entry in entries], normalize=rewards.normalize_rewards, models=engine.reward_models
@@ -147,11 +150,13 @@ def one_iteration(
     share = rank_share(
         range(len(questions)), rank=collectives.rank(), world_size=collectives.world_size(), micro_batch_size=batch
     )
-    dataset = MiniDataset(
-        generation_batches=len(share), minibatch_size=minibatch_size, ppo_epochs=ppo_epochs, rank=collectives.rank(),
-        world_size=collectives.world_size(), seed=5, group_size=trainer.ppo.num_samples_per_prompt,
-        whiten_advantages=trainer.ppo.whiten_advantages,
+    shuffle = MinibatchShuffle(
+        minibatch_size=minibatch_size, rank=collectives.rank(), world_size=collectives.world_size(), seed=5,
+        group_size=trainer.ppo.num_samples_per_prompt,
     )  # fmt: skip
+    dataset = MiniDataset(
+        shuffle, generation_batches=len(share), ppo_epochs=ppo_epochs, whiten_advantages=trainer.ppo.whiten_advantages
+    )
     parts, minibatches = [], None
     for mine in share:
         prompts = prompts_of(trainer, [questions[i] for i in mine])

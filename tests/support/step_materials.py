@@ -154,7 +154,7 @@ def assert_same_line(ours: dict, theirs: dict, case: object) -> None:
     """Equal up to the rounding of float32 sums in another order."""
     assert ours.keys() == theirs.keys(), case
     for name, value in theirs.items():
-        rounding = 1e-4 if name == "rollout_gap_max" else 2e-6  # this mismatch is pure rounding
+        rounding = 1e-4 if name == "rollout_logprob_mismatch_max" else 2e-6  # this mismatch is pure rounding
         close = pytest.approx(value, rel=1e-4, abs=rounding) if not isinstance(value, str) else value
         same = ours[name] == close
         assert same, f"{case}: {theirs['phase']} {theirs['step']}: {name} is {ours[name]} and not {value}"

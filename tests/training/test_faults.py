@@ -266,8 +266,8 @@ def test_a_best_model_that_cannot_be_written_leaves_the_previous_one(run, tmp_pa
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("fail", ["save_follower:raise@0#1", "save_writing:raise@0#1"])
-def test_a_failed_write_on_rank_0_does_not_block_the_gathers_of_shadow_models(fail, run, tmp_path):
+@pytest.mark.parametrize("fail", ["save_shadow_model:raise@0#1", "save_writing:raise@0#1"])
+def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_other_models(fail, run, tmp_path):
     """Under ZeRO-3 the moving average and a refreshed reference are gathered while they are saved."""
     printed = run(
         "ppo", zero=3, processes=2, enable_ema=True, ref_refresh_interval=1, save_interval=1, max_steps=2, fail=fail

@@ -233,7 +233,7 @@ def test_a_finished_file_is_not_replaced_and_flags_of_training_are_none_of_this_
     for flag in list(flags)[:-1]:
         assert f"--{flag} is no flag of this step" in said
     assert "--judge_timeout 0.0: must be above 0" in said
-    assert "preferences.jsonl is there already" in said and "--overwrite" in said
+    assert "preferences.jsonl already exists" in said and "--overwrite" in said
     assert (output / "preferences.jsonl").read_text() == "precious\n"
     programs.run(TOOL, [*arguments(folder, output), "--overwrite", "True"], log=tmp_path / "log-2")
     made = (output / "preferences.jsonl").read_text()

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from dschat.arguments import EvaluationArguments, PPOArguments, RewardArguments
 from dschat.checkpoints.selection import newest_checkpoint
+from dschat.losses.policy import POLICY_LOSSES
+from dschat.rlhf.algorithms import ALGORITHMS
 from dschat.runs.signals import SAVED
 
 REWARD = """
@@ -63,6 +65,12 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "opo": {"rollout_correction": "seq_mis", "kl_coef": 0.1, "stop_at_kl": 1000.0, "top_k": 300, "dump_step": 1},
 }  # fmt: skip
+# A new row of either table is tried without being named here.
+RUNS |= {name: {} for name in ALGORITHMS if name not in RUNS}
+RUNS |= {
+    f"policy_loss_{name}": {"algorithm": "grpo", "policy_loss": name, "clip_range": None}
+    for name in POLICY_LOSSES if name not in {settings.get("policy_loss") for settings in RUNS.values()}
+}  # fmt: skip
 EVERYWHERE = {"missing_eos_penalty", "per_device_training_batch_size", "ppo_epochs", "algorithm"}
 
 
@@ -95,11 +103,11 @@ def run(programs, materials, tmp_path):
     return once
 
 
-def test_the_runs_below_try_every_flag_and_every_choice():
+def test_the_runs_cover_every_flag_and_every_choice():
     for group in (PPOArguments, RewardArguments, EvaluationArguments):
         hints = get_type_hints(group)
         for field in fields(group):
-            tried = [{"algorithm": name}.get(field.name, settings.get(field.name)) for name, settings in RUNS.items()]
+            tried = [({"algorithm": name} | settings).get(field.name) for name, settings in RUNS.items()]
             choices = [
                 kind for kind in (hints[field.name], *get_args(hints[field.name])) if get_origin(kind) is Literal
             ]
@@ -111,11 +119,13 @@ def test_the_runs_below_try_every_flag_and_every_choice():
                 assert any(value not in (None, default) for value in tried), field.name
 
 
-@pytest.mark.parametrize("algorithm", RUNS)
-def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tmp_path):
-    said = run(algorithm, algorithm=algorithm, **RUNS[algorithm])
-    assert "has no effect" not in said
-    lines = metrics_of(tmp_path / algorithm)
+@pytest.mark.parametrize("name", RUNS)
+def test_every_algorithm_trains_with_finite_metrics_and_a_loadable_export(name, run, tmp_path):
+    settings = {"algorithm": name} | RUNS[name]
+    output = run(name, **settings)
+    assert "has no effect" not in output
+    folder, algorithm = tmp_path / name, settings["algorithm"]
+    lines = metrics_of(folder)
     assert [(line["phase"], line["step"]) for line in lines] == [
         ("eval", 0), ("train", 1), ("eval", 1), ("train", 2), ("eval", 2)
     ]  # fmt: skip
@@ -123,8 +133,7 @@ def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tm
         assert all(value is not None for value in line.values()), line
     train = lines[1::2]
     assert all(line["policy_loss"] != 0 and line["actor_grad_norm"] > 0 for line in train)
-    assert ("value_loss" in train[0]) == (algorithm == "ppo") == (tmp_path / algorithm / "critic").exists()
-    settings = RUNS[algorithm]
+    assert ("value_loss" in train[0]) == (algorithm == "ppo") == (folder / "critic").exists()
     ppo = PPOArguments(
         algorithm, **{key: settings[key] for key in ("kl_coef", "kl_in", "kl_target") if key in settings}
     )
@@ -133,25 +142,26 @@ def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tm
     assert ("correction_weight" in train[0]) == (settings.get("rollout_correction", "none") != "none")
     n = settings.get("eval_num_samples", 1)
     assert (n > 1) == ({f"mean@{n}", f"pass@{n}", f"maj@{n}"} <= lines[0].keys())
-    model, report = AutoModelForCausalLM.from_pretrained(tmp_path / algorithm, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     if "best_metric" in settings:
-        assert_best_is_the_best(tmp_path / algorithm, settings["best_metric"], settings.get("best_mode", "max"))
+        assert_best_is_the_best(folder, settings["best_metric"], settings.get("best_mode", "max"))
     if "dump_step" in settings:
         replay = MAINS["ppo"].parents[2] / "scripts" / "replay.py"
-        (folder,) = (tmp_path / algorithm / "dump").iterdir()
-        said = subprocess.run([sys.executable, replay, folder], capture_output=True, text=True)
-        assert said.returncode == 0 and "the replay gives what the run gave" in said.stdout, said.stdout + said.stderr
+        (dump,) = (folder / "dump").iterdir()
+        replayed = subprocess.run([sys.executable, replay, dump], capture_output=True, text=True)
+        text = replayed.stdout + replayed.stderr
+        assert replayed.returncode == 0 and "the replay gives what the run gave" in text, text
 
 
 def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:
     """best.json records the first of the best evaluations; returns its step."""
-    found = [(line["step"], line[metric]) for line in metrics_of(output) if line["phase"] == "eval"]
-    value = (max if mode == "max" else min)(value for _, value in found)
-    step = next(step for step, other in found if other == value)
-    told = json.loads((output / "best" / "best.json").read_text())
-    assert told == {"step": step, metric: pytest.approx(value)}
+    evaluations = [(line["step"], line[metric]) for line in metrics_of(output) if line["phase"] == "eval"]
+    value = (max if mode == "max" else min)(value for _, value in evaluations)
+    step = next(step for step, other in evaluations if other == value)
+    best = json.loads((output / "best" / "best.json").read_text())
+    assert best == {"step": step, metric: pytest.approx(value)}
     assert not (output / "best.unfinished").exists()
     return step
 
@@ -193,24 +203,24 @@ def assert_same(output: Path, unbroken: Path) -> None:
         ("update#14", 1, -signal.SIGKILL),
     ],
 )
-def test_killed_and_resumed_all_that_changes_with_the_run_goes_on(fail, save_interval, code, run, unbroken, tmp_path):
+def test_a_killed_and_resumed_run_restores_all_state(fail, save_interval, code, run, unbroken, tmp_path):
     lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
-    prices = [line["kl_coef"] for line in lines]
-    assert len(set(prices)) == 4 and min(line["responses"] for line in lines) > 16, "all of it is in use"
+    kl_coefs = [line["kl_coef"] for line in lines]
+    assert len(set(kl_coefs)) == 4 and min(line["responses"] for line in lines) > 16, "all of it is in use"
     run("run", **ALL, fail=fail, code=code, save_interval=save_interval)
     assert not (tmp_path / "run" / "model.safetensors").exists()
-    said = run("run", **ALL, resume="auto", save_interval=save_interval)
-    assert "resuming from" in said and newest_checkpoint(tmp_path / "run") is not None
+    output = run("run", **ALL, resume="auto", save_interval=save_interval)
+    assert "resuming from" in output and newest_checkpoint(tmp_path / "run") is not None
     assert_same(tmp_path / "run", unbroken)
 
 
-def test_the_price_of_kl_follows_kl_and_a_refreshed_reference_starts_it_anew(unbroken):
+def test_the_kl_coefficient_adapts_and_a_refreshed_reference_resets_kl(unbroken):
     lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
-    price = 0.04
+    kl_coef = 0.04
     for line in lines:
-        assert line["kl_coef"] == pytest.approx(price)
+        assert line["kl_coef"] == pytest.approx(kl_coef)
         share = min(line["responses"] / 100.0, 1.0)
-        price *= 1 + min(max(line["kl"] / 1e-4 - 1, -0.2), 0.2) * share
+        kl_coef *= 1 + min(max(line["kl"] / 1e-4 - 1, -0.2), 0.2) * share
     assert lines[0]["kl"] == lines[2]["kl"] == 0 and lines[1]["kl"] > 0 and lines[3]["kl"] > 0
 
 
@@ -227,8 +237,8 @@ def test_the_best_model_is_the_one_that_was_evaluated_as_best(run, unbroken, tmp
     ({"best_metric": "score", "eval_fraction": 0.0}, "it has none: give held-out rows"),
 ])  # fmt: skip
 def test_a_best_metric_that_no_evaluation_has_ends_the_run_before_it_trains(settings, message, run, tmp_path):
-    said = run("run", code=2, **settings)
-    assert message in said and "Traceback" not in said
+    output = run("run", code=2, **settings)
+    assert message in output and "Traceback" not in output
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -238,10 +248,10 @@ def test_a_reward_model_that_reads_the_actors_ids_needs_positions_for_all_of_the
         config = json.loads((tmp_path / name / "config.json").read_text())
         (tmp_path / name / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
     settings = {"algorithm": "grpo", "num_samples_per_prompt": 2, "max_steps": 1}
-    said = programs.run(
+    output = programs.run(
         MAINS["ppo"], flags("ppo", tmp_path, tmp_path / "run", **settings), log=tmp_path / "log", code=2
     )
-    assert f"{tmp_path / 'reward'} has 16 positions" in said and "= 32 tokens" in said
+    assert f"{tmp_path / 'reward'} has 16 positions" in output and "= 32 tokens" in output
     # With a tokenizer of its own it reads the end of a conversation that is too long.
     argv = flags("ppo", tmp_path, tmp_path / "run", **settings, reward_model_name_or_path=tmp_path / "other_reward")
     programs.run(MAINS["ppo"], argv, log=tmp_path / "log-2")

@@ -87,21 +87,21 @@ def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation
         assert {len(sample["response"]) > 0 for sample in samples} and {True, False} == {s["ended"] for s in samples}
 
 
-def test_log_probs_of_the_decoder_tell_the_gap_at_every_iteration_and_truncated_ones_warn_once(run):
+def test_with_the_decoders_log_probs_every_iteration_logs_the_mismatch_and_truncated_sampling_warns_once(run):
     settings = {"old_logprobs": "rollout", "top_p": 0.8, "zero": 0}
     (metrics, output), (others, _) = (
         (metrics_of(folder), folder) for folder in (run("ppo", f"{n}", processes=n, **settings) for n in (1, 2))
     )
-    gap = {"rollout_gap_mean", "rollout_gap_max", "rollout_ratio"}
+    mismatch = {"rollout_logprob_mismatch_mean", "rollout_logprob_mismatch_max", "rollout_ratio"}
     for ours, theirs in zip(metrics, others, strict=True):
         assert_same_line(ours, theirs, "two processes")
-        assert gap & ours.keys() == (gap if ours["phase"] == "train" else set())
+        assert mismatch & ours.keys() == (mismatch if ours["phase"] == "train" else set())
         assert ours["phase"] == "eval" or 0.8 <= ours["rollout_ratio"] < 1  # the probability mass that was kept
     for processes in (1, 2):
         assert output.with_name(f"{processes}.log").read_text().count("--top_p 0.8 with --old_logprobs rollout") == 1
 
 
-def test_packed_rows_train_alike_however_the_batch_is_cut_and_evaluate_like_unpacked_ones(run):
+def test_packed_training_does_not_depend_on_the_micro_batch_and_evaluates_as_unpacked(run):
     (first, _), (cut, _), (plain, _) = (
         (metrics_of(run("sft", name, max_steps=2, **settings)), name)
         for name, settings in {
@@ -135,7 +135,7 @@ def test_offload_and_recomputed_activations_do_not_change_the_curve(step, zero, 
 
 
 @pytest.mark.parametrize("step", MAINS)
-def test_bf16_trains_under_zero_0_2_and_3_and_stays_near_fp32(step, run):
+def test_bf16_trains_under_zero_0_2_and_3_close_to_fp32(step, run):
     first = "kl" if step == "ppo" else "loss"
     settings = {"max_steps": 2, "enable_tensorboard": True}
     exact = metrics_of(run(step, "fp32", max_steps=2))
@@ -179,7 +179,7 @@ def test_a_killed_and_resumed_run_equals_the_unbroken_one(step, settings, run, t
 
 
 @pytest.mark.parametrize("step, metric, mode", [("sft", "eval_loss", "min"), ("dpo", "accuracy", "max")])
-def test_the_best_model_of_the_one_model_steps_is_kept_through_a_kill(step, metric, mode, run, tmp_path):
+def test_the_best_model_of_steps_1_and_2_survives_a_kill(step, metric, mode, run, tmp_path):
     settings = {"best_metric": metric, "best_mode": mode, "eval_interval": 1, "eval_fraction": 0.2}
     whole = run(step, "whole", **settings)
     values = [line[metric] for line in metrics_of(whole) if line["phase"] == "eval"]
@@ -197,7 +197,7 @@ def test_the_best_model_of_the_one_model_steps_is_kept_through_a_kill(step, metr
 
 
 @pytest.mark.parametrize("zero, processes", [(0, 1), (3, 2)])
-def test_the_exported_average_is_that_of_the_actors(zero, processes, run, materials, tmp_path):
+def test_the_exported_ema_is_the_average_of_the_actors_weights(zero, processes, run, materials, tmp_path):
     """Two updates with decay d: a = d (d w0 + (1 - d) w1) + (1 - d) w2; the run is resumed between them."""
     settings = {"zero": zero, "processes": processes, "enable_ema": True, "ema_decay": 0.75, "ppo_epochs": 1,
                 "per_device_training_batch_size": 8 // processes, "lr_scheduler_type": "constant",
@@ -235,7 +235,7 @@ def test_only_adapters_are_trained_and_the_export_is_plain(run, materials):
     assert_loads_with_plain_transformers("ppo", output)
 
 
-def test_the_pretraining_loss_is_that_of_the_texts(run, materials, tmp_path):
+def test_the_logged_pretraining_loss_equals_the_loss_of_the_texts(run, materials, tmp_path):
     """As many texts as an update takes, so the first update's loss is the mean over all their tokens but the first."""
     texts = ["It is five.", "the sum of 17 and 4 is 21.", "Of course", "Please add 3 and 4, and then 5."] * 2
     file = write_rows(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
@@ -287,7 +287,7 @@ def test_a_reward_model_reads_the_text_with_its_own_tokenizer(run, materials):
         ("ppo", [sys.executable]),
     ],
 )
-def test_the_launchers_that_users_know_start_it(step, launcher, materials, tmp_path):
+def test_every_launcher_starts_each_step(step, launcher, materials, tmp_path):
     processes = 1 if step == "ppo" else 2
     argv = flags(step, materials, tmp_path / "run", processes=processes, zero=2, max_steps=1)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -310,7 +310,7 @@ def test_the_launchers_that_users_know_start_it(step, launcher, materials, tmp_p
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("step", MAINS)
-def test_it_trains_on_a_gpu_in_bf16(step, zero, materials, tmp_path):
+def test_each_step_trains_on_a_gpu_in_bf16(step, zero, materials, tmp_path):
     argv = flags(step, materials, tmp_path / "run", zero=zero, dtype="bf16")
     subprocess.run([sys.executable, MAINS[step], *argv], check=True, env=os.environ | {"DS_ACCELERATOR": "cuda"})
     train = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
@@ -319,7 +319,7 @@ def test_it_trains_on_a_gpu_in_bf16(step, zero, materials, tmp_path):
     assert_loads_with_plain_transformers(step, tmp_path / "run")
 
 
-def test_bad_input_ends_every_process_with_one_message_and_no_stack(programs, materials, tmp_path):
+def test_bad_input_ends_every_process_with_one_message_and_no_traceback(programs, materials, tmp_path):
     def message_of(**settings) -> str:
         log = tmp_path / f"{len(list(tmp_path.iterdir()))}.log"
         argv = flags("sft", materials, tmp_path / "run", processes=2, **settings)

@@ -34,7 +34,7 @@ from dschat.distributed.engines import frozen_engine
 from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
+from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_exists, batches_to_do
 from dschat.rewards.retry import NoScores, RetryPolicy
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.weighted_sum import (
@@ -68,7 +68,7 @@ def check(settings: arguments.PairSettings) -> list[str]:
         problems.append("--judge and --reward: one of them says which answer is better; give one")
     final = Path(run.output_dir, FINAL)
     if final.exists() and run.resume == "never" and not run.overwrite:
-        problems.append(f"--output_dir {run.output_dir}: {already_there(final)}")
+        problems.append(f"--output_dir {run.output_dir}: {already_exists(final)}")
     if reward.normalize_rewards:
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
     mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)

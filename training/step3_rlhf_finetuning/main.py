@@ -8,11 +8,11 @@ from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Rewards, load_judge, model_paths, parse_reward
-from dschat.rlhf.experience import MiniDataset
+from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.rlhf.ptx import UnsupervisedBatches, text_options
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.training_loop import PPORun
+from dschat.rlhf.updates.ptx import UnsupervisedBatches, text_options
 from dschat.rlhf.validation import reward_entries, rlhf_problems, rlhf_warnings
 from dschat.runs import signals
 from dschat.runs.best_model import check_evaluation_rows
@@ -50,20 +50,20 @@ def main() -> None:
     iterations = run.max_steps or run.num_train_epochs * len(batches)
 
     engine = DeepSpeedRLHFEngine(
-        tokenizer, models=models, ppo=ppo, optimizer=optimizer, lora=settings.lora,
-        devices=settings.devices, rollouts=rollouts,
-        total_steps=iterations * updates_per_iteration, reward_paths=model_paths(entries),
-    )  # fmt: skip
+        tokenizer, settings=settings, total_steps=iterations * updates_per_iteration, reward_paths=model_paths(entries)
+    )
     launch.seed_all(run.seed + collectives.rank())  # initial weights are equal on all ranks, dropout masks differ
     scores = Rewards(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
         retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
     )  # fmt: skip
     trainer = DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=run.seed, judge=judge)
+    shuffle = MinibatchShuffle(
+        minibatch_size=minibatch_size, rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(),
+        seed=run.seed, group_size=ppo.num_samples_per_prompt,
+    )  # fmt: skip
     dataset = MiniDataset(
-        generation_batches=rollouts.generation_batches, minibatch_size=minibatch_size, ppo_epochs=ppo.ppo_epochs,
-        rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(), seed=run.seed,
-        group_size=ppo.num_samples_per_prompt,
+        shuffle, generation_batches=rollouts.generation_batches, ppo_epochs=ppo.ppo_epochs,
         whiten_advantages=ppo.whiten_advantages,
     )  # fmt: skip
     unsupervised = None

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
 from dschat.arguments import PPOArguments
-from dschat.distributed.collectives import sum_over_ranks
 from dschat.losses.aggregation import aggregation_weights
 from dschat.losses.normalizer import Metrics
 from dschat.losses.policy import POLICY_LOSSES
 from dschat.losses.regularization import entropy_bonus, kl_loss
 from dschat.rlhf.experience import Experience
-from dschat.rlhf.rollout_correction import correction_weights
-
-
-@dataclass(frozen=True)
-class StepCounts:
-    """Trained tokens of an optimizer step, and responses with any, over all ranks and micro-batches."""
-
-    tokens: float
-    responses: float
-
-    @classmethod
-    def of(cls, minibatch: Experience) -> StepCounts:
-        """Count the step's rows of all ranks; a collective."""
-        mask = minibatch.trained_mask
-        tokens, responses = sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()])).tolist()
-        return cls(float(tokens), float(responses))
+from dschat.rlhf.updates.optimizer_steps import StepCounts
+from dschat.rlhf.updates.rollout_correction import correction_weights
 
 
 class ActorLoss:
@@ -40,16 +22,16 @@ class ActorLoss:
         max_tokens: maximum response length.
 
     Attributes:
-        wants_entropy: whether calls need entropies with gradient.
+        needs_entropy: whether calls need entropies with gradient.
     """
 
     def __init__(self, ppo: PPOArguments, *, max_tokens: int) -> None:
         self.ppo, self.max_tokens = ppo, max_tokens
-        self.wants_entropy = ppo.entropy_coef > 0
+        self.needs_entropy = ppo.entropy_coef > 0
         self.corrects_rollouts = ppo.rollout_correction != "none" and ppo.old_logprobs == "recompute"
-        choice = POLICY_LOSSES[ppo.policy_loss]
-        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)} if choice.clip_range else {}
-        self.policy_loss, self.options = choice.function, clip | choice.options(ppo)
+        row = POLICY_LOSSES[ppo.policy_loss]
+        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)} if row.clip_range else {}
+        self.policy_loss, self.options = row.function, clip | row.options(ppo)
 
     def __call__(
         self, logprobs: Tensor, entropy: Tensor | None, part: Experience, counts: StepCounts, *, kl_coef: float
@@ -77,12 +59,12 @@ class ActorLoss:
         )  # fmt: skip
         metrics = metrics | correction | {"policy_loss": loss.detach()}
         if ppo.kl_in == "loss" and part.ref_logprobs is not None:
-            kl, said = kl_loss(
+            kl, kl_metrics = kl_loss(
                 logprobs, part.ref_logprobs, mask, estimator=ppo.kl_estimator, clip=ppo.kl_clip or None,
                 weights=weights, normalizer=counts.tokens,
             )  # fmt: skip
-            loss, metrics = loss + kl_coef * kl, metrics | said
-        if self.wants_entropy:
-            bonus, said = entropy_bonus(entropy, mask, weights=weights, normalizer=counts.tokens)
-            loss, metrics = loss - ppo.entropy_coef * bonus, metrics | said
+            loss, metrics = loss + kl_coef * kl, metrics | kl_metrics
+        if self.needs_entropy:
+            bonus, bonus_metrics = entropy_bonus(entropy, mask, weights=weights, normalizer=counts.tokens)
+            loss, metrics = loss - ppo.entropy_coef * bonus, metrics | bonus_metrics
         return loss, metrics

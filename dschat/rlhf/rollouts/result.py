@@ -1,10 +1,10 @@
-"""The result of one rollout batch, returned by the trainer: experience, samples, timings, log-prob mismatch."""
+"""The result of one rollout batch: experience, samples for the log, timings, log-prob mismatch."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dschat.distributed import failpoint, watchdog
 from dschat.distributed.engines import Metrics
+from dschat.rewards.weighted_sum import Answers, Scores, prompt_text
 from dschat.rlhf.experience import Experience
 
 
@@ -46,7 +47,7 @@ class RolloutResult:
         samples: prompt, response and scores of each response, for the log.
         timings: seconds by phase.
         mismatch: sums of the log-prob mismatch between rollout engine and policy, see
-            rollout_correction.rollout_logprob_mismatch; {} with --old_logprobs rollout, where the first update
+            logprob_mismatch.rollout_logprob_mismatch; {} with --old_logprobs rollout, where the first update
             measures it.
     """
 
@@ -54,3 +55,27 @@ class RolloutResult:
     samples: list[dict[str, Any]]
     timings: Timings
     mismatch: Metrics = field(default_factory=dict)
+
+
+def sample_records(
+    answers: Answers, scores: Scores, *, row_index: Sequence[int], judge_scores: Sequence[float | None]
+) -> list[dict[str, Any]]:
+    """One JSON-serialisable record for each response: prompt, response, scores by source, and the judge's score.
+
+    Args:
+        row_index: [B], the rows of the prompts in their data source.
+        judge_scores: [B]; None where the judge gave no score, or there is no judge.
+    """
+    parts = {name: [None if x != x else x for x in part.tolist()] for name, part in scores.parts.items()}  # NaN: none
+    return [
+        {
+            "prompt": prompt_text(answers.messages[i]),
+            "response": answers.responses[i],
+            "score": score,
+            "rewards": {name: part[i] for name, part in parts.items()},
+            "judge": judge_scores[i],
+            "ended": answers.ended[i],
+            "row_index": row_index[i],
+        }
+        for i, score in enumerate(scores.total.tolist())
+    ]

@@ -1,0 +1,1 @@
+"""From sampled responses to an Experience: model outputs, shaped scores, metrics."""

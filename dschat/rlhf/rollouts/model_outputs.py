@@ -1,0 +1,78 @@
+"""Forward passes over a rollout: old and reference log-probs, entropies and values of its response tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from dschat.distributed.micro_batches import forward_in_micro_batches
+from dschat.generation import Rollout
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutputs:
+    """Outputs of actor, reference model and critic on the response tokens of a rollout, each [B, T].
+
+    Attributes:
+        old_logprobs, entropy: of the actor, nats.
+        ref_logprobs: of the reference model, nats; None without one.
+        values: V of the state before each response token; None without a critic.
+    """
+
+    old_logprobs: Tensor
+    entropy: Tensor
+    ref_logprobs: Tensor | None
+    values: Tensor | None
+
+
+def compute_model_outputs(
+    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: Literal["recompute", "rollout"], temperature: float,
+    micro_batch_size: int,
+) -> ModelOutputs:  # fmt: skip
+    """Forward passes of all models with dropout off. A collective under ZeRO-3.
+
+    Args:
+        old_logprobs: "rollout" takes the decoder's log-probs instead of a forward pass of the actor.
+        temperature: of sampling.
+        micro_batch_size: sequences per forward pass.
+    """
+    mask = rollout.response_mask
+    ids, attended = rollout.sequences, rollout.attention_mask
+    loss_mask = F.pad(mask, (rollout.prompt_length, 0))  # [B, P+T]
+    if old_logprobs == "rollout":
+        logprobs, entropy = rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
+    else:
+        engine.policy.eval()
+        outputs = forward_in_micro_batches(
+            engine.policy, ids, attended, loss_mask, temperature=temperature, with_entropy=True,
+            micro_batch_size=micro_batch_size,
+        )  # [B, P+T] each  # fmt: skip
+        logprobs, entropy = (response_columns(output, mask) for output in outputs)
+    ref_logprobs = values = None
+    if engine.ref is not None:
+        ref_logprobs = response_columns(
+            forward_in_micro_batches(
+                engine.ref, ids, attended, loss_mask, temperature=temperature, micro_batch_size=micro_batch_size
+            ),
+            mask,
+        )
+    if engine.critic is not None:
+        engine.critic.eval()
+        values = state_columns(
+            forward_in_micro_batches(engine.critic, ids, attended, micro_batch_size=micro_batch_size), mask
+        )
+    return ModelOutputs(old_logprobs=logprobs, entropy=entropy, ref_logprobs=ref_logprobs, values=values)
+
+
+def response_columns(per_token: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, P+T] → [B, T]: the columns of the response tokens."""
+    return per_token[:, -response_mask.shape[1] :]
+
+
+def state_columns(per_token: Tensor, response_mask: Tensor) -> Tensor:
+    """[B, P+T] → [B, T]: the column before each response token; the state before token t ends at column P + t − 1."""
+    return per_token[:, -response_mask.shape[1] - 1 : -1]

@@ -1,0 +1,1 @@
+"""One optimizer step of policy and critic: their losses, rollout correction, pretraining texts."""

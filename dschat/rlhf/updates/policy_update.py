@@ -1,0 +1,82 @@
+"""One optimizer step of the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from dschat.arguments import PPOArguments, RolloutArguments
+from dschat.distributed.collectives import sum_over_ranks
+from dschat.distributed.engines import Metrics, optimizer_step
+from dschat.losses.sft import sft_loss
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.rollouts.logprob_mismatch import mismatch_metrics, rollout_logprob_mismatch
+from dschat.rlhf.rollouts.model_outputs import response_columns
+from dschat.rlhf.updates.actor_loss import ActorLoss
+from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard, step_metrics
+
+
+class PolicyUpdate:
+    """Computes the losses of the policy and takes its optimizer steps.
+
+    Attributes:
+        actor_loss: the configured loss of a micro-batch.
+    """
+
+    def __init__(self, engine: DeepSpeedRLHFEngine, *, rollouts: RolloutArguments, ppo: PPOArguments) -> None:
+        self.engine, self.rollouts, self.ppo = engine, rollouts, ppo
+        self.actor_loss = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
+
+    def step(
+        self, parts: Sequence[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts, *,
+        kl_coef: float, measure_mismatch: bool = False, record: Record = discard,
+    ) -> dict[str, float]:  # fmt: skip
+        """Update the policy, then its moving average; returns the metrics of the step. A collective.
+
+        Args: as in DeepSpeedPPOTrainer.train_rlhf; parts are the micro-batches of the minibatch.
+        """
+        texts = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL reduces device tensors only
+        text_tokens = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
+        mismatches: list[Metrics] | None = [] if measure_mismatch else None
+        loss = partial(self.loss, counts=counts, kl_coef=kl_coef, mismatches=mismatches, record=record)
+        step = optimizer_step(
+            self.engine.policy,
+            [partial(loss, part) for part in parts]
+            + [partial(self.unsupervised_loss, batch, text_tokens) for batch in unsupervised],
+        )
+        self.engine.update_ema(self.engine.models.ema_decay)
+        return step_metrics(step, "actor") | (mismatch_metrics(mismatches) if mismatches else {})
+
+    def loss(
+        self, part: Experience, counts: StepCounts, *, kl_coef: float, mismatches: list[Metrics] | None = None,
+        record: Record = discard,
+    ) -> tuple[Tensor, Metrics]:  # fmt: skip
+        """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
+        entropy, with_entropy = None, self.actor_loss.needs_entropy
+        logprobs = self.engine.policy(
+            part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature, with_entropy
+        )
+        if with_entropy:
+            logprobs, entropy = logprobs
+            entropy = response_columns(entropy, part.response_mask)
+        logprobs = response_columns(logprobs, part.response_mask)
+        if mismatches is not None:
+            mismatches.append(rollout_logprob_mismatch(logprobs, part.rollout_logprobs, part.response_mask))
+        record("logprobs", logprobs)
+        loss, metrics = self.actor_loss(logprobs, entropy, part, counts, kl_coef=kl_coef)
+        record("policy_loss", loss)
+        return loss, metrics
+
+    def unsupervised_loss(self, batch: dict[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
+        """PTX loss of a micro-batch of texts.
+
+        Args:
+            tokens: trained text tokens of the step, over all ranks.
+        """
+        logprobs = self.engine.policy(batch["input_ids"], batch["attention_mask"], batch["loss_mask"])
+        loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
+        return self.ppo.unsup_coef * loss, {"unsupervised_loss": loss}
