@@ -378,15 +378,15 @@ def test_an_update_can_be_dumped_and_replayed_and_a_spoiled_number_is_found(run,
     replay = [sys.executable, MAINS["ppo"].parents[2] / "scripts" / "replay.py", folder]
     said = subprocess.run(replay, capture_output=True, text=True)
     assert said.returncode == 0, said.stdout + said.stderr
-    assert "the replay gives what the run gave" in said.stdout and "rank 1 logprobs.0" in said.stdout
+    assert "the replay equals the run" in said.stdout and "rank 1 logprobs.0" in said.stdout
     file = folder / "update_rank1.safetensors"
     tensors = load_file(file)
     tensors["values.0"][1, 2] += 0.5
     save_file(tensors, file)
     said = subprocess.run(replay, capture_output=True, text=True)
     assert said.returncode == 1
-    parted = [line for line in said.stdout.splitlines() if "parts here" in line]
-    assert len(parted) == 1 and parted[0].startswith("rank 1 values.0") and "(1, 2)" in parted[0]
+    differing = [line for line in said.stdout.splitlines() if "<- differs" in line]
+    assert len(differing) == 1 and differing[0].startswith("rank 1 values.0") and "(1, 2)" in differing[0]
 
 
 def test_a_second_run_in_the_same_folder_is_kept_out(run, tmp_path):

@@ -142,7 +142,7 @@ def test_it_runs_with_finite_numbers_and_an_export_that_loads(algorithm, run, tm
         replay = MAINS["ppo"].parents[2] / "scripts" / "replay.py"
         (folder,) = (tmp_path / algorithm / "dump").iterdir()
         said = subprocess.run([sys.executable, replay, folder], capture_output=True, text=True)
-        assert said.returncode == 0 and "the replay gives what the run gave" in said.stdout, said.stdout + said.stderr
+        assert said.returncode == 0 and "the replay equals the run" in said.stdout, said.stdout + said.stderr
 
 
 def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:
