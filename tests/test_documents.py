@@ -1,6 +1,8 @@
 """Links, paths, flags and metrics named in the READMEs and in CONTRIBUTING exist."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,3 +90,9 @@ def test_metrics_are_logged(path):
         return bool(stems & (strings | flags)) or any(ending in string for string in strings)
 
     assert {name for name in metrics if not is_logged(name)} == set()
+
+
+def test_the_soak_test_starts_as_documented():
+    """It runs outside pytest, which puts tests/support on the path."""
+    completed = subprocess.run([sys.executable, ROOT / "tests" / "soak.py", "--help"], capture_output=True, text=True)
+    assert completed.returncode == 0 and "--kills" in completed.stdout, completed.stderr
