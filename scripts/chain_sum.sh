@@ -62,7 +62,7 @@ for level in 1 2 3; do
 done
 
 echo "== summary"
-python scripts/chain_sum/exam.py --output "$output" --models "$output"/{sft,level1,level2,level3}
+python scripts/chain_sum/evaluate.py --output "$output" --models "$output"/{sft,level1,level2,level3}
 python scripts/report.py "$output"/{sft,level1,level2,level3} -o "$output/report.html"
 cat <<TEXT
 

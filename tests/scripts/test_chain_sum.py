@@ -1,4 +1,4 @@
-"""scripts/chain_sum: correct worked sums, unseen exam questions, and removal of the system prompt block."""
+"""scripts/chain_sum: correct worked sums, unseen evaluation questions, and removal of the system prompt block."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from repository import SCRIPTS
 pytest.importorskip("reasoning_gym", reason="the extra reasoning is not installed")
 sys.path[:0] = [str(SCRIPTS / "chain_sum"), str(SCRIPTS / "smollm2")]
 
-from exam import seen_prompts, unseen_sums  # noqa: E402
+from evaluate import seen_prompts, unseen_sums  # noqa: E402
 from prepare_model import without_system_prompt  # noqa: E402
 from worked_sums import worked  # noqa: E402
 

@@ -147,7 +147,7 @@ HUGE = 2**63
 REPORT, CHAT, SERVE, REPLAY = "report", "chat", "serve_reward_model", "replay"
 CHATS, MODEL, SUMMARY = "quickstart/arithmetic_chats", "quickstart/make_model", "quickstart/summarize"
 DATA, CONVERT, SMOLLM2 = "smollm2/prepare_data", "smollm2/prepare_model", "smollm2/summarize"
-SUMS, EXAM = "chain_sum/worked_sums", "chain_sum/exam"
+SUMS, EVALUATE = "chain_sum/worked_sums", "chain_sum/evaluate"
 SUMMARY_FLAGS = {"--output": "empty", "--sft": "empty", "--ppo": "empty", "--prompts": "questions.jsonl",
                  "--reward_run": "one_metric/sft", "--stages": "stamps"}  # fmt: skip
 
@@ -233,7 +233,7 @@ CASES: list[tuple[str, list, str]] = [
     (SUMMARY, summary_with(prompts="other.jsonl"), "other.jsonl:1: wants a JSON object with prompt, answer"),
     (SUMMARY, summary_with(reward_run="empty"), "empty/metrics.jsonl: No such file"),
     (SUMMARY, summary_with(reward_run="broken_metrics/sft"), "metrics.jsonl:1: not valid JSON"),
-    (SUMMARY, summary_with(), "stamps/sft: no stamp of a stage"),
+    (SUMMARY, summary_with(), "stamps/sft: is not a stamp of a stage"),
     (SUMMARY, summary_with(stages="missing"), "--stages: there is no folder"),
     *numbers(SUMMARY, summary_with(), {"samples": (0,), "seed": (-1,)}),
     (DATA, ["--output", "a_file"], "a_file is no folder that can be written"),
@@ -256,12 +256,12 @@ WITH_REASONING_GYM = [
     (SUMS, ["--output", "new", "--min_terms", "4"], "--min_terms 4 is more than --max_terms 3"),
     *numbers(SUMS, ["--output", "new"], {"seed": (-1,), "rows": (0,), "min_terms": (1,), "max_terms": (1, 0),
                                          "max_digits": (0, 99)}),
-    (EXAM, ["--output", "missing", "--models", "empty"], "--output: there is no folder"),
-    (EXAM, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
-    (EXAM, ["--output", "exam", "--models"], "--models"),
-    (EXAM, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
-    (EXAM, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
-    *numbers(EXAM, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
+    (EVALUATE, ["--output", "missing", "--models", "empty"], "--output: there is no folder"),
+    (EVALUATE, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
+    (EVALUATE, ["--output", "exam", "--models"], "--models"),
+    (EVALUATE, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
+    (EVALUATE, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
+    *numbers(EVALUATE, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
 ]  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def test_a_reward_server_listens_at_addresses_of_this_machine_only(host, inputs,
     assert "is no address" in printed or "cannot listen there" in printed
 
 
-@pytest.mark.parametrize("name", [SUMS, EXAM])
+@pytest.mark.parametrize("name", [SUMS, EVALUATE])
 def test_bad_input_of_programs_that_need_reasoning_gym(name, inputs, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
     monkeypatch.chdir(inputs)
