@@ -51,6 +51,34 @@ def progress(output: Path) -> int:
     return len(list(folder.iterdir())) and max((path.stat().st_mtime_ns for path in folder.iterdir()), default=0)
 
 
+def run_with_kills(
+    words: list[str], output: Path, log: Path, *, kills: int, longest_delay: float, generator: random.Random
+) -> tuple[int, int]:
+    """Run a command again and again, killing it this many times; returns the number of kills and the last exit status.
+
+    Args:
+        output: the run's folder; each run is killed only after it has saved a new checkpoint.
+        longest_delay: seconds between the checkpoint and the kill are drawn from 0 to this.
+    """
+    (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+    killed = 0
+    while True:
+        before, started = progress(output), time.monotonic()
+        process = start(words, log)
+        while process.poll() is None and progress(output) == before:
+            time.sleep(0.05)
+        deadline = time.monotonic() + generator.uniform(0, longest_delay)
+        while process.poll() is None and (killed >= kills or time.monotonic() < deadline):
+            time.sleep(0.01)
+        if process.poll() is not None:
+            return killed, process.returncode
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+        newest = max(path.name for path in (output / "checkpoints").glob("step-*"))
+        print(f"kill {killed} after {time.monotonic() - started:.1f} s, newest checkpoint {newest}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a finished run of step 3")
@@ -60,7 +88,6 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    generator = random.Random(options.seed)
 
     start_time = time.monotonic()
     if start(command(options.run, output / "uninterrupted"), output / "uninterrupted.log").wait():
@@ -68,25 +95,12 @@ def main() -> None:
     whole = time.monotonic() - start_time
     print(f"uninterrupted: {whole:.0f} s", flush=True)
 
-    interrupted, kills = output / "interrupted", 0
-    (interrupted / "checkpoints").mkdir(parents=True, exist_ok=True)
-    while True:
-        before, started = progress(interrupted), time.monotonic()
-        process = start(command(options.run, interrupted), output / "interrupted.log")
-        # Wait for a new checkpoint first, or the run would never finish; then kill at a random time.
-        while process.poll() is None and progress(interrupted) == before:
-            time.sleep(0.05)
-        deadline = time.monotonic() + generator.uniform(0, 0.5 * whole / max(options.kills, 1))
-        while process.poll() is None and (kills >= options.kills or time.monotonic() < deadline):
-            time.sleep(0.01)
-        if process.poll() is not None:
-            break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
-        newest = max(path.name for path in (interrupted / "checkpoints").glob("step-*"))
-        print(f"kill {kills} after {time.monotonic() - started:.1f} s, newest checkpoint {newest}", flush=True)
-    if process.returncode:
+    interrupted = output / "interrupted"
+    kills, status = run_with_kills(
+        command(options.run, interrupted), interrupted, output / "interrupted.log", kills=options.kills,
+        longest_delay=0.5 * whole / max(options.kills, 1), generator=random.Random(options.seed),
+    )  # fmt: skip
+    if status:
         sys.exit(f"the interrupted run failed: {output / 'interrupted.log'}")
     for folder in ("", "critic"):
         actual = load_file(interrupted / folder / "model.safetensors")
