@@ -83,6 +83,12 @@ def yes(monkeypatch) -> io.StringIO:
     return answers
 
 
+@pytest.fixture(autouse=True)
+def scripts_on_path(monkeypatch):
+    """Programs of scripts/ import modules beside them."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
 def script(name: str):
     spec = importlib.util.spec_from_file_location(f"script_{name}", ROOT / "scripts" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
