@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# A real model learns to add: SmolLM2-135M-Instruct is shown a few hundred worked sums (SFT), then practises longer and
-# longer ones with GRPO, level by level. The only reward: is the last number right?
+# SmolLM2-135M-Instruct learns to add: SFT on a few hundred worked sums, then GRPO on sums of growing length, level by
+# level. The only reward is the correctness of the last number.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: bash scripts/chain_sum.sh [OPTION ...]
 
-  --output DIR       where everything goes (default output/chain_sum); a finished stage is not run again
+  --output DIR       output folder (default output/chain_sum); finished stages are skipped
   --fresh            start over (downloads are kept)
   --seed N           seed of data order and sampling (default 1)
   --processes N      processes of each step (default: the GPUs of this machine, else 1)
   --sft_steps N      steps of 16 worked sums of 2 to 5 numbers (default 40)
-  --iterations N     updates of each level, of 8 answers to each of 8 sums (default 35)
+  --iterations N     updates per level, of 8 responses to each of 8 sums (default 35)
   --rl_flags "..."   further flags for step 3
 
-Sums are of one-digit numbers, those of a level: 2 or 3, 3 or 4, 4 or 5 of them (reasoning-gym's chain_sum). Sums whose
-answers are all right or all wrong are replaced (DAPO's dynamic sampling): rollouts cost little, updates much.
+The levels have sums of 2 or 3, 3 or 4, 4 or 5 one-digit numbers (reasoning-gym's chain_sum). Sums whose responses are all
+correct or all wrong are replaced (DAPO's dynamic sampling): rollouts are cheap, updates are not.
 TEXT
 }
 
@@ -32,7 +32,7 @@ cd "$root"
 source scripts/stages.sh
 
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-((8 % processes == 0)) || fail "--processes $processes: 8 sums are shared by 1, 2, 4 or 8"
+((8 % processes == 0)) || fail "--processes $processes: must divide the 8 sums of an update: choose 1, 2, 4 or 8"
 read -ra rl_flags <<<"${option[rl_flags]}"
 begin_stages model data sft level1 level2 level3
 
@@ -45,7 +45,7 @@ stage sft step step1_supervised_finetuning --seed "$seed" \
     --max_seq_len 128 --per_device_train_batch_size $((16 / processes)) --max_steps "${option[sft_steps]}" \
     --learning_rate 2e-5 --num_warmup_steps 4 --eval_iters 4 --zero_stage 2
 
-# reasoning-gym draws row i from seed + i: seeds further apart than sizes share no row.
+# reasoning-gym generates row i from seed + i: seeds that differ by more than the sizes give different rows.
 sums() { echo "reasoning_gym:chain_sum?size=$1&seed=$2&min_terms=$3&max_terms=$4&min_digits=1&max_digits=1"; }
 start=$output/sft
 for level in 1 2 3; do
@@ -62,10 +62,10 @@ for level in 1 2 3; do
 done
 
 echo "== summary"
-python scripts/chain_sum/exam.py --output "$output" --models "$output"/{sft,level1,level2,level3}
+python scripts/chain_sum/evaluate.py --output "$output" --models "$output"/{sft,level1,level2,level3}
 python scripts/report.py "$output"/{sft,level1,level2,level3} -o "$output/report.html"
 cat <<TEXT
 
-The curves, and answers before and after:   $output/report.html
-Ask it:                                     $bin/python scripts/chat.py $output/level3
+Curves, and responses before and after:     $output/report.html
+Chat with the model:                        $bin/python scripts/chat.py $output/level3
 TEXT

@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Makes a Python environment for this repository, or brings one up to date. Safe to run again: it does nothing when
-# the requirement files have not changed.
+# Creates or updates a Python environment for this repository. When run again, it does nothing if the requirement
+# files have not changed.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: bash scripts/install.sh [EXTRA ...]
 
-Installs dschat (editable) with requirements.txt at the versions of constraints.txt, and the extras named:
+Installs dschat (editable) with requirements.txt at the versions of constraints.txt, and these extras:
   test      pytest, pytest-xdist, ruff
   smollm2   gguf
   reasoning reasoning-gym: generated tasks
-  math      nothing more: math-verify comes with requirements.txt
+  math      empty: math-verify is in requirements.txt
 
-The environment is $VENV if set, else the active virtualenv, else .venv in the repository (made if it is absent).
-PYTHON chooses the interpreter that makes it (3.10 to 3.13). pip's own variables are honoured: on a machine without a
-GPU, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may name a place with a CPU build of torch, which saves gigabytes of CUDA.
+The environment is $VENV if set, else the active virtualenv, else .venv in the repository (created if missing).
+PYTHON chooses its interpreter (3.10 to 3.13). pip's environment variables apply: on a machine without a
+GPU, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may name an index with CPU builds of torch, which saves gigabytes of CUDA.
 CONSTRAINTS= (empty) installs the newest versions that requirements.txt allows.
 
 Progress goes to standard error; standard output is the environment's bin folder, for
@@ -71,7 +71,7 @@ else
 fi
 check_tools
 if [[ ! -x $venv/bin/python ]]; then
-    say "making $venv with $("$python" --version)"
+    say "creating $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi
 python=$venv/bin/python
@@ -95,7 +95,7 @@ if ((!complete)); then
     ((${#extras[@]} == 0)) || wanted="${root}[$(IFS=,; echo "${extras[*]}")]"
     started=$SECONDS
     "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$wanted" >&2 \
-        || fail "pip could not install the requirements; its message stands above"
+        || fail "pip could not install the requirements; see its message above"
     # ninja came with the requirements: DeepSpeed finds it through PATH only.
     PATH="$venv/bin:$PATH" command -v ninja >/dev/null || fail "ninja is not in $venv/bin: $python -m pip install ninja"
     touch "${stamps[@]}"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Iterative DPO: rounds of pairs sampled from the newest model and judged, then preference optimisation on them.
-# Run again, it skips what is done.
+# When run again, it skips finished stages.
 set -euo pipefail
 
 usage() {
@@ -8,22 +8,22 @@ usage() {
 usage: bash scripts/iterative_dpo.sh --model DIR --prompts FILE --judge FILE.py:FUNCTION [OPTION ...]
 
   --model DIR          the model of the first round, usually step 1's export
-  --prompts FILE       rows with a prompt, and what the judge reads
-  --judge F.py:NAME    scores answers: see training/step2_reward_model_finetuning/README.md
-  --output DIR         where everything goes (default output/iterative_dpo); a finished stage is not run again
-  --rounds N           how many rounds (default 3)
-  --reference WHICH    round: what the round starts from (default); first: --model, in every round
-  --seed N             seed of the training; the answers of round R are sampled with N + R (default 1)
+  --prompts FILE       rows with a prompt and the columns that the judge reads
+  --judge F.py:NAME    scores responses: see training/step2_reward_model_finetuning/README.md
+  --output DIR         output folder (default output/iterative_dpo); finished stages are skipped
+  --rounds N           number of rounds (default 3)
+  --reference WHICH    round: the initial model of the round (default); first: --model, in every round
+  --seed N             seed of the training; responses of round R are sampled with N + R (default 1)
   --dtype TYPE         bf16 or fp32 (default bf16)
   --max_prompt N       longest prompt, in tokens (default 256)
-  --max_answer N       longest answer (default 256)
-  --samples N          answers to each prompt (default 4)
-  --pairs N            at most so many pairs of them (default 2)
-  --batch N            pairs of an optimizer step, over all processes (default 64)
+  --max_answer N       longest response, in tokens (default 256)
+  --samples N          responses to each prompt (default 4)
+  --pairs N            most pairs per prompt (default 2)
+  --batch N            pairs per optimizer step, over all processes (default 64)
   --processes N        processes of the training (default: the GPUs of this machine, else 1)
   --fresh              start over
 
-Anything else for the two programs, for instance --dpo_flags "--beta 0.3 --learning_rate 5e-7":
+Further flags of the two programs, for instance --dpo_flags "--beta 0.3 --learning_rate 5e-7":
   --pair_flags "..."   --dpo_flags "..."
 
 The models are OUTPUT/dpo-1, OUTPUT/dpo-2, ...; the pairs OUTPUT/pairs-1, ...
@@ -41,11 +41,11 @@ declare -A choices=([dtype]="bf16 fp32" [reference]="round first") least=(
 )
 source "$root/scripts/options.sh" "$@"
 for name in model prompts judge; do
-    [[ -n ${option[$name]} ]] || fail "--$name is needed (--help says what it is)"
+    [[ -n ${option[$name]} ]] || fail "--$name is required (see --help)"
 done
 judge_file=${option[judge]%%:*}
-[[ -f $judge_file && ${option[judge]} == *.py:?* ]] || fail "--judge ${option[judge]}: wants FILE.py:FUNCTION, a file that is there"
-# Paths are the caller's; the programs run from the root of the repository.
+[[ -f $judge_file && ${option[judge]} == *.py:?* ]] || fail "--judge ${option[judge]}: must be FILE.py:FUNCTION, with an existing file"
+# Paths are relative to the caller's folder; the programs run in the root of the repository.
 option[judge]=$(realpath -- "$judge_file"):${option[judge]#*:}
 [[ ! -e ${option[model]} ]] || option[model]=$(realpath -- "${option[model]}")
 prompts=${option[prompts]}
@@ -60,7 +60,7 @@ export PATH="$bin:$PATH" TOKENIZERS_PARALLELISM=false
 cd "$root"
 source scripts/stages.sh
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-((option[batch] % processes == 0)) || fail "--batch ${option[batch]} is cut over $processes processes: choose a multiple"
+((option[batch] % processes == 0)) || fail "--batch ${option[batch]} must be a multiple of the $processes processes"
 read -ra pair_flags <<<"${option[pair_flags]}"
 read -ra dpo_flags <<<"${option[dpo_flags]}"
 stages=()
@@ -68,7 +68,7 @@ for ((round = 1; round <= option[rounds]; round++)); do
     stages+=("pairs-$round" "dpo-$round")
 done
 if ((fresh)); then
-    for folder in "$output"/{pairs,dpo}-*; do # of more rounds than there are to be
+    for folder in "$output"/{pairs,dpo}-*; do # also those of further rounds
         ! is_ours "$folder" || stages+=("$(basename "$folder")")
     done
 fi

@@ -1,22 +1,22 @@
-# shellcheck shell=bash disable=SC2034  # other scripts read what is set here
+# shellcheck shell=bash disable=SC2034  # other scripts read these variables
 # Sourced by scripts with options, as `source options.sh "$@"`. It needs usage(), and reads these arrays:
-#   option    option → default. A default "" may stay; every other value must not be empty
-#   least     option → smallest value, of those that are whole numbers (read as decimal: 08 is 8)
-#   choices   option → the words to choose from
-#   switches  switch → 0; those given become 1
+#   option    option → default. only an option with the default "" may be empty
+#   least     option → smallest value, for integers (decimal: 08 is 8)
+#   choices   option → allowed values
+#   switches  switch → 0; set to 1 if given
 # It sets $fresh (--fresh) and $output, the absolute path of ${option[output]}; and fail(), whole_number(). Every mistake
-# is one message and exit status 2; nothing is made here.
+# is one message and exit status 2; no files are created.
 
 fail() { echo "$(basename "$0" .sh): $1" >&2; exit 2; }
 
 # whole_number NAME VALUE LEAST: the decimal number as $REPLY.
 whole_number() {
-    [[ $2 =~ ^[0-9]{1,9}$ ]] || fail "$1 $2: wants a whole number (of at most 9 digits)"
+    [[ $2 =~ ^[0-9]{1,9}$ ]] || fail "$1 $2: must be a whole number (of at most 9 digits)"
     REPLY=$((10#$2))
     ((REPLY >= $3)) || fail "$1 $2: must be at least $3"
 }
 
-unset CDPATH # cd would go where nobody meant it to
+unset CDPATH # it changes the target of cd
 fresh=0
 declare -p least >/dev/null 2>&1 || declare -A least=()
 declare -p choices >/dev/null 2>&1 || declare -A choices=()
@@ -39,10 +39,10 @@ while (($#)); do
         continue
     fi
     [[ -n ${option[$name]+known} ]] || fail "unknown option '$1' (--help lists them)"
-    (($# > 1)) || fail "$1 wants a value"
-    [[ -n $2 || $name == *_flags ]] || fail "$1 wants a value, not an empty one"
-    [[ $2 != -* || $name == *_flags ]] || fail "$1 $2: wants a value (a path that begins with a dash is written ./$2)"
-    [[ $2 != *$'\n'* ]] || fail "$1: its value has a line break; take it out"
+    (($# > 1)) || fail "$1 needs a value"
+    [[ -n $2 || $name == *_flags ]] || fail "$1 needs a value that is not empty"
+    [[ $2 != -* || $name == *_flags ]] || fail "$1 $2: needs a value (write ./$2 for a path that begins with a dash)"
+    [[ $2 != *$'\n'* ]] || fail "$1: its value has a line break; remove it"
     option["$name"]=$2
     shift 2
 done
@@ -62,4 +62,4 @@ parent=$output
 while [[ ! -e $parent && ! -L $parent ]]; do
     parent=$(dirname -- "$parent")
 done
-[[ -d $parent && -w $parent ]] || fail "--output ${option[output]}: $parent is no folder that can be written; name another"
+[[ -d $parent && -w $parent ]] || fail "--output ${option[output]}: $parent is not a writable folder; name another"

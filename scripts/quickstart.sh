@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to a model whose reward has risen: installs, then trains a tiny Llama on chats about small sums,
-# SFT -> sampled and judged pairs -> reward model -> PPO. Run again, it skips what is done.
+# Installs the suite, then trains a tiny Llama on chats about small sums: SFT -> sampled and judged pairs ->
+# reward model -> PPO. When run again, it skips finished stages.
 set -euo pipefail
 
 usage() {
@@ -9,9 +9,9 @@ usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--dpo] [--outp
 
   --seed N       seed of the data, the weights and the training (default 1)
   --fresh        start over
-  --short        a few steps of everything: shows that it runs, teaches the model nothing
-  --dpo          train by DPO too, on the pairs, and compare
-  --output DIR   where everything goes (default output/quickstart)
+  --short        a few steps of each stage, to test the installation
+  --dpo          also train with DPO on the pairs, and compare
+  --output DIR   output folder (default output/quickstart)
 
 The environment is made by scripts/install.sh (see its --help). PROCESSES=N sets the processes of each training step
 (default: the GPUs of this machine, at most 8; one on CPU).
@@ -105,8 +105,8 @@ python scripts/report.py "${runs[@]}" -o "$output/report.html"
 
 cat <<TEXT
 
-The curves, and answers before and after:   $output/report.html
-Talk with the model:                        $bin/python scripts/chat.py $output/ppo
+Curves, and responses before and after:     $output/report.html
+Chat with the model:                        $bin/python scripts/chat.py $output/ppo
 Train your own, step by step:               training/step1_supervised_finetuning/README.md
 A real model on real conversations:         bash scripts/smollm2.sh
 TEXT

@@ -10,20 +10,17 @@ runs with --actor_dropout differ from logprobs on; for LoRA, its gradients are t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from dump_files import Dump, read_dump
 from torch import Tensor, nn
 
-from dschat.arguments import PPOArguments
 from dschat.arguments.models import TRUST_HELP
-from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, number_type, read_json
+from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, number_type
 from dschat.losses.value import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -32,120 +29,120 @@ from dschat.rlhf.ppo_trainer import estimate_advantages
 from dschat.rlhf.updates.actor_loss import ActorLoss
 from dschat.rlhf.updates.optimizer_steps import StepCounts
 
-SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len": int, "kl_coef": (int, float),
-            "ppo": dict}  # fmt: skip
+
+class Comparison(NamedTuple):
+    """A tensor of the run and the same one of the replay."""
+
+    name: str
+    recorded: Tensor
+    replayed: Tensor
 
 
-def settings_of(folder: Path) -> tuple[dict[str, Any], PPOArguments]:
-    """The flags saved in the dump. Raises ValueError with the file name if it is not a dump."""
-    path = folder / "settings.json"
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no settings.json: name a folder that --dump_step wrote")
-    settings = read_json(path)
-    wrong = [name for name, kind in SETTINGS.items() if not isinstance(settings, dict)
-             or not isinstance(settings.get(name), kind)]  # fmt: skip
-    if wrong or settings["processes"] < 1:
-        wrong = wrong or ["processes"]
-        raise ValueError(f"{path}: {', '.join(wrong)} is missing or wrong: was it written by --dump_step?")
-    unknown = settings["ppo"].keys() - {field.name for field in dataclasses.fields(PPOArguments)}
-    if unknown:
-        raise ValueError(f"{path}: this version knows no flag {', '.join(sorted(unknown))}: replay with the run's own")
-    return settings, PPOArguments(**settings["ppo"])
+class Update:
+    """The replayed update: models in float32 without dropout, gradients accumulated over all ranks.
+
+    Attributes:
+        totals: policy_loss and value_loss of the whole update.
+    """
+
+    def __init__(self, dump: Dump, folder: Path, device: torch.device, *, trust_remote_code: bool) -> None:
+        loading = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+        self.dump, self.device, self.totals = dump, device, defaultdict(float)
+        self.actor = TokenLogprobs(load_causal_lm(folder / "actor", **loading)).to(device).eval()
+        self.critic = None
+        if dump.ppo.trains_critic:
+            self.critic = TokenScores(load_scalar_head(folder / "critic", **loading)).to(device).eval()
+        self.counts = StepCounts(
+            tokens=float(sum(part.trained_mask.sum() for part in dump.experience)),
+            responses=float(sum(part.trained_mask.any(-1).sum() for part in dump.experience)),
+        )
+        self.actor_loss = ActorLoss(dump.ppo, max_tokens=dump.max_answer_seq_len)
+
+    def actor_backward(self, part: Experience) -> dict[str, Tensor]:
+        """Forward and backward pass of the actor; returns the tensors that a dump records."""
+        columns = part.response_mask.shape[1]
+        logprobs, entropy = self.actor(
+            part.sequences, part.attention_mask, part.loss_mask, self.dump.temperature, True
+        )  # [B, P+T] each
+        logprobs, entropy = logprobs[:, -columns:], entropy[:, -columns:]  # [B, T]
+        loss, metrics = self.actor_loss(logprobs, entropy, part, self.counts, kl_coef=self.dump.kl_coef)
+        loss.backward()
+        self.totals["policy_loss"] += float(metrics["policy_loss"])
+        return {"logprobs": logprobs, "policy_loss": loss}
+
+    def critic_backward(self, part: Experience) -> dict[str, Tensor]:
+        """As actor_backward; {} without a critic."""
+        if self.critic is None:
+            return {}
+        columns = part.response_mask.shape[1]
+        values = self.critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]  # [B, T]
+        loss, _ = value_loss(
+            values, part.values, part.returns, part.trained_mask, value_clip_range=self.dump.ppo.value_clip_range,
+            normalizer=self.counts.tokens,
+        )  # fmt: skip
+        loss.backward()
+        self.totals["value_loss"] += float(loss)
+        return {"values": values, "value_loss": loss}
+
+    def metrics(self) -> dict[str, float]:
+        """Losses and gradient norms of the update, once all micro-batches are done."""
+        norms = {"actor_grad_norm": grad_norm(self.actor)}
+        norms |= {"critic_grad_norm": grad_norm(self.critic)} if self.critic is not None else {}
+        return self.totals | norms
 
 
-def tensors_of(path: Path) -> dict[str, Tensor]:
-    """Load the tensors of a file. Raises ValueError with the file name if that fails."""
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path}: not readable as safetensors ({error})") from error
-
-
-def experiences(folder: Path, processes: int) -> list[Experience]:
-    """The first minibatch of every rank."""
-    parts = []
-    for rank in range(processes):
-        path = folder / f"iteration_rank{rank}.safetensors"
-        fields = {n.removeprefix("0."): t for n, t in tensors_of(path).items() if n.startswith("0.")}
-        try:
-            parts.append(Experience(**fields))
-        except TypeError as error:
-            raise ValueError(f"{path}: its tensors are not those of an Experience ({error})") from error
-    return parts
-
-
-def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> list[tuple[str, Tensor, Tensor]]:
-    """Run the update and return (name, tensor of the run, tensor of the replay)."""
-    settings, ppo = settings_of(folder)
-    metrics = read_json(folder / "metrics.json")
-    ranks = experiences(folder, settings["processes"])
-    loading = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    actor = TokenLogprobs(load_causal_lm(folder / "actor", **loading)).to(device).eval()
-    critic = None
-    if ppo.trains_critic:
-        critic = TokenScores(load_scalar_head(folder / "critic", **loading)).to(device).eval()
-    counts = StepCounts(
-        tokens=float(sum(part.trained_mask.sum() for part in ranks)),
-        responses=float(sum(part.trained_mask.any(-1).sum() for part in ranks)),
-    )
-    loss_of_actor = ActorLoss(ppo, max_tokens=settings["max_answer_seq_len"])
-    rows: list[tuple[str, Tensor, Tensor]] = []
-    sums: dict[str, float] = defaultdict(float)
-    for rank, whole in enumerate(ranks):
-        theirs = tensors_of(folder / f"update_rank{rank}.safetensors")
-        if critic is not None:
-            _, returns = estimate_advantages(whole, ppo=ppo)
-            rows.append((f"rank {rank} returns", whole.returns, returns * whole.response_mask))
-        size = ppo.per_device_training_batch_size
-        for number, start in enumerate(range(0, len(whole), size)):
-            part = whole.rows(range(start, start + size))
-            part = Experience(**{name: tensor.to(device) for name, tensor in part.tensors().items()})
-            columns = part.response_mask.shape[1]
-            logprobs, entropy = actor(
-                part.sequences, part.attention_mask, part.loss_mask, settings["temperature"], True
+def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = False) -> list[Comparison]:
+    """Run the update again and compare its tensors and metrics with those of the run."""
+    dump = read_dump(folder)
+    update = Update(dump, folder, device, trust_remote_code=trust_remote_code)
+    comparisons: list[Comparison] = []
+    for rank, (experience, recorded) in enumerate(zip(dump.experience, dump.recorded, strict=True)):
+        if update.critic is not None:
+            _, returns = estimate_advantages(experience, ppo=dump.ppo)
+            comparisons.append(
+                Comparison(f"rank {rank} returns", experience.returns, returns * experience.response_mask)
             )
-            logprobs, entropy = logprobs[:, -columns:], entropy[:, -columns:]
-            loss, said = loss_of_actor(logprobs, entropy, part, counts, kl_coef=settings["kl_coef"])
-            found = {"logprobs": logprobs, "policy_loss": loss}
-            loss.backward()
-            sums["policy_loss"] += float(said["policy_loss"])
-            if critic is not None:
-                values = critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]
-                off, _ = value_loss(
-                    values, part.values, part.returns, part.trained_mask, value_clip_range=ppo.value_clip_range,
-                    normalizer=counts.tokens,
-                )  # fmt: skip
-                off.backward()
-                found |= {"values": values, "value_loss": off}
-                sums["value_loss"] += float(off)
-            for name, tensor in found.items():
-                if f"{name}.{number}" not in theirs:
+        size = dump.ppo.per_device_training_batch_size
+        for number, start in enumerate(range(0, len(experience), size)):
+            part = experience.rows(range(start, min(start + size, len(experience))))
+            part = Experience(**{name: tensor.to(device) for name, tensor in part.tensors().items()})
+            for name, tensor in (update.actor_backward(part) | update.critic_backward(part)).items():
+                if f"{name}.{number}" not in recorded:
                     continue  # --actor_freeze_steps: the run did not update the actor
+                recorded_tensor = recorded[f"{name}.{number}"]
+                if recorded_tensor.shape != tensor.shape:
+                    raise ValueError(
+                        f"{folder / f'update_rank{rank}.safetensors'}: {name}.{number} has shape "
+                        f"{tuple(recorded_tensor.shape)}, that of the replay {tuple(tensor.shape)}"
+                    )
                 mask = part.response_mask if tensor.dim() else torch.ones((), dtype=torch.bool, device=device)
-                rows.append(
-                    (f"rank {rank} {name}.{number}", theirs[f"{name}.{number}"] * mask.cpu(), (tensor * mask).detach())
+                comparisons.append(
+                    Comparison(f"rank {rank} {name}.{number}", recorded_tensor * mask.cpu(), (tensor * mask).detach())
                 )
-    found = sums | {"actor_grad_norm": grad_norm(actor)}
-    found |= {"critic_grad_norm": grad_norm(critic)} if critic is not None else {}
-    for name, value in ((name, value) for name, value in found.items() if name in metrics):
-        rows.append((name, torch.tensor(torch.nan if metrics[name] is None else metrics[name]), torch.tensor(value)))
-    return rows
+    for name, value in update.metrics().items():
+        if name in dump.metrics:
+            recorded_value = torch.nan if dump.metrics[name] is None else dump.metrics[name]
+            comparisons.append(Comparison(name, torch.tensor(recorded_value), torch.tensor(value)))
+    return comparisons
 
 
 def grad_norm(model: nn.Module) -> float:
     return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
 
 
-def line(name: str, theirs: Tensor, ours: Tensor, tolerance: float) -> tuple[str, bool]:
-    """One line of the table, and whether the tensors differ by more than the tolerance."""
-    theirs, ours = theirs.double().cpu(), ours.double().cpu()
-    off = (theirs - ours).abs()
-    off = torch.where(off.isnan(), torch.inf, off)
-    worst = float(off.max())
-    size = float(theirs[theirs.isfinite()].abs().max()) if theirs.isfinite().any() else 0.0
-    where = "" if off.dim() == 0 else str(tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape)))
-    parts = worst > tolerance * max(size, 1.0)
-    return f"{name:28} {worst:12.3g} {where:>12} {size:12.4g}{'   <- parts here' if parts else ''}", parts
+def table_row(comparison: Comparison, tolerance: float) -> tuple[str, bool]:
+    """One row of the table, and whether the tensors differ by more than the tolerance."""
+    recorded, replayed = comparison.recorded.double().cpu(), comparison.replayed.double().cpu()
+    difference = (recorded - replayed).abs()
+    difference = torch.where(difference.isnan(), torch.inf, difference)
+    largest = float(difference.max())
+    size = float(recorded[recorded.isfinite()].abs().max()) if recorded.isfinite().any() else 0.0
+    position = ""
+    if difference.dim():
+        position = str(tuple(int(i) for i in torch.unravel_index(difference.argmax(), difference.shape)))
+    differs = largest > tolerance * max(size, 1.0)
+    mark = "   <- differs" if differs else ""
+    return f"{comparison.name:28} {largest:12.3g} {position:>12} {size:12.4g}{mark}", differs
 
 
 def device_of(name: str) -> torch.device:
@@ -165,15 +162,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     options = parser.parse_args(arguments)
     with exit_on_mistake("replay"):
-        rows = replay(options.folder, options.device, trust_remote_code=options.trust_remote_code)
-    print(f"{'tensor':28} {'difference':>12} {'at':>12} {'size':>12}")
-    apart = 0
-    for name, theirs, ours in rows:
-        text, parts = line(name, theirs, ours, options.tolerance)
-        print(text)
-        apart += parts
-    print("the replay gives what the run gave" if not apart else f"{apart} lines part")
-    return int(bool(apart))
+        comparisons = replay(options.folder, options.device, trust_remote_code=options.trust_remote_code)
+    print(f"{'tensor':28} {'difference':>12} {'position':>12} {'size':>12}")
+    rows = [table_row(comparison, options.tolerance) for comparison in comparisons]
+    print("\n".join(text for text, _ in rows))
+    differing = sum(differs for _, differs in rows)
+    print(f"{differing} lines differ" if differing else "the replay equals the run")
+    return int(bool(differing))
 
 
 if __name__ == "__main__":

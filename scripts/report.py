@@ -11,194 +11,15 @@ from __future__ import annotations
 import argparse
 import html
 import json
-import math
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from report_curves import number_of, panels_of
+from report_inputs import Run, before_and_after, read_run
 
 from dschat.arguments.script_inputs import exit_on_mistake, new_file, number_type
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
-PHASES = ("train", "eval")
-
-# metric: (title, unit). The order is the order of the plots; other metrics are plotted after these.
-LEARNING = {
-    "judge": ("Judge", "mean score, watched only"),
-    "score": ("Score", "mean per response"),
-    "reward": ("Reward, KL included", "mean per response"),
-    "kl": ("KL to the reference", "nats"),
-    "loss": ("Loss", "mean over the step"),
-    "perplexity": ("Perplexity", "per token"),
-    "accuracy": ("Accuracy", "share"),
-    "margin": ("Score margin", "chosen − rejected"),
-    "chosen_score": ("Score of chosen responses", "mean"),
-    "rejected_score": ("Score of rejected responses", "mean"),
-    "flat_groups": ("Groups of equal scores", "share"),
-    "entropy": ("Entropy", "nats per token"),
-    "response_length": ("Response length", "tokens"),
-    "ended_by_eos": ("Ended by EOS", "share of responses"),
-    "clip_fraction": ("Clipped ratios", "share of tokens"),
-    "approx_kl": ("KL of the update", "nats per token"),
-    "explained_variance": ("Explained variance of the critic", "1 is perfect"),
-    "policy_loss": ("Policy loss", "mean per token"),
-    "value_loss": ("Value loss", "mean per token"),
-    "value_mean": ("Value", "mean per token"),
-    "return_mean": ("Return", "mean per token"),
-    "value_clip_fraction": ("Clipped values", "share of tokens"),
-    "value_error": ("Error of the values", "mean square per token"),
-    "return_square": ("Squared return", "mean per token"),
-    "rollout_logprob_mismatch_mean": ("Rollout against training", "mean |Δ log-prob|"),
-    "rollout_logprob_mismatch_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
-    "rollout_ratio": ("Ratio of training to rollout", "mean over tokens"),
-    "updates_without_signal": ("Updates with nothing to learn from", "per iteration"),
-}
-FORMER_NAMES = {  # of metrics, in the metrics.jsonl of earlier versions
-    "rollout_gap": "rollout_logprob_mismatch_mean",
-    "rollout_gap_mean": "rollout_logprob_mismatch_mean",
-    "rollout_gap_max": "rollout_logprob_mismatch_max",
-}
-RUNNING = {
-    "tokens_per_second": ("Throughput", "tokens per second"),
-    "seconds_rollout": ("Rollout", "seconds"),
-    "seconds_scoring": ("Scoring", "seconds"),
-    "seconds_update": ("Update", "seconds"),
-}
-# Starting with tokens: sizes, not results.
-NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
-
-
-@dataclass
-class Run:
-    """The contents of one output folder, as far as they could be read."""
-
-    folder: Path
-    info: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict] = field(default_factory=list)
-    samples: list[dict] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return str(self.info.get("name") or self.folder.resolve().name)
-
-
-def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
-    """The objects of a jsonl file. Invalid lines are skipped and reported; the last may be incomplete."""
-    if not path.is_file():
-        notes.append(f"{path.name} is {'a folder' if path.is_dir() else 'missing'}")
-        return []
-    rows: list[dict] = []
-    broken: list[int] = []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            broken.append(place)
-    if broken:
-        last = " (the last one: cut off)" if broken == [len(lines)] else ""
-        notes.append(f"{path.name}: {len(broken)} unreadable line(s), first at line {broken[0]}{last}")
-    elif not rows:
-        notes.append(f"{path.name} is empty")
-    return rows
-
-
-def read_run(folder: Path) -> Run:
-    run = Run(folder)
-    if not folder.is_dir():
-        run.notes.append("no such folder")
-        return run
-    try:
-        info = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        if isinstance(info, dict):
-            run.info = info
-        else:
-            run.notes.append("run.json holds no JSON object")
-    except FileNotFoundError:
-        run.notes.append("run.json is missing")
-    except (ValueError, RecursionError) as error:
-        run.notes.append(f"run.json is not valid JSON ({error})")
-    except OSError as error:
-        run.notes.append(f"run.json cannot be read ({error.strerror})")
-    run.metrics = read_jsonl(folder / "metrics.jsonl", run.notes)
-    samples = folder / "samples.jsonl"
-    if samples.exists() or not run.name.startswith(("step1", "step2")):  # these steps write no samples
-        run.samples = read_jsonl(samples, run.notes)
-    return run
-
-
-def number_of(value: Any) -> float | None:
-    """`value` when it is a finite number, else None (bool is no number here)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer too large for float
-        return None
-
-
-def curves_of(run: Run) -> dict[str, dict[str, list[list[float | None]]]]:
-    """metric → phase → points [step, seconds, value]; `eval_loss` is the eval curve of `loss`."""
-    curves: dict[str, dict[str, list]] = {}
-    for row in run.metrics:
-        step = number_of(row.get("step"))
-        phase = "eval" if row.get("phase") == "eval" else "train"
-        for key, raw in row.items():
-            value = number_of(raw)
-            if key in NOT_METRICS or value is None or step is None:
-                continue
-            where = "eval" if key.startswith("eval_") else phase
-            metric = key.removeprefix("eval_")
-            points = curves.setdefault(FORMER_NAMES.get(metric, metric), {}).setdefault(where, [])
-            points.append([step, number_of(row.get("time")), value])
-    return curves
-
-
-def panels_of(runs: list[Run]) -> list[dict]:
-    """One panel per metric, with a line for each run and phase, in catalogue order."""
-    curves = [(run, curves_of(run)) for run in runs]
-    found = {metric for _, run_curves in curves for metric in run_curves}
-    known = LEARNING | RUNNING
-    order = [m for m in LEARNING if m in found] + sorted(found - known.keys()) + [m for m in RUNNING if m in found]
-    panels = []
-    for metric in order:
-        title, unit = known.get(metric, (metric.replace("_", " ").capitalize(), ""))
-        lines = [
-            {"run": index, "label": run.folder.name, "phase": phase, "points": run_curves[metric][phase]}
-            for index, (run, run_curves) in enumerate(curves)
-            for phase in PHASES
-            if phase in run_curves.get(metric, {})
-        ]
-        panels.append({"metric": metric, "title": title, "unit": unit, "lines": lines})
-    return panels
-
-
-def before_and_after(samples: list[dict], *, limit: int) -> list[tuple[dict, dict | None]]:
-    """Pairs (first, last) of samples with the same prompt, evaluation samples preferred.
-
-    If a prompt was sampled at one step only, the second member is None; such pairs come last.
-    """
-    usable = [s for s in samples if isinstance(s.get("prompt"), str) and isinstance(s.get("response"), str)]
-    chosen = [s for s in usable if s.get("phase") == "eval"] or usable
-    first: dict[str, dict] = {}
-    last: dict[str, dict] = {}
-    for sample in chosen:
-        first.setdefault(sample["prompt"], sample)
-        if sample.get("step") != first[sample["prompt"]].get("step") and (
-            sample["prompt"] not in last or sample.get("step") != last[sample["prompt"]].get("step")
-        ):
-            last[sample["prompt"]] = sample
-    pairs = [(sample, last.get(prompt)) for prompt, sample in first.items()]
-    return sorted(pairs, key=lambda pair: pair[1] is None)[:limit]
-
-
 def flat(tree: dict, prefix: str = "") -> list[tuple[str, str]]:
     """Nested settings as (dotted name, text) pairs."""
     rows: list[tuple[str, str]] = []
@@ -278,7 +99,7 @@ def page(runs: list[Run], *, samples: int = 24) -> str:
     template = TEMPLATE.read_text(encoding="utf-8")
     parts = {"TITLE": title, "DATA": embedded, "BODY": body}
     # One pass, so that "{{DATA}}" inside a prompt is not replaced.
-    return re.sub(r"\{\{(TITLE|DATA|BODY)\}\}", lambda found: parts[found[1]], template)
+    return re.sub(r"\{\{(TITLE|DATA|BODY)\}\}", lambda match: parts[match[1]], template)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,31 +1,31 @@
 #!/usr/bin/env bash
-# A real model on real text: SmolLM2-135M-Instruct learns to chat as people do. SFT on human conversations, a reward
-# model on pairs derived from them, PPO from both. The defaults take under an hour on two CPU cores.
+# SmolLM2-135M-Instruct on human conversations: SFT, a reward model on pairs derived from them, and PPO.
+# The defaults take under an hour on two CPU cores.
 set -euo pipefail
 
 usage() {
     cat <<'TEXT'
 usage: bash scripts/smollm2.sh [OPTION ...]
 
-  --output DIR         where everything goes (default output/smollm2); a finished stage is not run again
+  --output DIR         output folder (default output/smollm2); finished stages are skipped
   --fresh              start over (downloads are kept)
-  --seed N             seed of the split, the data order, the sampling (default 1)
+  --seed N             seed of split, data order and sampling (default 1)
   --processes N        processes of each step (default: the GPUs of this machine, else 1)
   --dtype TYPE         bf16 or fp32 (default bf16)
 
 Sizes; batches are per optimizer step, over all processes:
-  --sft_steps N        optimizer steps of step 1 (default 100; 6,200 examples are there)
+  --sft_steps N        optimizer steps of step 1 (default 100; there are 6,200 examples)
   --sft_batch N        examples in each (default 16)
-  --reward_steps N     optimizer steps of step 2 (default 60; 4,200 pairs are there)
+  --reward_steps N     optimizer steps of step 2 (default 60; there are 4,200 pairs)
   --reward_batch N     pairs in each (default 16)
-  --ppo_iterations N   rollouts of step 3 (default 18; 2,000 prompts are there)
+  --ppo_iterations N   rollouts of step 3 (default 18; there are 2,000 prompts)
   --ppo_batch N        prompts in each (default 32)
-  --answer N           longest answer of step 3, in tokens (default 40)
+  --answer N           longest response of step 3, in tokens (default 40)
 
-Anything else for the programs of the steps, for instance --ppo_flags "--kl_coef 0.02 --ppo_epochs 2":
+Further flags of the programs, for instance --ppo_flags "--kl_coef 0.02 --ppo_epochs 2":
   --sft_flags "..."    --reward_flags "..."    --ppo_flags "..."
 
-On a GPU, everything once: --sft_steps 388 --reward_steps 265 --ppo_iterations 65 --answer 64
+On a GPU, one epoch of all data: --sft_steps 388 --reward_steps 265 --ppo_iterations 65 --answer 64
 TEXT
 }
 
@@ -42,20 +42,20 @@ declare -A choices=([dtype]="bf16 fp32") least=(
 source "$root/scripts/options.sh" "$@"
 seed=${option[seed]}
 
-# Before HF_HUB_OFFLINE and the threads are set: pip is to work as it always does.
+# Before HF_HUB_OFFLINE and the threads are set: pip must be online.
 bin=$(bash "$root/scripts/install.sh" smollm2)
 export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
 source scripts/stages.sh
 
 processes=${option[processes]:-$((devices > 0 ? devices : 1))}
-# divide NAME PARTS: an option's batch, for one process, in PARTS micro-batches, as $REPLY.
+# divide NAME PARTS: set $REPLY to the micro-batch of an option's batch, with PARTS micro-batches per process.
 divide() {
     local batch=${option[$1]} ways=$((processes * $2))
-    ((batch % ways == 0)) || fail "--$1 $batch is cut into $ways micro-batches ($processes processes x $2): choose a multiple of $ways"
+    ((batch % ways == 0)) || fail "--$1 $batch must be a multiple of its $ways micro-batches ($processes processes x $2)"
     REPLY=$((batch / ways))
 }
-# Micro-batches of 8 on the CPU: larger ones spill out of its caches. The gradient does not depend on it.
+# Micro-batches of 8 on the CPU: larger ones do not fit into its caches. The gradient does not depend on it.
 divide sft_batch 2; sft_micro=$REPLY
 divide reward_batch 2; reward_micro=$REPLY
 divide ppo_batch 1; ppo_rollout=$REPLY
@@ -84,7 +84,7 @@ stage reward step step2_reward_model_finetuning "${common[@]}" \
     --max_steps "${option[reward_steps]}" --learning_rate 5e-5 --num_warmup_steps 5 --centering_coef 0.01 \
     --zero_stage 2 "${reward_flags[@]}"
 
-# Two updates an iteration, each of half the rollout in two micro-batches.
+# Two updates per iteration, each on half the rollout in two micro-batches.
 stage ppo step step3_rlhf_finetuning "${common[@]}" \
     --actor_model_name_or_path "$output/sft" --reward_model_name_or_path "$output/reward" --output_dir "$output/ppo" \
     --data_path "$output/data/prompts.jsonl" --eval_data_path "$output/data/prompts_eval.jsonl" --data_split 0,0,1 \
@@ -99,6 +99,6 @@ python scripts/smollm2/summarize.py "$output"
 python scripts/report.py "$output"/{sft,reward,ppo} -o "$output/report.html"
 cat <<TEXT
 
-The curves, and answers before and after:   $output/report.html
-Talk with it:                               $bin/python scripts/chat.py $output/ppo
+Curves, and responses before and after:     $output/report.html
+Chat with the model:                        $bin/python scripts/chat.py $output/ppo
 TEXT

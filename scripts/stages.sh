@@ -1,8 +1,8 @@
-# shellcheck shell=bash disable=SC2154  # what others set stands in the next lines
+# shellcheck shell=bash disable=SC2154  # the next lines list the variables that the caller sets
 # Sourced by scripts that run in stages; needs $output, the folder of the whole run, $fresh, and fail() of options.sh.
 # It sets $devices, the accelerators of this machine (0 on a CPU); the script sets $processes.
 # A stage's folder is $output/NAME, its log $output/logs/NAME.log, its stamp (seconds, then command) $output/stages/NAME.
-# A folder that is ours holds the file .made-by with the script's name: nothing else is ever removed.
+# A folder that the script created has the file .made-by with the script's name: no other folder is ever removed.
 
 devices=$(python -c '
 from deepspeed.accelerator import get_accelerator
@@ -10,7 +10,7 @@ name = get_accelerator().device_name()
 print(name, 0 if name == "cpu" else get_accelerator().device_count())' 2>/dev/null | tail -n 1) \
     || fail 'DeepSpeed does not work here; see why: python -c "import deepspeed"'
 read -r DS_ACCELERATOR devices <<<"$devices"
-export DS_ACCELERATOR # found once, not by every process with a warning
+export DS_ACCELERATOR # detected once, instead of in every process with a warning
 
 earlier_ran=0
 mark=$(basename "$0")
@@ -19,17 +19,17 @@ is_ours() { [[ -f $1/.made-by && $(<"$1/.made-by") == "$mark" ]]; }
 is_free() { [[ ! -e $1 && ! -L $1 ]] || [[ -d $1 && -z $(ls -A -- "$1") ]]; }
 make_ours() { mkdir -p -- "$1" && echo "$mark" >"$1/.made-by"; }
 
-# check_ours PATH: leave if something is there that this script has not made.
+# check_ours PATH: exit if PATH exists and was not created by this script.
 check_ours() {
     is_free "$1" || is_ours "$1" || fail "$1 was not made by this script, which would replace it: move it away, or name \
-another --output (earlier versions left no mark: what they made has to be removed by hand)"
+another --output (output of earlier versions has no .made-by file: remove it by hand)"
 }
 
-# begin_stages NAME...: the stages to come. Nothing of others may be in their places; with --fresh, ours is removed.
+# begin_stages NAME...: check the folders of these stages; with --fresh, remove those that this script created.
 begin_stages() {
     local name
-    mkdir -p -- "$output" || fail "--output $output: cannot be made; name another folder"
-    output=$(cd -- "$output" && pwd) # one spelling: stamps hold it
+    mkdir -p -- "$output" || fail "--output $output: cannot be created; name another folder"
+    output=$(cd -- "$output" && pwd) # normalised: stamps contain the path
     for name in stages logs "$@"; do
         check_ours "$output/$name"
     done
@@ -47,12 +47,12 @@ would replace it: move it away, or name another --output"
     make_ours "$output/logs"
 }
 
-# stage NAME COMMAND...: skipped if it finished before with the same command and no stage before it ran anew.
+# stage NAME COMMAND...: skipped if it finished before with the same command and no earlier stage was run again.
 stage() {
     local name=$1 stamp=$output/stages/$1 started=$SECONDS
     shift
     if ((!earlier_ran)) && [[ -f $stamp && $(tail -n +2 "$stamp") == "$*" ]]; then
-        echo "== $name: done before, in $(head -n 1 "$stamp") s"
+        echo "== $name: already done, in $(head -n 1 "$stamp") s"
         return
     fi
     earlier_ran=1
@@ -67,7 +67,7 @@ stage() {
     printf '%s\n' "$((SECONDS - started))" "$*" >"$stamp"
 }
 
-# step NAME FLAG...: training/NAME/main.py under deepspeed on $processes processes, at a port that is free now, so
+# step NAME FLAG...: training/NAME/main.py under deepspeed on $processes processes, at a free port, so
 # that two pipelines can run on one machine.
 step() {
     local port

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 
 import torch
-from repository import ROOT
 from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[1]
 
 MAIN = ROOT / "training" / "step3_rlhf_finetuning" / "main.py"
 
@@ -50,6 +51,34 @@ def progress(output: Path) -> int:
     return len(list(folder.iterdir())) and max((path.stat().st_mtime_ns for path in folder.iterdir()), default=0)
 
 
+def run_with_kills(
+    words: list[str], output: Path, log: Path, *, kills: int, longest_delay: float, generator: random.Random
+) -> tuple[int, int]:
+    """Run a command again and again, killing it this many times; returns the number of kills and the last exit status.
+
+    Args:
+        output: the run's folder; each run is killed only after it has saved a new checkpoint.
+        longest_delay: seconds between the checkpoint and the kill are drawn from 0 to this.
+    """
+    (output / "checkpoints").mkdir(parents=True, exist_ok=True)
+    killed = 0
+    while True:
+        before, started = progress(output), time.monotonic()
+        process = start(words, log)
+        while process.poll() is None and progress(output) == before:
+            time.sleep(0.05)
+        deadline = time.monotonic() + generator.uniform(0, longest_delay)
+        while process.poll() is None and (killed >= kills or time.monotonic() < deadline):
+            time.sleep(0.01)
+        if process.poll() is not None:
+            return killed, process.returncode
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        killed += 1
+        newest = max(path.name for path in (output / "checkpoints").glob("step-*"))
+        print(f"kill {killed} after {time.monotonic() - started:.1f} s, newest checkpoint {newest}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="a finished run of step 3")
@@ -59,42 +88,29 @@ def main() -> None:
     options = parser.parse_args()
     output = options.output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    chance = random.Random(options.seed)
 
-    begun = time.monotonic()
-    if start(command(options.run, output / "unbroken"), output / "unbroken.log").wait():
-        sys.exit(f"the unbroken run failed: {output / 'unbroken.log'}")
-    whole = time.monotonic() - begun
-    print(f"unbroken: {whole:.0f} s", flush=True)
+    start_time = time.monotonic()
+    if start(command(options.run, output / "uninterrupted"), output / "uninterrupted.log").wait():
+        sys.exit(f"the uninterrupted run failed: {output / 'uninterrupted.log'}")
+    whole = time.monotonic() - start_time
+    print(f"uninterrupted: {whole:.0f} s", flush=True)
 
-    broken, kills = output / "broken", 0
-    (broken / "checkpoints").mkdir(parents=True, exist_ok=True)
-    while True:
-        before, started = progress(broken), time.monotonic()
-        process = start(command(options.run, broken), output / "broken.log")
-        # Wait for a new checkpoint first, or the run would never finish; then kill at a random time.
-        while process.poll() is None and progress(broken) == before:
-            time.sleep(0.05)
-        deadline = time.monotonic() + chance.uniform(0, 0.5 * whole / max(options.kills, 1))
-        while process.poll() is None and (kills >= options.kills or time.monotonic() < deadline):
-            time.sleep(0.01)
-        if process.poll() is not None:
-            break
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
-        newest = max(path.name for path in (broken / "checkpoints").glob("step-*"))
-        print(f"kill {kills} after {time.monotonic() - started:.1f} s, newest checkpoint {newest}", flush=True)
-    if process.returncode:
-        sys.exit(f"the broken run failed: {output / 'broken.log'}")
+    interrupted = output / "interrupted"
+    kills, status = run_with_kills(
+        command(options.run, interrupted), interrupted, output / "interrupted.log", kills=options.kills,
+        longest_delay=0.5 * whole / max(options.kills, 1), generator=random.Random(options.seed),
+    )  # fmt: skip
+    if status:
+        sys.exit(f"the interrupted run failed: {output / 'interrupted.log'}")
     for folder in ("", "critic"):
-        ours, theirs = (load_file(run / folder / "model.safetensors") for run in (broken, output / "unbroken"))
-        assert ours.keys() == theirs.keys()
-        apart = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-        print(f"{folder or 'actor'}: {len(theirs) - len(apart)} of {len(theirs)} tensors are equal bit for bit")
-        if apart:
-            sys.exit(f"{', '.join(apart[:3])} differ")
-    print(f"{kills} kills, and the weights are those of the unbroken run")
+        actual = load_file(interrupted / folder / "model.safetensors")
+        expected = load_file(output / "uninterrupted" / folder / "model.safetensors")
+        assert actual.keys() == expected.keys()
+        differing = [name for name in expected if not torch.equal(actual[name], expected[name])]
+        print(f"{folder or 'actor'}: {len(expected) - len(differing)} of {len(expected)} tensors are equal bit for bit")
+        if differing:
+            sys.exit(f"{', '.join(differing[:3])} differ")
+    print(f"{kills} kills, and the weights equal those of the uninterrupted run")
 
 
 if __name__ == "__main__":

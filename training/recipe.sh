@@ -1,8 +1,8 @@
 # Sourced by the recipes, training/STEP/training_scripts/FAMILY/DEPLOYMENT/run_SIZE.sh. It defines
 #   recipe DEFAULT_OUTPUT FLAG... "$@"
-# which starts the step's main.py under deepspeed. DEPLOYMENT decides on how many devices: single_gpu is one,
-# single_node is 8 of this machine, multi_node is 8 on each of $nodes nodes (set by the recipe) of the file $HOSTFILE.
-# OUTPUT=DIR writes elsewhere; flags on the command line override those of the recipe.
+# which starts the step's main.py under deepspeed. DEPLOYMENT sets the devices: single_gpu is one,
+# single_node is 8 of this machine, multi_node is 8 on each of $nodes nodes (set by the recipe) listed in $HOSTFILE.
+# OUTPUT=DIR changes the output folder; flags on the command line override those of the recipe.
 set -euo pipefail
 
 recipe() {

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart"
 sys.path.insert(0, str(QUICKSTART))
 
-from summarize import exam  # noqa: E402
+from summarize import evaluate  # noqa: E402
 
 from dschat.arguments.script_inputs import read_json_lines  # noqa: E402
 
@@ -119,17 +119,17 @@ def main() -> None:
     for seed in options.seeds:
         folder = (options.output / f"seed-{seed}").resolve()
         prepare(folder, seed, options.iterations)
-        asked = read_json_lines(folder / "data" / "prompts_eval.jsonl")
-        before, _ = exam(folder / "sft", asked, samples=4, seed=seed)
+        prompts = read_json_lines(folder / "data" / "prompts_eval.jsonl")
+        before, _ = evaluate(folder / "sft", prompts, samples=4, seed=seed)
         for algorithm in options.algorithms:
             output, seconds = train(algorithm, folder, seed, options.iterations)
-            after, answers = exam(output, asked, samples=4, seed=seed)
+            after, responses = evaluate(output, prompts, samples=4, seed=seed)
             rows.append({
                 "algorithm": algorithm, "seed": seed, "gold_reward_start": round(before["gold_reward"], 4),
                 "gold_reward_end": round(after["gold_reward"], 4), "accuracy_end": round(after["accuracy"], 4),
                 "seconds": round(seconds, 1),
             })  # fmt: skip
-            print(json.dumps(rows[-1]), "|", asked[0]["prompt"], "->", answers[0], flush=True)
+            print(json.dumps(rows[-1]), "|", prompts[0]["prompt"], "->", responses[0], flush=True)
             if options.json:
                 options.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     show(rows)

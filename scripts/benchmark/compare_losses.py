@@ -17,11 +17,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "scripts" / "quickstart"
 PROCESSES = (1, 2)
 STEPS = 3
+JUDGE = f"{QUICKSTART / 'arithmetic_chats.py'}:judge"
 LENGTHS = ["--max_prompt_seq_len", "48", "--max_answer_seq_len", "32"]
 
 
@@ -53,53 +55,85 @@ def train(step: str, name: str, output: Path, processes: int, flags: list, *, st
 
 def run_all(output: Path) -> None:
     """Run every program for each number of processes; batch sizes are global."""
-    data, model, pairs = output / "data", output / "model", output / "pairs"
+    inputs = make_inputs(output)
+    for processes in PROCESSES:
+        train_one_model(inputs, output, processes)
+        train_rlhf(inputs, output, processes)
+
+
+class Inputs(NamedTuple):
+    """What the programs start from.
+
+    Attributes:
+        data: folder of the quickstart's data.
+        model: random weights.
+        base: a model that gives answers of different quality, for the later programs.
+        pairs: preference pairs of its answers.
+    """
+
+    data: Path
+    model: Path
+    base: Path
+    pairs: Path
+
+    @property
+    def sft_flags(self) -> list[str | Path]:
+        return ["--max_seq_len", "80", "--data_path", self.data / "sft_train.jsonl", "--eval_data_path",
+                self.data / "sft_eval.jsonl", "--data_split", "1,0,0", "--learning_rate", "4e-3"]  # fmt: skip
+
+
+def make_inputs(output: Path) -> Inputs:
+    """Make data and model, train the base model, and make pairs of its answers."""
+    data, model, logs = output / "data", output / "model", output / "logs"
     execute(
         [sys.executable, QUICKSTART / "arithmetic_chats.py", "--output", data, "--seed", "1", "--sft_examples", "3200",
-         "--pair_prompts", "100", "--rl_prompts", "192", "--eval_prompts", "32"], output / "logs" / "data.log"
+         "--pair_prompts", "100", "--rl_prompts", "192", "--eval_prompts", "32"], logs / "data.log"
     )  # fmt: skip
     execute([sys.executable, QUICKSTART / "make_model.py", "--data", data / "sft_train.jsonl", "--output", model,
-             "--seed", "1"], output / "logs" / "model.log")  # fmt: skip
-    sft_data = [
-        "--max_seq_len", "80", "--data_path", data / "sft_train.jsonl", "--eval_data_path", data / "sft_eval.jsonl",
-        "--data_split", "1,0,0", "--learning_rate", "4e-3",
-    ]  # fmt: skip
-    # The later programs need a model that gives answers of different quality.
-    base = train(
+             "--seed", "1"], logs / "model.log")  # fmt: skip
+    inputs = Inputs(data, model, output / "base-1", output / "pairs" / "preferences.jsonl")
+    train(
         "step1_supervised_finetuning", "base", output, 1,
-        ["--model_name_or_path", model, "--per_device_train_batch_size", "32", *sft_data], steps=100,
+        ["--model_name_or_path", model, "--per_device_train_batch_size", "32", *inputs.sft_flags], steps=100,
     )  # fmt: skip
-    judge = f"{QUICKSTART / 'arithmetic_chats.py'}:judge"
     execute(
         [sys.executable, ROOT / "training" / "step2_reward_model_finetuning" / "make_preferences.py",
-         "--model_name_or_path", base, "--output_dir", pairs, "--seed", "1", "--dtype", "fp32", "--data_path",
-         data / "prompts_train.jsonl", "--data_split", "0,0,1", "--judge", judge, "--num_samples_per_prompt", "8",
-         "--pairs_per_prompt", "4", *LENGTHS], output / "logs" / "pairs.log",
+         "--model_name_or_path", inputs.base, "--output_dir", inputs.pairs.parent, "--seed", "1", "--dtype", "fp32",
+         "--data_path", data / "prompts_train.jsonl", "--data_split", "0,0,1", "--judge", JUDGE,
+         "--num_samples_per_prompt", "8", "--pairs_per_prompt", "4", *LENGTHS], logs / "pairs.log",
     )  # fmt: skip
-    for processes in PROCESSES:
-        batch = str(16 // processes)
-        batches = ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", batch]
-        train("step1_supervised_finetuning", "sft", output, processes,
-              ["--model_name_or_path", model, *batches, *sft_data])  # fmt: skip
-        chosen = [*batches, "--model_name_or_path", base, "--data_path", pairs / "preferences.jsonl", "--data_split",
-                  "0,1,0", "--eval_fraction", "0.1", "--max_seq_len", "80"]  # fmt: skip
-        train("step2_reward_model_finetuning", "reward", output, processes, chosen)
-        train("step2_dpo_finetuning", "dpo", output, processes, chosen)
-        rollouts = [
-            "--actor_model_name_or_path", base, "--data_path", data / "prompts_rl.jsonl",
-            "--eval_data_path", data / "prompts_eval.jsonl", "--data_split", "0,0,1", *LENGTHS,
-            "--per_device_training_batch_size", batch, "--lr_scheduler_type", "constant",
-        ]  # fmt: skip
-        train(
-            "step3_rlhf_finetuning", "ppo", output, processes,
-            [*rollouts, "--reward_model_name_or_path", output / "reward-1", "--ppo_epochs", "2",
-             "--per_device_generation_batch_size", str(32 // processes)],
-        )  # fmt: skip
-        train(
-            "step3_rlhf_finetuning", "grpo", output, processes,
-            [*rollouts, "--algorithm", "grpo", "--reward", judge,
-             "--num_samples_per_prompt", "4", "--per_device_generation_batch_size", str(8 // processes)],
-        )  # fmt: skip
+    return inputs
+
+
+def train_one_model(inputs: Inputs, output: Path, processes: int) -> None:
+    """Steps 1 and 2."""
+    batch = str(16 // processes)
+    batches = ["--per_device_train_batch_size", batch, "--per_device_eval_batch_size", batch]
+    train("step1_supervised_finetuning", "sft", output, processes,
+          ["--model_name_or_path", inputs.model, *batches, *inputs.sft_flags])  # fmt: skip
+    preferences = [*batches, "--model_name_or_path", inputs.base, "--data_path", inputs.pairs, "--data_split", "0,1,0",
+                   "--eval_fraction", "0.1", "--max_seq_len", "80"]  # fmt: skip
+    train("step2_reward_model_finetuning", "reward", output, processes, preferences)
+    train("step2_dpo_finetuning", "dpo", output, processes, preferences)
+
+
+def train_rlhf(inputs: Inputs, output: Path, processes: int) -> None:
+    """Step 3: PPO on the reward model of one process, GRPO on the judge."""
+    rollouts = [
+        "--actor_model_name_or_path", inputs.base, "--data_path", inputs.data / "prompts_rl.jsonl",
+        "--eval_data_path", inputs.data / "prompts_eval.jsonl", "--data_split", "0,0,1", *LENGTHS,
+        "--per_device_training_batch_size", str(16 // processes), "--lr_scheduler_type", "constant",
+    ]  # fmt: skip
+    train(
+        "step3_rlhf_finetuning", "ppo", output, processes,
+        [*rollouts, "--reward_model_name_or_path", output / "reward-1", "--ppo_epochs", "2",
+         "--per_device_generation_batch_size", str(32 // processes)],
+    )  # fmt: skip
+    train(
+        "step3_rlhf_finetuning", "grpo", output, processes,
+        [*rollouts, "--algorithm", "grpo", "--reward", JUDGE,
+         "--num_samples_per_prompt", "4", "--per_device_generation_batch_size", str(8 // processes)],
+    )  # fmt: skip
 
 
 def lines_of(folder: Path) -> list[dict]:
@@ -111,17 +145,17 @@ def lines_of(folder: Path) -> list[dict]:
 
 def differences(before: Path, after: Path) -> list[str]:
     """One line for each number that differs between runs of the same name, and for each metric on one side only."""
-    found = []
+    lines = []
     for folder in sorted(path.parent for path in before.glob("*/metrics.jsonl")):
         old, new = lines_of(folder), lines_of(after / folder.name)
         if len(old) != len(new):
-            found.append(f"{folder.name}: {len(old)} lines before, {len(new)} after")
+            lines.append(f"{folder.name}: {len(old)} lines before, {len(new)} after")
         for was, now in zip(old, new, strict=False):
-            place = f"{folder.name} {was['phase']} {was['step']}"
-            found += [f"{place}: {name} {was[name]!r} -> {now[name]!r}" for name in was.keys() & now.keys()
+            label = f"{folder.name} {was['phase']} {was['step']}"
+            lines += [f"{label}: {name} {was[name]!r} -> {now[name]!r}" for name in was.keys() & now.keys()
                       if was[name] != now[name]]  # fmt: skip
-            found += [f"{place}: {name} is on one side only" for name in was.keys() ^ now.keys()]
-    return found
+            lines += [f"{label}: {name} is on one side only" for name in was.keys() ^ now.keys()]
+    return lines
 
 
 def main() -> None:
@@ -133,9 +167,9 @@ def main() -> None:
         parser.error(f"--output {options.output} exists: name a new folder")
     run_all(options.output.resolve())
     if options.against:
-        found = differences(options.against, options.output)
-        print("\n".join(found) or "no number differs")
-        sys.exit(bool([line for line in found if "one side only" not in line]))
+        differing = differences(options.against, options.output)
+        print("\n".join(differing) or "no number differs")
+        sys.exit(bool([line for line in differing if "one side only" not in line]))
 
 
 if __name__ == "__main__":

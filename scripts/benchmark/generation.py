@@ -28,7 +28,8 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from contenders import CONTENDERS, Setting, equal_greedy_tokens, one_line, ours  # noqa: E402
+from contender import Contender, Setting, one_line  # noqa: E402
+from contenders import CONTENDERS, equal_greedy_tokens, ours  # noqa: E402
 from measure import available_bytes, copy_bandwidth, free_memory  # noqa: E402
 from rounds import Result, measure_case, progress  # noqa: E402
 from shapes import (  # noqa: E402
@@ -71,10 +72,10 @@ def measure_model(options: argparse.Namespace, name: str, bandwidth: float) -> I
         setting = Setting(model, device, options.seed, cache(partial(start_vllm, options, model, cases, stack)))
         for case in cases:
             title = f"{name} {case.batch} {case.prompt_kind} {case.length_kind}"
-            needed, there = needed_bytes(case, kv=kv, vocabulary=vocabulary), available_bytes(device)
+            needed, available = needed_bytes(case, kv=kv, vocabulary=vocabulary), available_bytes(device)
             equal: tuple[int, int] | str = "not checked"
-            if needed > there:
-                failure = f"needs about {needed / 2**30:.1f} GiB, and {there / 2**30:.1f} are free"
+            if needed > available:
+                failure = f"needs about {needed / 2**30:.1f} GiB, and {available / 2**30:.1f} are free"
                 results = [Result(label, failure=failure) for label in options.contenders]
             else:
                 if options.verify:
@@ -116,7 +117,7 @@ def start_vllm(
     if not options.vllm_python:
         raise RuntimeError("--vllm_python is not given")
     if not Path(options.vllm_python).exists():
-        raise RuntimeError(f"--vllm_python {options.vllm_python} is not there")
+        raise RuntimeError(f"--vllm_python {options.vllm_python} does not exist")
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm_benchmark_")))
     model.save_pretrained(folder / "model")
     kv = kv_bytes_per_token(model.config, model.dtype)
@@ -150,6 +151,28 @@ def plan(options: argparse.Namespace, model: str) -> tuple[list[int], list[Promp
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The options, with the device's defaults; contenders by name. All mistakes are reported together."""
+    parser = argument_parser()
+    options = parser.parse_args(argv)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    defaults = DEFAULTS.get(device.partition(":")[0])
+    if defaults is None:
+        parser.error(f"--device {device} is neither cpu nor cuda")
+    options.device = torch.device(device)
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    options.models = options.models.split(",")
+    problems = case_problems(options)
+    options.contenders, unknown = chosen_contenders(options)
+    problems += unknown
+    problems += [f"--repeat {options.repeat} is not at least 1"] if options.repeat < 1 else []
+    if problems:
+        parser.error("; ".join(problems))
+    return options
+
+
+def argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", metavar="A,B", help=f"of {', '.join(SHAPES)} (default: by device)")
@@ -160,44 +183,41 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         help="token counts LOW-HIGH or N, with xS for S responses a prompt: 16-32,512x8",
     )
     add("--lengths", metavar="KIND,KIND", help="constant[:N] or lognormal[:N], N the longest (default: --max_new)")
-    add("--max_new", type=int, metavar="N", help="longest response where --lengths does not say")
+    add("--max_new", type=int, metavar="N", help="longest response if --lengths has no N")
     add("--contenders", metavar="A,B", default=",".join(CONTENDERS), help="default: %(default)s")
     add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(sorted(PARTS))}; a+b: both")
     add("--repeat", type=int, default=3, metavar="N", help="turns of each contender after its warm-up (default: 3)")
     add("--dtype", choices=DTYPES, default="bf16")
-    add("--device", help="cpu or cuda (default: cuda where there is one)")
-    add("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: the cores there are")
+    add("--device", help="cpu or cuda (default: cuda if available)")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="default: all cores")
     add("--seed", type=int, default=0)
     add("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare greedy tokens in float32 first")
     add("--vllm_python", metavar="PATH", help="interpreter of the environment that vLLM is installed in")
     add("--json", type=Path, metavar="PATH", help="write a JSON row for each contender and case")
-    options = parser.parse_args(argv)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    defaults = DEFAULTS.get(device.partition(":")[0])
-    if defaults is None:
-        parser.error(f"--device {device} is neither cpu nor cuda")
-    options.device = torch.device(device)
-    for name, value in defaults.items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-    problems = []
-    options.models = options.models.split(",")
-    problems += [f"--models {m} is none of {', '.join(SHAPES)}" for m in options.models if m not in SHAPES]
+    return parser
+
+
+def case_problems(options: argparse.Namespace) -> list[str]:
+    """Unknown models, and sizes that make no case."""
+    problems = [f"--models {name} is none of {', '.join(SHAPES)}" for name in options.models if name not in SHAPES]
     try:
         sizes = [size for model in options.models for size in plan(options, model)[0]]
         problems += [f"--batch {size} is not at least 1" for size in sizes if size < 1]
     except ValueError as error:
         problems.append(f"--batch, --prompts or --lengths: {error}")
-    chosen = options.contenders.split(",")
-    problems += [f"--contenders {c} is none of {', '.join(CONTENDERS)}" for c in chosen if c not in CONTENDERS]
-    options.contenders = {name: CONTENDERS[name] for name in chosen if name in CONTENDERS}
-    for parts in filter(None, options.without.split(",")):
-        problems += [f"--without {p} is none of {', '.join(sorted(PARTS))}" for p in parts.split("+") if p not in PARTS]
-        options.contenders[f"ours -{parts}"] = partial(ours, without=frozenset(parts.split("+")))
-    problems += [f"--repeat {options.repeat} is not at least 1"] if options.repeat < 1 else []
-    if problems:
-        parser.error("; ".join(problems))
-    return options
+    return problems
+
+
+def chosen_contenders(options: argparse.Namespace) -> tuple[dict[str, Contender], list[str]]:
+    """The contenders of --contenders and --without by name, and a line for each unknown name."""
+    names = options.contenders.split(",")
+    problems = [f"--contenders {name} is none of {', '.join(CONTENDERS)}" for name in names if name not in CONTENDERS]
+    contenders = {name: CONTENDERS[name] for name in names if name in CONTENDERS}
+    for combination in filter(None, options.without.split(",")):
+        parts = combination.split("+")
+        problems += [f"--without {part} is none of {', '.join(sorted(PARTS))}" for part in parts if part not in PARTS]
+        contenders[f"ours -{combination}"] = partial(ours, without=frozenset(parts))
+    return contenders, problems
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -217,11 +237,11 @@ def main(argv: list[str] | None = None) -> None:
     for name in options.models:
         rows = []
         try:
-            for found in measure_model(options, name, bandwidth):
-                rows.append(found)
+            for measured in measure_model(options, name, bandwidth):
+                rows.append(measured)
                 if options.json:
                     with options.json.open("a") as file:
-                        file.write(json.dumps(found) + "\n")
+                        file.write(json.dumps(measured) + "\n")
         except torch.OutOfMemoryError as error:
             print(f"\n{name}: {one_line(error)}")
         if rows:

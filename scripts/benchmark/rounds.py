@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from contenders import Contender, Setting, Turn, one_line
+from contender import Contender, Setting, Turn, one_line
 from measure import PeakMemory, free_memory
 from shapes import Case
 
@@ -65,9 +65,9 @@ def measure_case(setting: Setting, case: Case, contenders: dict[str, Contender],
                 for name in list(turns)[:: -1 if repetition % 2 else 1]:
                     progress(f"{name}: turn {repetition + 1} of {repeat}")
                     with results[name].or_failure():
-                        results[name].seconds.append(taken(turns[name](), case))
+                        results[name].seconds.append(seconds_of(turns[name](), case))
     except Exception as error:  # all measurements are done; a failed clean-up must not lose them
-        progress(f"a contender did not end as it should: {one_line(error)}")
+        progress(f"a contender failed to shut down: {one_line(error)}")
     free_memory(setting.device)
     return list(results.values())
 
@@ -79,17 +79,17 @@ def set_up(
     with PeakMemory(setting.device) as memory:
         start = time.perf_counter()
         ready = stack.enter_context(contender(setting, case))
-        taken(ready.turn(), case)
+        seconds_of(ready.turn(), case)
         result.first_seconds = time.perf_counter() - start
     result.peak_bytes = ready.peak_bytes() if ready.peak_bytes else memory.peak_bytes
     result.note = ready.note
     return ready.turn
 
 
-def taken(turn: Turn, case: Case) -> float:
+def seconds_of(turn: Turn, case: Case) -> float:
     """The seconds of a turn. Raises RuntimeError if it generated a wrong number of tokens."""
     if turn.tokens != case.tokens:
-        raise RuntimeError(f"made {turn.tokens} tokens where {case.tokens} were asked for")
+        raise RuntimeError(f"generated {turn.tokens} tokens instead of {case.tokens}")
     return turn.seconds
 
 

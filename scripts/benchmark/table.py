@@ -32,10 +32,10 @@ def table(rows: list[dict]) -> str:
 
 def greedy_line(rows: list[dict]) -> str:
     """Number of greedy tokens equal to those of `generate`, over the cases of a model."""
-    found = {_case(r): r["equal_greedy_tokens"] for r in rows}
-    counts = [equal for equal in found.values() if not isinstance(equal, str)]
+    by_case = {_case(r): r["equal_greedy_tokens"] for r in rows}
+    counts = [equal for equal in by_case.values() if not isinstance(equal, str)]
     parts = [f"{sum(a for a, _ in counts):,} of {sum(b for _, b in counts):,}"] if counts else []
-    parts += sorted({equal for equal in found.values() if isinstance(equal, str)})
+    parts += sorted({equal for equal in by_case.values() if isinstance(equal, str)})
     return "greedy tokens in float32 equal to generate's: " + "; ".join(parts)
 
 

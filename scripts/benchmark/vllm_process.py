@@ -60,7 +60,7 @@ class VLLMProcess:
         self.start_seconds = time.perf_counter() - start
         self._signal(signal.SIGSTOP)
 
-    def take(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
+    def set_requests(self, prompts: Sequence[Sequence[int]], limits: Sequence[int]) -> None:
         """Set the rollout that turn() runs."""
         self._ask({"prompts": prompts, "limits": limits})
 

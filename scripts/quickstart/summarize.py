@@ -3,7 +3,7 @@
     python scripts/quickstart/summarize.py --sft SFT --ppo PPO --prompts prompts_eval.jsonl --reward_run REWARD \\
         --stages STAGES --output output/quickstart
 
-writes `summary.json` into the output folder and prints answers before and after.
+writes `summary.json` into the output folder and prints responses before and after.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 
 MAX_NEW_TOKENS = 32
-SHOWN = 6
+PRINTED_ROWS = 6
 
 
 def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) -> list[str]:
@@ -56,7 +56,7 @@ def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[dict[str, float], list[str]]:
+def evaluate(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[dict[str, float], list[str]]:
     """Gold reward and accuracy of a model: sampled at temperature 1 (the main metrics) and greedy.
 
     Returns:
@@ -64,11 +64,11 @@ def exam(folder: Path, rows: list[dict], *, samples: int, seed: int) -> tuple[di
     """
     figures, first = {}, []
     for suffix, temperature, repeats in (("", 1.0, samples), ("_greedy", 0.0, 1)):
-        asked = [row for row in rows for _ in range(repeats)]
-        prompts = [row["prompt"] for row in asked]
+        repeated = [row for row in rows for _ in range(repeats)]
+        prompts = [row["prompt"] for row in repeated]
         responses = respond(folder, prompts, temperature=temperature, seed=seed)
-        figures[f"gold_reward{suffix}"] = mean(judge(prompts, responses, asked))
-        figures[f"accuracy{suffix}"] = mean(accuracy(prompts, responses, asked))
+        figures[f"gold_reward{suffix}"] = mean(judge(prompts, responses, repeated))
+        figures[f"accuracy{suffix}"] = mean(accuracy(prompts, responses, repeated))
         first = first or responses[::repeats]
     return figures, first
 
@@ -87,13 +87,13 @@ def stage_seconds(folder: Path) -> dict[str, int]:
     for stamp in stamps:
         first = stamp.read_text(encoding="utf-8").partition("\n")[0]
         if not first.isdecimal():
-            raise ValueError(f"{stamp}: no stamp of a stage, which begins with its seconds")
+            raise ValueError(f"{stamp}: is not a stamp of a stage: its first line must be the seconds")
         seconds[stamp.name] = int(first)
     return seconds
 
 
-def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
-    for row, sft, ppo in list(zip(rows, before, after, strict=True))[:SHOWN]:
+def print_summary(summary: dict[str, Any], rows: list[dict], before: list[str], after: list[str]) -> None:
+    for row, sft, ppo in list(zip(rows, before, after, strict=True))[:PRINTED_ROWS]:
         print(printable(f"\n  {row['prompt']}\n    SFT: {sft}\n    PPO: {ppo}"))
     models = [name for name in ("sft", "ppo", "dpo") if f"accuracy_{name}" in summary]
     head = "  ".join(f"{name.upper():>6}" for name in models)
@@ -101,8 +101,8 @@ def show(summary: dict[str, Any], rows: list[dict], before: list[str], after: li
     for title, figure in (("gold reward", "gold_reward"), ("accuracy", "accuracy")):
         cells = "  ".join(f"{summary[f'{figure}_{name}']:6.3f}" for name in models)
         print(f"  {title:<14}  {cells}")
-    known = summary["reward_model_accuracy"]
-    print(f"  reward model's pair accuracy: {'unknown' if known is None else f'{known:.3f}'}")
+    pair_accuracy = summary["reward_model_accuracy"]
+    print(f"  reward model's pair accuracy: {'unknown' if pair_accuracy is None else f'{pair_accuracy:.3f}'}")
     print(f"  seconds: {', '.join(f'{name} {seconds}' for name, seconds in summary['seconds'].items())}\n")
 
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=new_folder, required=True, help="folder for summary.json")
     parser.add_argument("--sft", type=existing_folder, required=True, help="exported model of step 1")
     parser.add_argument("--ppo", type=existing_folder, required=True, help="exported actor of step 3")
-    parser.add_argument("--dpo", type=existing_folder, help="exported model of step2_dpo_finetuning, if there is one")
+    parser.add_argument("--dpo", type=existing_folder, help="exported model of step2_dpo_finetuning (optional)")
     parser.add_argument("--prompts", type=existing_file, required=True,
                         help="jsonl with held-out prompts and their answers")  # fmt: skip
     parser.add_argument("--reward_run", type=existing_folder, required=True, help="output folder of step 2")
@@ -127,14 +127,14 @@ def main(arguments: list[str] | None = None) -> None:
 def summarize(options: argparse.Namespace) -> None:
     rows = read_json_lines(options.prompts, fields=["prompt", "answer"])
     if not rows:
-        raise ValueError(f"{options.prompts} has no rows: there is nothing to ask")
+        raise ValueError(f"{options.prompts} has no rows")
     pair_accuracy, seconds = reward_model_accuracy(options.reward_run), stage_seconds(options.stages)
-    sft, before = exam(options.sft, rows, samples=options.samples, seed=options.seed)
-    ppo, after = exam(options.ppo, rows, samples=options.samples, seed=options.seed)
+    sft, before = evaluate(options.sft, rows, samples=options.samples, seed=options.seed)
+    ppo, after = evaluate(options.ppo, rows, samples=options.samples, seed=options.seed)
     figures = {f"{name}_sft": round(value, 4) for name, value in sft.items()}
     figures |= {f"{name}_ppo": round(value, 4) for name, value in ppo.items()}
     if options.dpo:
-        dpo, _ = exam(options.dpo, rows, samples=options.samples, seed=options.seed)
+        dpo, _ = evaluate(options.dpo, rows, samples=options.samples, seed=options.seed)
         figures |= {f"{name}_dpo": round(value, 4) for name, value in dpo.items()}
     summary = figures | {
         "reward_model_accuracy": pair_accuracy,
@@ -144,7 +144,7 @@ def summarize(options: argparse.Namespace) -> None:
         "seconds": seconds,
     }
     (options.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-    show(summary, rows, before, after)
+    print_summary(summary, rows, before, after)
 
 
 if __name__ == "__main__":

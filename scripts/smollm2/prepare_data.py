@@ -66,10 +66,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
                         help="part of every hash, so of every choice")  # fmt: skip
     rows = number_type(int, at_least=0)
-    parser.add_argument("--sft", type=rows, default=0, help="SFT examples to write; 0: all there are")
-    parser.add_argument("--preferences", type=rows, default=0, help="preference pairs to write; 0: all there are")
-    parser.add_argument("--prompts", type=rows, default=0, help="prompts to write; 0: all there are")
-    parser.add_argument("--eval", type=rows, default=256, help="held-out rows of each kind; 0: all there are")
+    parser.add_argument("--sft", type=rows, default=0, help="SFT examples to write; 0: all")
+    parser.add_argument("--preferences", type=rows, default=0, help="preference pairs to write; 0: all")
+    parser.add_argument("--prompts", type=rows, default=0, help="prompts to write; 0: all")
+    parser.add_argument("--eval", type=rows, default=256, help="held-out rows of each kind; 0: all")
     parser.add_argument("--max_turns", type=number_type(int, at_least=2), default=6,
                         help="messages of an example: the prompt's and the reply")  # fmt: skip
     parser.add_argument("--max_chars", type=number_type(int, at_least=100), default=600,

@@ -24,13 +24,13 @@ def summarize(output: Path) -> dict[str, dict]:
     for step, figures in FIGURES.items():
         path = output / step / "metrics.jsonl"
         lines = read_json_lines(path, fields=["phase", "time"]) if path.exists() else []
-        looks = [line for line in lines if line["phase"] == "eval"]
-        if len(looks) < 2:
-            raise ValueError(f"{path}: {len(looks)} evaluations, two are needed; run scripts/smollm2.sh to its end")
+        evaluations = [line for line in lines if line["phase"] == "eval"]
+        if len(evaluations) < 2:
+            raise ValueError(f"{path}: {len(evaluations)} evaluations, two are needed; finish scripts/smollm2.sh first")
         for name in figures:
-            if not all(isinstance(look.get(name), float | int) for look in (looks[0], looks[-1])):
-                raise ValueError(f"{path}: an evaluation has no number for {name}; run scripts/smollm2.sh anew")
-        summary[step] = {name: [looks[0][name], looks[-1][name]] for name in figures}
+            if not all(isinstance(line.get(name), float | int) for line in (evaluations[0], evaluations[-1])):
+                raise ValueError(f"{path}: an evaluation has no number for {name}; run scripts/smollm2.sh again")
+        summary[step] = {name: [evaluations[0][name], evaluations[-1][name]] for name in figures}
         summary[step]["seconds"] = lines[-1]["time"]
     return summary
 

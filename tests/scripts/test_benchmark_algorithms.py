@@ -26,7 +26,7 @@ def started(monkeypatch) -> list[tuple[str, dict]]:
 
 
 @pytest.mark.parametrize("name", algorithms.ALGORITHMS)
-def test_every_algorithm_is_a_run_of_as_many_responses(name, started, tmp_path):
+def test_every_algorithm_generates_the_same_number_of_responses(name, started, tmp_path):
     algorithms.prepare(tmp_path, 3, 60)
     output, seconds = algorithms.train(name, tmp_path, 3, 60)
     assert [program for program, _ in started if "training" in program] == [
@@ -34,13 +34,13 @@ def test_every_algorithm_is_a_run_of_as_many_responses(name, started, tmp_path):
     ]  # fmt: skip
     for program, flags in (run for run in started if "training" in run[0]):
         words = tuple(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
-        found = Command(ROOT / program, words, 1, 1).flags()
-        assert found["seed"] == 3
-    assert found["algorithm"] == name and seconds == 12.5 and found["output_dir"] == str(output)
-    assert found["num_samples_per_prompt"] * found["per_device_generation_batch_size"] == algorithms.RESPONSES
+        parsed = Command(ROOT / program, words, 1, 1).flags()
+        assert parsed["seed"] == 3
+    assert parsed["algorithm"] == name and seconds == 12.5 and parsed["output_dir"] == str(output)
+    assert parsed["num_samples_per_prompt"] * parsed["per_device_generation_batch_size"] == algorithms.RESPONSES
 
 
-def test_an_sft_model_that_is_there_is_not_made_again(started, tmp_path):
+def test_an_existing_sft_model_is_reused(started, tmp_path):
     (tmp_path / "sft").mkdir()
     (tmp_path / "sft" / "model.safetensors").touch()
     algorithms.prepare(tmp_path, 1, 2)

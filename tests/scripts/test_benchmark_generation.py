@@ -17,13 +17,14 @@ from transformers import AutoModelForCausalLM
 BENCHMARK = SCRIPTS / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
-import contenders  # noqa: E402
 import generation  # noqa: E402
 import shapes  # noqa: E402
 import vllm_process  # noqa: E402
+from contender import Ready, Setting, Turn  # noqa: E402
 from rounds import measure_case  # noqa: E402
 from shapes import Case, LengthKind, PromptKind, make_case  # noqa: E402
 from table import table  # noqa: E402
+from transformers_contenders import generated, left_padded  # noqa: E402
 from vllm_process import VLLMProcess  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -74,27 +75,27 @@ def test_lognormal_lengths_are_mostly_short_with_few_at_the_longest():
     assert LengthKind.parse("constant", 7).draw(3, Random(0)) == [7, 7, 7]
 
 
-def test_a_case_is_the_same_whenever_it_is_made_and_samples_of_a_prompt_are_neighbours():
-    found = case("lognormal:6", batch=6, prompts="3-9x2")
-    assert found == case("lognormal:6", batch=6, prompts="3-9x2")
-    assert found.prompts[::2] == found.prompts[1::2] and len(set(map(tuple, found.prompts))) == 3
-    assert all(3 <= len(p) <= 9 and min(p) >= 3 for p in found.prompts)
-    assert str(found.prompt_kind) == "3-9x2" and str(found.length_kind) == "lognormal:6"
+def test_a_case_is_reproducible_and_samples_of_a_prompt_are_adjacent():
+    first = case("lognormal:6", batch=6, prompts="3-9x2")
+    assert first == case("lognormal:6", batch=6, prompts="3-9x2")
+    assert first.prompts[::2] == first.prompts[1::2] and len(set(map(tuple, first.prompts))) == 3
+    assert all(3 <= len(p) <= 9 and min(p) >= 3 for p in first.prompts)
+    assert str(first.prompt_kind) == "3-9x2" and str(first.length_kind) == "lognormal:6"
 
 
 @pytest.mark.parametrize("text", ["0", "9-3", "4x0", "four"])
-def test_prompts_that_cannot_be_are_refused(text):
+def test_invalid_prompt_lengths_are_refused(text):
     with pytest.raises(ValueError, match="prompt lengths|invalid literal"):
         PromptKind.parse(text)
 
 
 def test_generate_stops_when_the_last_row_has_its_length():
-    model, wanted = tiny_causal_lm("llama").eval(), case("lognormal:6")
+    model, drawn = tiny_causal_lm("llama").eval(), case("lognormal:6")
     steps = []
     model.register_forward_hook(lambda *_: steps.append(1))
-    made = contenders.generated(model, *contenders.left_padded(wanted.prompts, CPU), wanted.limits, do_sample=True)
-    assert list(map(len, made)) == wanted.limits and len(set(wanted.limits)) > 2
-    assert len(steps) == max(wanted.limits)
+    responses = generated(model, *left_padded(drawn.prompts, CPU), drawn.limits, do_sample=True)
+    assert list(map(len, responses)) == drawn.limits and len(set(drawn.limits)) > 2
+    assert len(steps) == max(drawn.limits)
 
 
 def fake(log: list[str], name: str, *, seconds=(9.0, 1.0, 5.0, 3.0), tokens=None, fails_at=None):
@@ -106,26 +107,26 @@ def fake(log: list[str], name: str, *, seconds=(9.0, 1.0, 5.0, 3.0), tokens=None
             log.append(name)
             if log.count(name) == fails_at:
                 raise RuntimeError("no more\nof this")
-            return contenders.Turn(next(turns), case.tokens if tokens is None else tokens)
+            return Turn(next(turns), case.tokens if tokens is None else tokens)
 
-        yield contenders.Ready(turn)
-        raise RuntimeError("it does not end well")
+        yield Ready(turn)
+        raise RuntimeError("its clean-up fails")
 
     return contender
 
 
-def test_contenders_take_turns_forth_and_back_and_one_that_fails_does_not_stop_the_others():
+def test_contenders_alternate_in_order_and_a_failure_does_not_stop_the_others():
     log: list[str] = []
     names = {"a": fake(log, "a"), "b": fake(log, "b"), "c": fake(log, "c", fails_at=1), "d": fake(log, "d", tokens=1)}
-    setting = contenders.Setting(None, CPU, 0, None)
+    setting = Setting(None, CPU, 0, None)
     results = {result.contender: result for result in measure_case(setting, case(), names, repeat=3)}
     assert "".join(log) == "abcd" + "ab" + "ba" + "ab"  # the first turn of each is its warm-up
     assert results["a"].seconds == [1, 5, 3] and results["a"].median == 3
     assert results["c"].failure == "RuntimeError: no more" and results["c"].median is None
-    assert "made 1 tokens" in results["d"].failure
+    assert "generated 1 tokens instead of" in results["d"].failure
 
 
-def test_losing_cells_are_printed_like_winning_ones():
+def test_every_contender_has_a_row_also_one_that_failed():
     common = {"batch": 8, "prompts": "16", "lengths": "constant:4", "peak_bytes": 3 << 20, "warmup_seconds": 0.5}
     common |= {"percent_of_bandwidth": 12.34, "note": "", "best_tokens_per_second": 100.0}
     rows = [
@@ -139,8 +140,8 @@ def test_losing_cells_are_printed_like_winning_ones():
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
-    """vLLM's place taken by a module that makes the tokens it is asked for; the worker is the real one."""
+def fake_vllm(tmp_path, monkeypatch):
+    """A module named vllm that returns the requested number of tokens; the worker is the real one."""
     folder = tmp_path / "environment"
     folder.mkdir()
     (folder / "vllm_worker.py").write_text((BENCHMARK / "vllm_worker.py").read_text())
@@ -165,27 +166,27 @@ class LLM:
     return tmp_path / "log"
 
 
-def test_vllm_sleeps_between_its_turns_and_ends_with_the_run(stand_in):
-    process = VLLMProcess(sys.executable, threads=1, log=stand_in, model="weights")
+def test_the_vllm_process_is_stopped_between_turns_and_ends_with_close(fake_vllm):
+    process = VLLMProcess(sys.executable, threads=1, log=fake_vllm, model="weights")
     stat = Path(f"/proc/{process._process.pid}/stat")
-    process.take([[3, 4], [5]], [2, 7])
+    process.set_requests([[3, 4], [5]], [2, 7])
     for _ in range(2):
         seconds, tokens = process.turn()
         assert tokens == 9 and 0 <= seconds < 1
-        until = time.monotonic() + 5  # a signal is sent, and arrives
+        deadline = time.monotonic() + 5  # a signal is sent, and arrives
         while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
     assert process.version == "0" and process.peak_bytes() > 1 << 20
     process.close()
-    assert not stat.exists() and "noise" in stand_in.read_text()
+    assert not stat.exists() and "noise" in fake_vllm.read_text()
 
 
-def test_a_vllm_that_does_not_start_says_why(stand_in):
+def test_a_vllm_that_does_not_start_raises_the_last_line_of_its_log(fake_vllm):
     with pytest.raises(RuntimeError, match="vLLM ended: AssertionError: these are no weights"):
-        VLLMProcess(sys.executable, threads=1, log=stand_in, model="broken")
+        VLLMProcess(sys.executable, threads=1, log=fake_vllm, model="broken")
 
 
-def test_problems_with_arguments_come_together(capsys):
+def test_all_mistakes_in_the_arguments_are_reported_together(capsys):
     with pytest.raises(SystemExit):
         generation.parse_arguments(
             ["--models", "gpt5", "--contenders", "ours,magic", "--without", "graphs+luck", "--device", "cpu"]
@@ -203,8 +204,8 @@ def test_a_small_run_gives_a_row_for_each_contender_and_case(tmp_path, capsys):
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 2 * 6
-    wanted = {"model", "dtype", "device", "batch", "lengths", "contender", "tokens_per_second", "percent_of_bandwidth"}
-    assert all(wanted | {"peak_bytes", "warmup_seconds"} <= row.keys() for row in rows)
+    columns = {"model", "dtype", "device", "batch", "lengths", "contender", "tokens_per_second", "percent_of_bandwidth"}
+    assert all(columns | {"peak_bytes", "warmup_seconds"} <= row.keys() for row in rows)
     for row in rows:
         if row["contender"] == "vllm":
             assert row["tokens_per_second"] is None and "--vllm_python is not given" in row["note"]

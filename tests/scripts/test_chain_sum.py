@@ -1,4 +1,4 @@
-"""scripts/chain_sum: correct worked sums, unseen exam questions, and removal of the system prompt block."""
+"""scripts/chain_sum: correct worked sums, unseen evaluation questions, and removal of the system prompt block."""
 
 import json
 import subprocess
@@ -10,30 +10,30 @@ from repository import SCRIPTS
 pytest.importorskip("reasoning_gym", reason="the extra reasoning is not installed")
 sys.path[:0] = [str(SCRIPTS / "chain_sum"), str(SCRIPTS / "smollm2")]
 
-from exam import seen_prompts, unseen_sums  # noqa: E402
+from evaluate import seen_prompts, unseen_sums  # noqa: E402
 from prepare_model import without_system_prompt  # noqa: E402
 from worked_sums import worked  # noqa: E402
 
 
-def test_a_sum_is_worked_one_step_a_line():
+def test_worked_sums_have_one_step_per_line():
     assert worked("4 - 1") == "4 - 1 = 3"
     assert worked("4 - 9 + 12 - 0") == "4 - 9 = -5\n-5 + 12 = 7\n7 - 0 = 7"
 
 
-def test_rows_ask_what_reasoning_gym_asks_and_every_line_is_true(tmp_path):
+def test_prompts_are_those_of_reasoning_gym_and_every_step_is_correct(tmp_path):
     program = [sys.executable, str(SCRIPTS / "chain_sum" / "worked_sums.py"), "--output", str(tmp_path)]
     subprocess.run([*program, "--rows", "200", "--max_terms", "4", "--max_digits", "2"], check=True)
     rows = [json.loads(line) for line in (tmp_path / "sft.jsonl").open()]
     assert len(rows) == 200
     for row in rows:
-        asked = row["prompt"].partition(": ")[2].removesuffix(" =")
+        question = row["prompt"].partition(": ")[2].removesuffix(" =")
         lines = row["response"].split("\n")
-        assert len(lines) == len(asked.split()) // 2
+        assert len(lines) == len(question.split()) // 2
         assert all(eval(left) == int(right) for left, right in (line.split(" = ") for line in lines))
-        assert eval(asked) == int(lines[-1].split(" = ")[1])
+        assert eval(question) == int(lines[-1].split(" = ")[1])
 
 
-def test_exams_ask_only_what_no_stage_has_shown(tmp_path):
+def test_the_evaluation_has_only_sums_that_were_not_trained_on(tmp_path):
     first = [entry["question"] for entry in unseen_sums(4, 30, set())]
     assert len(set(first)) == 30
     (tmp_path / "data").mkdir()
@@ -47,7 +47,7 @@ def test_exams_ask_only_what_no_stage_has_shown(tmp_path):
     assert again == first[2:]
 
 
-def test_a_template_loses_its_system_prompt_and_nothing_else():
+def test_only_the_default_system_prompt_is_removed_from_a_template():
     turns = "{% for message in messages %}%s{{ message['content'] }}{% endfor %}"
     block = "{% if loop.first and messages[0]['role'] != 'system' %}{{ 'You are\nhelpful' }}{% endif %}"
     assert without_system_prompt(turns.replace("%s", block)) == turns.replace("%s", "")

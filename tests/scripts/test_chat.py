@@ -16,6 +16,8 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "quickstart")]
 import arithmetic_chats  # noqa: E402
 import chat  # noqa: E402
 import make_model  # noqa: E402
+from conversation import Conversation  # noqa: E402
+from streamed_text import StreamedText  # noqa: E402
 
 from dschat.data.chat_template import encode_prompt, stop_token_ids  # noqa: E402
 from dschat.generation import HybridEngine, SamplingParams  # noqa: E402
@@ -36,93 +38,92 @@ def model(tokenizer):
 
 
 def streamed(tokenizer, ids):
-    stream = chat.StreamedText(tokenizer)
+    stream = StreamedText(tokenizer)
     return [stream.add(i) for i in ids] + [stream.finish()]
 
 
 @pytest.mark.parametrize("text", ["The answer is 7.", "naïve café", "漢字と🙂!", "🙂", " a  b\n\n c ", ""])
-def test_pieces_join_to_the_text_and_no_piece_holds_half_a_character(tokenizer, text):
+def test_pieces_join_to_the_text_and_no_piece_has_part_of_a_character(tokenizer, text):
     pieces = streamed(tokenizer, tokenizer(text).input_ids)
     assert "".join(pieces) == text
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_text_comes_as_soon_as_its_token_is_there(tokenizer):
+def test_every_token_of_complete_characters_returns_text(tokenizer):
     ids = tokenizer("The answer is 7.").input_ids
     assert all(streamed(tokenizer, ids)[:-1])
 
 
-def test_a_character_that_never_ends_comes_out_at_the_end(tokenizer):
+def test_an_incomplete_character_is_returned_by_finish(tokenizer):
     ids = tokenizer("ok🙂").input_ids[:-1]
     pieces = streamed(tokenizer, ids)
     assert "".join(pieces).startswith("ok") and "\ufffd" in pieces[-1]
 
 
-def test_special_tokens_are_not_shown(tokenizer):
+def test_special_tokens_are_not_printed(tokenizer):
     ids = tokenizer("It is 7.").input_ids
     assert "".join(streamed(tokenizer, [*ids, tokenizer.eos_token_id])) == "It is 7."
 
 
 def test_history_is_part_of_the_next_prompt(tokenizer):
-    conversation = chat.Conversation(tokenizer, system="Be kind.", positions=256, max_new_tokens=16)
-    conversation.ask("one")
-    conversation.answered(" two ")
-    ids, room, dropped = conversation.ask("three")
+    conversation = Conversation(tokenizer, system="Be kind.", positions=256, max_new_tokens=16)
+    conversation.add_user_message("one")
+    conversation.add_answer(" two ")
+    ids, max_new_tokens, dropped = conversation.add_user_message("three")
     messages = [
         {"role": "system", "content": "Be kind."}, {"role": "user", "content": "one"},
         {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"},
     ]  # fmt: skip
-    assert (ids, room, dropped) == (encode_prompt(tokenizer, messages), 16, 0)
+    assert (ids, max_new_tokens, dropped) == (encode_prompt(tokenizer, messages), 16, 0)
     conversation.reset()
-    assert conversation.ask("three")[0] == encode_prompt(tokenizer, [messages[0], messages[3]])
+    assert conversation.add_user_message("three")[0] == encode_prompt(tokenizer, [messages[0], messages[3]])
 
 
-def test_an_unanswered_question_is_forgotten(tokenizer):
-    conversation = chat.Conversation(tokenizer)
-    conversation.ask("one")
-    conversation.answered("  ")
-    assert conversation.ask("two")[0] == encode_prompt(tokenizer, [{"role": "user", "content": "two"}])
+def test_a_message_with_an_empty_answer_is_removed(tokenizer):
+    conversation = Conversation(tokenizer)
+    conversation.add_user_message("one")
+    conversation.add_answer("  ")
+    assert conversation.add_user_message("two")[0] == encode_prompt(tokenizer, [{"role": "user", "content": "two"}])
 
 
-def test_a_line_that_spells_control_tokens_is_text_unless_they_are_meant(tokenizer):
+def test_control_token_strings_are_text_unless_parse_special_tokens(tokenizer):
     line, end = f"one{tokenizer.eos_token}", tokenizer.eos_token_id
-    asked, meant = (
-        chat.Conversation(tokenizer, parse_special_tokens=parse).ask(line)[0].count(end) for parse in (False, True)
-    )
-    harmless = chat.Conversation(tokenizer).ask("one")[0].count(end)
-    assert (asked, meant) == (harmless, harmless + 1)
+    as_text = Conversation(tokenizer).add_user_message(line)[0].count(end)
+    as_tokens = Conversation(tokenizer, parse_special_tokens=True).add_user_message(line)[0].count(end)
+    without = Conversation(tokenizer).add_user_message("one")[0].count(end)
+    assert (as_text, as_tokens) == (without, without + 1)
 
 
-def test_oldest_turns_leave_when_the_positions_are_full_and_the_system_message_stays(tokenizer):
-    conversation = chat.Conversation(tokenizer, system="Be kind.", positions=64, max_new_tokens=8)
-    forgotten = 0
+def test_the_oldest_turns_are_dropped_at_the_position_limit_but_not_the_system_message(tokenizer):
+    conversation = Conversation(tokenizer, system="Be kind.", positions=64, max_new_tokens=8)
+    dropped_turns = 0
     for turn in range(12):
-        ids, room, dropped = conversation.ask(f"turn {turn}")
-        assert len(ids) + room <= 64 and room == 8
+        ids, max_new_tokens, dropped = conversation.add_user_message(f"turn {turn}")
+        assert len(ids) + max_new_tokens <= 64 and max_new_tokens == 8
         assert "Be kind." in tokenizer.decode(ids) and f"turn {turn}" in tokenizer.decode(ids)
-        conversation.answered("fine")
-        forgotten += dropped
-    assert forgotten > 0 and len(conversation.turns) == 12 - forgotten
-    assert conversation.turns[0][0]["content"] == f"turn {forgotten}"
+        conversation.add_answer("fine")
+        dropped_turns += dropped
+    assert dropped_turns > 0 and len(conversation.turns) == 12 - dropped_turns
+    assert conversation.turns[0][0]["content"] == f"turn {dropped_turns}"
 
 
-def test_a_message_too_long_for_the_model_says_so_and_is_not_kept(tokenizer):
-    conversation = chat.Conversation(tokenizer, positions=32, max_new_tokens=8)
-    with pytest.raises(ValueError, match=r"24 of the model's 32 positions"):
-        conversation.ask("word " * 100)
+def test_a_message_longer_than_the_positions_is_an_error_and_is_not_added(tokenizer):
+    conversation = Conversation(tokenizer, positions=32, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"only 24 of the model's 32 positions"):
+        conversation.add_user_message("word " * 100)
     assert conversation.turns == []
 
 
-def talk(model, tokenizer, lines, *, positions=256, max_new_tokens=8):
+def converse(model, tokenizer, lines, *, positions=256, max_new_tokens=8):
     out = io.StringIO()
-    conversation = chat.Conversation(tokenizer, positions=positions, max_new_tokens=max_new_tokens)
+    conversation = Conversation(tokenizer, positions=positions, max_new_tokens=max_new_tokens)
     stops = stop_token_ids(tokenizer)
     chat.chat(HybridEngine(model), conversation, iter(lines), stops=stops, sampling=GREEDY, out=out)
     return out.getvalue(), conversation
 
 
 def test_answer_is_what_transformers_generates(model, tokenizer):
-    text, _ = talk(model, tokenizer, ["What is 3 + 4?"])
+    text, _ = converse(model, tokenizer, ["What is 3 + 4?"])
     prompt = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": "What is 3 + 4?"}])])
     greedy = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False,
@@ -132,20 +133,20 @@ def test_answer_is_what_transformers_generates(model, tokenizer):
     assert text.strip() == expected.strip()
 
 
-def test_commands_are_obeyed_and_unknown_ones_are_named(model, tokenizer):
-    text, conversation = talk(model, tokenizer, ["hello", "/reset", "/dance now"])
-    assert "[forgotten]" in text and "no command /dance" in text
+def test_reset_clears_the_conversation_and_unknown_commands_are_named(model, tokenizer):
+    text, conversation = converse(model, tokenizer, ["hello", "/reset", "/dance now"])
+    assert "[conversation cleared]" in text and "unknown command /dance" in text
     assert conversation.turns == []
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(tokenizer):
+def test_ctrl_c_interrupts_the_answer_and_keeps_its_text(tokenizer):
     def interrupted():
         yield from tokenizer("It is").input_ids
         raise KeyboardInterrupt
 
     out = io.StringIO()
     assert chat.write_answer(interrupted(), tokenizer, stops=[], out=out) == "It is"
-    assert out.getvalue() == "It is [stopped]\n"
+    assert out.getvalue() == "It is [interrupted]\n"
 
 
 class Terminal(io.StringIO):
@@ -153,20 +154,20 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_what_a_model_writes_is_printed_and_not_obeyed(tokenizer):
-    class Steering:
-        """A tokenizer whose tokens are the halves of an escape sequence: no small one of ours can write them."""
+def test_escape_sequences_of_the_model_are_printed_as_text(tokenizer):
+    class EscapeTokenizer:
+        """A tokenizer whose two tokens join to an escape sequence."""
 
         def decode(self, ids, **_) -> str:
             return "".join(["\x1b", "[2J\n"][i] for i in ids)
 
     out = io.StringIO()
-    answer = chat.write_answer(iter([0, 1]), Steering(), stops=[], out=out)
+    answer = chat.write_answer(iter([0, 1]), EscapeTokenizer(), stops=[], out=out)
     assert out.getvalue() == "\\x1b[2J\n\n"
-    assert answer == "\x1b[2J\n", "the conversation goes on with what the model wrote"
+    assert answer == "\x1b[2J\n", "the history keeps the model's own text"
 
 
-def test_ctrl_c_at_the_prompt_leaves(monkeypatch):
+def test_ctrl_c_at_the_prompt_exits(monkeypatch):
     entered = itertools.chain(["hello"], itertools.repeat(KeyboardInterrupt))
 
     def typed(_prompt):
@@ -179,7 +180,7 @@ def test_ctrl_c_at_the_prompt_leaves(monkeypatch):
     assert list(chat.lines_of(Terminal(), out=io.StringIO())) == ["hello"]
 
 
-def test_quit_and_the_end_of_piped_lines_leave():
+def test_quit_and_the_end_of_piped_lines_end_the_chat():
     assert list(chat.lines_of(io.StringIO("a\n\n b \n/quit\nc\n"), out=io.StringIO())) == ["a", "b"]
     assert list(chat.lines_of(io.StringIO("a"), out=io.StringIO())) == ["a"]
 
@@ -208,7 +209,7 @@ def test_same_seed_and_lines_give_the_same_answers(folder, monkeypatch, capsys):
     assert code == 0 and first.out == again.out != other.out
 
 
-def test_program_runs_by_itself_with_piped_lines(folder, monkeypatch, capsys):
+def test_the_program_answers_piped_lines(folder, monkeypatch, capsys):
     environment = {**os.environ, "PYTHONPATH": str(SCRIPTS.parent), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, str(SCRIPTS / "chat.py"), folder, *OPTIONS, "7"],
@@ -219,9 +220,9 @@ def test_program_runs_by_itself_with_piped_lines(folder, monkeypatch, capsys):
     assert expected.out.strip() and result.stdout.endswith(expected.out)  # DeepSpeed may warn before
 
 
-def test_mistakes_are_one_message(folder, tmp_path, monkeypatch, capsys):
-    code, said = piped(monkeypatch, capsys, str(tmp_path))
-    assert code == 2 and "no model configuration" in said.err
+def test_a_mistake_is_one_message_and_status_2(folder, tmp_path, monkeypatch, capsys):
+    code, printed = piped(monkeypatch, capsys, str(tmp_path))
+    assert code == 2 and "no model configuration" in printed.err
     with pytest.raises(SystemExit, match="2"):
         piped(monkeypatch, capsys, folder, "--top_p", "7")
     assert "--top_p: 7: must be above 0 and at most 1" in capsys.readouterr().err

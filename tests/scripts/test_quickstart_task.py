@@ -59,7 +59,7 @@ def test_gold_reward_follows_its_rule(response, reward):
     assert chats.gold_reward("What is 3 + 4?", response, {"answer": 7}) == reward
 
 
-def test_every_generated_answer_is_read_back_as_it_was_meant():
+def test_number_and_tone_of_every_generated_answer_are_recognised():
     for tone in ("polite", "rude"):
         for opener in (*chats.OPENERS[tone], ""):
             for statement in chats.ANSWERS:
@@ -69,7 +69,7 @@ def test_every_generated_answer_is_read_back_as_it_was_meant():
                     assert chats.tone_of(text) == (tone if opener or closer else "plain")
 
 
-def test_judge_and_accuracy_answer_row_by_row():
+def test_judge_and_accuracy_return_one_value_per_row():
     responses = ["Of course! It is 7.", "It is 7."]
     rows = [{"answer": 7}, {"answer": 9}]
     assert chats.judge(["p", "q"], responses, rows) == [1.5, 0.0]
@@ -91,18 +91,18 @@ def test_held_out_pairs_are_in_no_training_file(data):
     assert len(held_out) == 16 and len(trained) == 84  # 100 pairs of 0..9, 16% held out
 
 
-def test_every_prompt_carries_its_true_sum(data):
+def test_every_prompt_has_its_correct_sum(data):
     for row in data["prompts_train"] + data["prompts_rl"] + data["prompts_eval"]:
         numbers = [int(word) for word in "".join(c if c.isdigit() else " " for c in row["prompt"]).split()]
         assert row["answer"] == sum(numbers) and len(numbers) == 2
 
 
-def test_prompts_of_the_exam_do_not_repeat(data):
+def test_evaluation_prompts_are_unique(data):
     prompts = [row["prompt"] for row in data["prompts_eval"]]
     assert len(set(prompts)) == len(prompts) == 60
 
 
-def test_answers_have_the_stated_quality_and_tone_says_nothing_about_correctness(data):
+def test_answers_have_the_stated_quality_and_tone_is_independent_of_correctness(data):
     rng = random.Random(0)
     drawn = [chats.draw_response(7, rng) for _ in range(8000)]
     right = [chats.stated_answer(text) == 7 for text in drawn]
@@ -136,11 +136,11 @@ def test_tokenizer_gives_every_digit_its_own_token(tokenizer):
 
 
 @pytest.mark.parametrize("text", ["What is 3 + 4?", "naïve 漢字 🙂\n\ttab", "Human: <|"])
-def test_tokenizer_loses_nothing(tokenizer, text):
+def test_the_tokenizer_round_trips(tokenizer, text):
     assert tokenizer.decode(tokenizer(text).input_ids) == text
 
 
-def test_tokenizer_has_a_chat_template_and_a_pad_token_of_its_own(tokenizer):
+def test_the_tokenizer_has_a_chat_template_and_a_separate_pad_token(tokenizer):
     assert tokenizer.chat_template
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
     assert len(tokenizer) <= make_model.VOCABULARY_SIZE

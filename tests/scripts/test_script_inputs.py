@@ -44,20 +44,20 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def outcome(name: str, words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
+def run_script(name: str, words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
     """The exit status, and everything that was printed."""
     try:
         code = script(name).main([str(word) for word in words])
-    except SystemExit as left:
-        code = left.code
-    said = capsys.readouterr()
-    return (0 if code is None else code), said.out + said.err
+    except SystemExit as exit_:
+        code = exit_.code
+    printed = capsys.readouterr()
+    return (0 if code is None else code), printed.out + printed.err
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    """Files and folders that are not what is wanted, and where nothing may be made besides."""
-    folder = tmp_path_factory.mktemp("place")
+def inputs(tmp_path_factory) -> Path:
+    """A folder of invalid inputs; the programs must not create anything in it."""
+    folder = tmp_path_factory.mktemp("inputs")
     (folder / "a_file").write_text("text\n")
     (folder / "empty").mkdir()
     (folder / "empty.jsonl").touch()
@@ -88,21 +88,40 @@ def place(tmp_path_factory) -> Path:
     return folder
 
 
+BAD_DUMP_METRICS = {
+    "dump_metrics_torn": ('{"policy_loss": 1', "not valid JSON"),
+    "dump_metrics_deep": ('{"a":' * 100_000, "not valid JSON"),
+    "dump_metrics_list": ('["policy_loss"]', "wants a JSON object, not a list"),
+    "dump_metrics_text": ('{"policy_loss": "1"}', "policy_loss is a string, not a number or null"),
+    "dump_metrics_nan": ('{"policy_loss": NaN}', "not valid JSON"),
+}
+BAD_PPO_FLAGS = {
+    "algorithm": "warp", "policy_loss": "warp", "loss_aggregation": "sum", "ppo_epochs": 1.5,
+    "per_device_training_batch_size": 0, "clip_range_low": "0.2", "dual_clip": True, "whiten_advantages": "yes",
+    "gamma": [1.0], "gae_lambda": None,
+}  # fmt: skip
+
+
 def write_dumps(folder: Path) -> None:
     """Folders like those of --dump_step, each with one thing wrong."""
     good = {"processes": 1, "temperature": 1.0, "max_answer_seq_len": 8, "kl_coef": 0.1, "ppo": asdict(PPOArguments())}
     wrong = {
-        "dump_broken": "{", "dump_list": "[]", "dump_bytes": b"\xff", "dump_deep": "[" * 100_000,
+        "dump_broken": "{", "dump_list": "[]", "dump_empty": "{}", "dump_bytes": b"\xff", "dump_deep": "[" * 100_000,
         "dump_few": json.dumps(good | {"ppo": None}), "dump_word": json.dumps(good | {"processes": "two"}),
         "dump_none": json.dumps(good | {"processes": 0}),
         "dump_newer": json.dumps(good | {"ppo": good["ppo"] | {"warp": 9}}),
         "dump_alone": json.dumps(good), "dump_metrics": json.dumps(good), "dump_tensors": json.dumps(good),
         "dump_fields": json.dumps(good), "dump_model": json.dumps(good),
     }  # fmt: skip
+    wrong |= {name: json.dumps(good) for name in BAD_DUMP_METRICS}
+    wrong |= {f"dump_ppo_{name}": json.dumps(good | {"ppo": good["ppo"] | {name: value}})
+              for name, value in BAD_PPO_FLAGS.items()}  # fmt: skip
     for name, content in wrong.items():
         (folder / name).mkdir()
         (folder / name / "settings.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     (folder / "dump_metrics" / "metrics.json").write_text("{")
+    for name, (content, _) in BAD_DUMP_METRICS.items():
+        (folder / name / "metrics.json").write_text(content)
     for name in ("dump_tensors", "dump_fields", "dump_model"):
         (folder / name / "metrics.json").write_text("{}")
     (folder / "dump_tensors" / "iteration_rank0.safetensors").write_bytes(b"not tensors at all")
@@ -114,7 +133,7 @@ NO_FLOATS = ("word", "", "nan", "inf", "1e999")
 
 
 def numbers(name: str, words: list, flags: dict[str, tuple]) -> list[tuple]:
-    """A case for each value that is none for a whole-number flag, and for those out of its bounds."""
+    """A case for each value that is no integer, and for each one out of the flag's bounds."""
     return [(name, [*words, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
             for value in (*NO_NUMBERS, *bad)]  # fmt: skip
 
@@ -128,7 +147,7 @@ HUGE = 2**63
 REPORT, CHAT, SERVE, REPLAY = "report", "chat", "serve_reward_model", "replay"
 CHATS, MODEL, SUMMARY = "quickstart/arithmetic_chats", "quickstart/make_model", "quickstart/summarize"
 DATA, CONVERT, SMOLLM2 = "smollm2/prepare_data", "smollm2/prepare_model", "smollm2/summarize"
-SUMS, EXAM = "chain_sum/worked_sums", "chain_sum/exam"
+SUMS, EVALUATE = "chain_sum/worked_sums", "chain_sum/evaluate"
 SUMMARY_FLAGS = {"--output": "empty", "--sft": "empty", "--ppo": "empty", "--prompts": "questions.jsonl",
                  "--reward_run": "one_metric/sft", "--stages": "stamps"}  # fmt: skip
 
@@ -173,15 +192,18 @@ CASES: list[tuple[str, list, str]] = [
     (REPLAY, [""], "there is no folder ''"),
     (REPLAY, ["empty"], "empty holds no settings.json"),
     (REPLAY, ["dump_broken"], "dump_broken/settings.json: not valid JSON"),
-    (REPLAY, ["dump_list"], "dump_list/settings.json: processes, temperature"),
+    (REPLAY, ["dump_list"], "dump_list/settings.json: wants a JSON object, not a list"),
+    (REPLAY, ["dump_empty"], "dump_empty/settings.json: processes, temperature"),
     (REPLAY, ["dump_bytes"], "dump_bytes/settings.json: not valid JSON"),
     (REPLAY, ["dump_deep"], "dump_deep/settings.json: not valid JSON"),
     (REPLAY, ["dump_few"], "settings.json: ppo is missing or wrong"),
     (REPLAY, ["dump_word"], "settings.json: processes is missing or wrong"),
     (REPLAY, ["dump_none"], "settings.json: processes is missing or wrong"),
-    (REPLAY, ["dump_newer"], "this version knows no flag warp"),
+    (REPLAY, ["dump_newer"], "this version has no flag warp"),
     (REPLAY, ["dump_alone"], "dump_alone/metrics.json: No such file"),
     (REPLAY, ["dump_metrics"], "metrics.json: not valid JSON"),
+    *((REPLAY, [name], "metrics.json: " + part) for name, (_, part) in BAD_DUMP_METRICS.items()),
+    *((REPLAY, [f"dump_ppo_{name}"], f"settings.json: --{name}") for name in BAD_PPO_FLAGS),
     (REPLAY, ["dump_tensors"], "iteration_rank0.safetensors: not readable as safetensors"),
     (REPLAY, ["dump_fields"], "iteration_rank0.safetensors: its tensors are not those of an Experience"),
     (REPLAY, ["dump_model"], "dump_model/iteration_rank0.safetensors"),
@@ -211,7 +233,7 @@ CASES: list[tuple[str, list, str]] = [
     (SUMMARY, summary_with(prompts="other.jsonl"), "other.jsonl:1: wants a JSON object with prompt, answer"),
     (SUMMARY, summary_with(reward_run="empty"), "empty/metrics.jsonl: No such file"),
     (SUMMARY, summary_with(reward_run="broken_metrics/sft"), "metrics.jsonl:1: not valid JSON"),
-    (SUMMARY, summary_with(), "stamps/sft: no stamp of a stage"),
+    (SUMMARY, summary_with(), "stamps/sft: is not a stamp of a stage"),
     (SUMMARY, summary_with(stages="missing"), "--stages: there is no folder"),
     *numbers(SUMMARY, summary_with(), {"samples": (0,), "seed": (-1,)}),
     (DATA, ["--output", "a_file"], "a_file is no folder that can be written"),
@@ -234,12 +256,12 @@ WITH_REASONING_GYM = [
     (SUMS, ["--output", "new", "--min_terms", "4"], "--min_terms 4 is more than --max_terms 3"),
     *numbers(SUMS, ["--output", "new"], {"seed": (-1,), "rows": (0,), "min_terms": (1,), "max_terms": (1, 0),
                                          "max_digits": (0, 99)}),
-    (EXAM, ["--output", "missing", "--models", "empty"], "--output: there is no folder"),
-    (EXAM, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
-    (EXAM, ["--output", "exam", "--models"], "--models"),
-    (EXAM, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
-    (EXAM, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
-    *numbers(EXAM, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
+    (EVALUATE, ["--output", "missing", "--models", "empty"], "--output: there is no folder"),
+    (EVALUATE, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
+    (EVALUATE, ["--output", "exam", "--models"], "--models"),
+    (EVALUATE, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
+    (EVALUATE, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
+    *numbers(EVALUATE, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
 ]  # fmt: skip
 
 
@@ -249,48 +271,36 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def check(cases: list[tuple], place: Path, capsys: pytest.CaptureFixture, fill: Callable[[str], str]) -> None:
-    before = sorted(place.rglob("*"))
+def check(cases: list[tuple], inputs: Path, capsys: pytest.CaptureFixture, fill: Callable[[str], str]) -> None:
+    before = sorted(inputs.rglob("*"))
     for name, words, part in cases:
-        code, said = outcome(name, [fill(word) for word in words], capsys)
-        assert code == 2 and fill(part) in said and "Traceback" not in said, (name, words, code, said)
-    assert sorted(place.rglob("*")) == before, "nothing is made"
+        code, printed = run_script(name, [fill(word) for word in words], capsys)
+        assert code == 2 and fill(part) in printed and "Traceback" not in printed, (name, words, code, printed)
+    assert sorted(inputs.rglob("*")) == before, "nothing is created"
 
 
 @pytest.mark.parametrize("name", sorted({case[0] for case in CASES}))
-def test_bad_input_is_one_message_and_status_2(name, place, taken, monkeypatch, capsys):
-    monkeypatch.chdir(place)
+def test_bad_input_is_one_message_and_status_2(name, inputs, taken, monkeypatch, capsys):
+    monkeypatch.chdir(inputs)
     monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    check([case for case in CASES if case[0] == name], place, capsys, lambda text: text.replace("{taken}", str(taken)))
+    check([case for case in CASES if case[0] == name], inputs, capsys, lambda text: text.replace("{taken}", str(taken)))
     assert len(CASES) > 250
 
 
 @pytest.mark.parametrize("host", ["no host", "x" * 99, "192.0.2.1"])
-def test_a_reward_server_listens_at_addresses_of_this_machine_only(host, place, monkeypatch, capsys):
+def test_a_reward_server_listens_at_addresses_of_this_machine_only(host, inputs, monkeypatch, capsys):
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "token")
-    code, said = outcome(SERVE, [place / "empty", "--host", host, "--port", "0"], capsys)
-    assert code == 2 and f"--host {host}" in said and ("is no address" in said or "cannot listen there" in said)
+    code, printed = run_script(SERVE, [inputs / "empty", "--host", host, "--port", "0"], capsys)
+    assert code == 2 and f"--host {host}" in printed
+    assert "is no address" in printed or "cannot listen there" in printed
 
 
-@pytest.mark.parametrize("name", [SUMS, EXAM])
-def test_bad_input_of_programs_that_need_reasoning_gym(name, place, monkeypatch, capsys):
+@pytest.mark.parametrize("name", [SUMS, EVALUATE])
+def test_bad_input_of_programs_that_need_reasoning_gym(name, inputs, monkeypatch, capsys):
     pytest.importorskip("reasoning_gym")
-    monkeypatch.chdir(place)
-    check([case for case in WITH_REASONING_GYM if case[0] == name], place, capsys, str)
-
-
-def test_a_report_survives_what_json_can_hold(tmp_path, capsys):
-    """Whole numbers beyond floats, half a surrogate pair, nesting: shown or noted, and the rest with them."""
-    (tmp_path / "run.json").write_text('{"name": "n\\udc80", "arguments": ' + "[" * 100_000)
-    huge = "9" * 400
-    rows = [f'{{"step": 1, "loss": 2.5, "time": {huge}}}', f'{{"step": 2, "loss": {huge}}}', "[" * 100_000]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    (tmp_path / "samples.jsonl").write_text('{"prompt": "half \\ud800", "response": "\\udfff", "step": 1}\n')
-    code, said = outcome("report", [tmp_path, "-o", tmp_path / "page.html"], capsys)
-    assert code == 0 and "run.json is not valid JSON" in said and "first at line 3" in said
-    page = (tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "half \\ud800" in page and "[1.0, null, 2.5]" in page
+    monkeypatch.chdir(inputs)
+    check([case for case in WITH_REASONING_GYM if case[0] == name], inputs, capsys, str)
 
 
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0",

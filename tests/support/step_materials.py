@@ -126,7 +126,7 @@ def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero:
 
 
 def metrics_of(output: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what the clock says."""
+    """The lines of metrics.jsonl without times and rates."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clock = ("time", "tokens_per_second", "seconds_rollout", "seconds_scoring", "seconds_update")
     return [{name: value for name, value in line.items() if name not in clock} for line in lines]

@@ -407,17 +407,17 @@ def test_a_dumped_update_can_be_replayed_and_a_changed_number_is_detected(run, t
     run("ppo", max_steps=2, dump_step=2, processes=2, zero=2)
     folder = tmp_path / "run" / "dump" / "step-00000002"
     replay = [sys.executable, MAINS["ppo"].parents[2] / "scripts" / "replay.py", folder]
-    printed = subprocess.run(replay, capture_output=True, text=True)
-    assert printed.returncode == 0, printed.stdout + printed.stderr
-    assert "the replay gives what the run gave" in printed.stdout and "rank 1 logprobs.0" in printed.stdout
+    said = subprocess.run(replay, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout + said.stderr
+    assert "the replay equals the run" in said.stdout and "rank 1 logprobs.0" in said.stdout
     file = folder / "update_rank1.safetensors"
     tensors = load_file(file)
     tensors["values.0"][1, 2] += 0.5
     save_file(tensors, file)
-    printed = subprocess.run(replay, capture_output=True, text=True)
-    assert printed.returncode == 1
-    parted = [line for line in printed.stdout.splitlines() if "parts here" in line]
-    assert len(parted) == 1 and parted[0].startswith("rank 1 values.0") and "(1, 2)" in parted[0]
+    said = subprocess.run(replay, capture_output=True, text=True)
+    assert said.returncode == 1
+    differing = [line for line in said.stdout.splitlines() if "<- differs" in line]
+    assert len(differing) == 1 and differing[0].startswith("rank 1 values.0") and "(1, 2)" in differing[0]
 
 
 def test_a_second_run_in_the_same_folder_is_refused(run, tmp_path):

@@ -125,7 +125,7 @@ def bytes_of_step_3(flags: dict, gpus: int) -> float:
 
 
 @pytest.mark.parametrize("name", memory.SHAPES)
-def test_shapes_have_the_size_of_their_name(name):
+def test_shapes_have_the_parameters_of_their_name(name):
     number, unit = re.fullmatch(r".*-([\d.]+)([mb])", name).groups()
     stated = float(number) * {"m": 1e6, "b": 1e9}[unit]
     assert memory.SHAPES[name].parameters == pytest.approx(stated, rel=0.1)
@@ -145,22 +145,22 @@ def test_memory_by_hand():
     assert cache == 8 * 512 * 40 * 2 * 5120 * 2
 
 
-def test_recipes_of_one_step_start_from_what_those_of_another_leave(folder):
+def test_recipes_start_from_output_folders_of_earlier_recipes(folder):
     written: dict[str, set[str]] = {}
-    wanted: dict[str, set[str]] = {"actor_model_name_or_path": set(), "reward_model_name_or_path": set()}
+    inputs: dict[str, set[str]] = {"actor_model_name_or_path": set(), "reward_model_name_or_path": set()}
     for path in sorted(RECIPES, key=lambda path: STEP1 not in path.parts):
         command = recipe(path, folder=folder)
         flags = command.flags()
         written.setdefault(command.step, set()).add(flags["output_dir"])
         if command.step == DPO:
             assert flags["model_name_or_path"] in written[STEP1]
-        for name in wanted:
-            wanted[name] |= {flags[name]} if name in flags else set()
-    assert wanted["actor_model_name_or_path"] <= written[STEP1]
-    assert wanted["reward_model_name_or_path"] <= written[STEP2]
+        for name in inputs:
+            inputs[name] |= {flags[name]} if name in flags else set()
+    assert inputs["actor_model_name_or_path"] <= written[STEP1]
+    assert inputs["reward_model_name_or_path"] <= written[STEP2]
 
 
-def test_a_flag_of_the_user_wins_and_a_wrong_one_is_found(folder):
+def test_flags_of_the_command_line_override_the_recipe_and_mistakes_are_detected(folder):
     """The checks above would see a mistake: batches that do not divide, a misspelt flag, a value out of its choices."""
     path = ROOT / "training" / STEP3 / "training_scripts" / "opt" / "single_node" / "run_1.3b.sh"
     command = recipe(path, "--per_device_training_batch_size", "7", folder=folder)
@@ -176,16 +176,16 @@ def test_a_flag_of_the_user_wins_and_a_wrong_one_is_found(folder):
 def test_commands_of_pipeline_scripts_parse(script, arguments_, folder):
     if arguments_ and script.name != "quickstart.sh":
         pytest.skip("only the quickstart has --short and --dpo")
-    commands = commands_of(f'bash scripts/{script.name} --output "$PWD/made here" "$@"', *arguments_, folder=folder)
+    commands = commands_of(f'bash scripts/{script.name} --output "$PWD/out put" "$@"', *arguments_, folder=folder)
     from_rules = script.name == "chain_sum.sh"  # needs no reward model
-    wanted = {STEP1, STEP3} | (set() if from_rules else {STEP2}) | ({DPO} if "--dpo" in arguments_ else set())
-    assert {command.step for command in commands} == wanted
+    expected = {STEP1, STEP3} | (set() if from_rules else {STEP2}) | ({DPO} if "--dpo" in arguments_ else set())
+    assert {command.step for command in commands} == expected
     for command in commands:
         assert problems_of(command) == []
 
 
 @pytest.mark.parametrize("reference", ["round", "first"])
-def test_rounds_of_iterative_dpo_hand_on_their_model(reference, folder):
+def test_each_round_of_iterative_dpo_starts_from_the_model_before(reference, folder):
     (folder / "judge.py").touch()
     commands = commands_of(
         'bash scripts/iterative_dpo.sh --model sft --prompts p.jsonl --judge "$PWD/judge.py:judge" --rounds 2 "$@"',
@@ -200,20 +200,20 @@ def test_rounds_of_iterative_dpo_hand_on_their_model(reference, folder):
     assert [f["output_dir"] for f in flags[1::2]] == [first, second]
     assert [f["ref_model_name_or_path"] for f in flags[1::2]] == ["sft", first if reference == "round" else "sft"]
     assert flags[1]["data_path"] == [f"{flags[0]['output_dir']}/preferences.jsonl"] and flags[1]["beta"] == 0.3
-    assert flags[0]["seed"] != flags[2]["seed"], "a round asks anew"
+    assert flags[0]["seed"] != flags[2]["seed"], "each round samples with another seed"
 
 
 @pytest.mark.parametrize(("text", "line"), IN_TEXTS, ids=[f"{text}:{n}" for n, (text, _) in enumerate(IN_TEXTS)])
-def test_commands_in_texts_parse(text, line, folder):
+def test_commands_in_documents_parse(text, line, folder):
     for name, content in SETTINGS.items():
         (folder / name).write_text(content, encoding="utf-8")
     commands = commands_of(f"set -euo pipefail\n{line}", folder=folder)
-    assert commands, f"{line!r} in {text} starts nothing"
+    assert commands, f"{line!r} in {text} starts no program"
     for command in commands:
         assert problems_of(command) == []
 
 
-def test_every_step_has_recipes_and_commands_in_its_text():
+def test_every_step_has_recipes_and_commands_in_its_readme():
     for step in (STEP1, STEP2, DPO, STEP3):
         assert {path.parent.name for path in RECIPES if step in path.parts} == {
             "single_gpu", "single_node", "multi_node"
@@ -227,7 +227,7 @@ def every_flag() -> set[str]:
 
 
 @pytest.mark.parametrize("step", [STEP1, STEP2, DPO, STEP3])
-def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
+def test_every_flag_in_the_readme_of_a_step_exists(step):
     of_launchers = {"config", "help", "num_accelerators", "num_gpus", "nproc_per_node"}
     flags = every_flag()
     named_flags = set(re.findall(r"--(\w+)", (ROOT / "training" / step / "README.md").read_text(encoding="utf-8")))
@@ -237,7 +237,7 @@ def test_text_of_a_step_names_no_flag_that_does_not_exist(step):
 
 def test_every_flag_is_read_by_something():
     """A field counts as read where its name is an attribute in code."""
-    not_read_on_purpose = {"local_rank"}  # the deepspeed launcher passes it; the environment says it too
+    not_read_on_purpose = {"local_rank"}  # the deepspeed launcher passes it; the environment has it too
     flags = every_flag()
     read = {
         node.attr

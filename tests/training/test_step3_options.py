@@ -152,7 +152,7 @@ def test_every_algorithm_trains_with_finite_metrics_and_a_loadable_export(name, 
         (dump,) = (folder / "dump").iterdir()
         replayed = subprocess.run([sys.executable, replay, dump], capture_output=True, text=True)
         text = replayed.stdout + replayed.stderr
-        assert replayed.returncode == 0 and "the replay gives what the run gave" in text, text
+        assert replayed.returncode == 0 and "the replay equals the run" in text, text
 
 
 def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:

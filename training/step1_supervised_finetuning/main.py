@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import deepspeed
 import torch
@@ -12,7 +11,6 @@ from dschat.arguments import SFTSettings
 from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_sft
 from dschat.distributed import launch
-from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.engines import Metrics
 from dschat.losses.sft import sft_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
@@ -20,6 +18,7 @@ from dschat.models.packed_attention import choose_packing
 from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, fit
+from dschat.runs.network_loading import load_network
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import one_model_problems
 
@@ -41,9 +40,8 @@ def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
 def main() -> None:
     # Set up
     settings = parse(SFTSettings, description=__doc__, check=partial(one_model_problems, "sft"))
-    model, supervised, data = settings.model, settings.supervised, settings.data
-    devices, run = settings.devices, settings.run
-    start(run, devices)
+    model, supervised, data, run = settings.model, settings.supervised, settings.data, settings.run
+    start(run, settings.devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
     )
@@ -58,18 +56,9 @@ def main() -> None:
         evaluation=evaluation,
         verify=choose_packing if supervised.packing else None,
     )
-
-    def load(config: dict[str, Any]) -> TokenLogprobs:
-        network = load_causal_lm(
-            model.model_name_or_path,
-            dtype=DTYPES[devices.dtype],
-            tokenizer=tokenizer,
-            dropout=model.dropout,
-            gradient_checkpointing=devices.gradient_checkpointing,
-            deepspeed_config=config,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return TokenLogprobs(network)
+    load = partial(
+        load_network, load_model=load_causal_lm, wrapper=TokenLogprobs, settings=settings, tokenizer=tokenizer
+    )
 
     with signals.capture_signals() as received:
         # Fit and evaluate

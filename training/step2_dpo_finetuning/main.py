@@ -1,13 +1,11 @@
 """Step 2, without a reward model: preference optimisation of a causal language model (DPO and its relatives)."""
 
 from functools import partial
-from typing import Any
 
 from dschat.arguments import PreferenceSettings
 from dschat.arguments.command_line import parse, settings_of_user
 from dschat.data.mismatched import with_mismatched
 from dschat.distributed import launch
-from dschat.distributed.deepspeed_config import DTYPES
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.preference.objective import SCORES, preference_objective
 from dschat.preference.reference_logprobs import with_reference_logprobs
@@ -15,6 +13,7 @@ from dschat.runs import signals
 from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import fit
+from dschat.runs.network_loading import load_network
 from dschat.runs.output_conflicts import overwritten_models
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import model_problems, one_model_problems, vocabulary_problems
@@ -61,9 +60,8 @@ def warn(settings: PreferenceSettings) -> list[str]:
 def main() -> None:
     # Set up
     settings = parse(PreferenceSettings, description=__doc__, check=check, warn=warn)
-    model, preference, data = settings.model, settings.preference, settings.data
-    devices, run = settings.devices, settings.run
-    start(run, devices)
+    model, preference, data, run = settings.model, settings.preference, settings.data, settings.run
+    start(run, settings.devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
     )
@@ -72,19 +70,9 @@ def main() -> None:
     with settings_of_user():
         check_evaluation_rows(run, len(splits.eval))
     objective = preference_objective(preference, pad_token_id=tokenizer.pad_token_id)
-
-    def load(config: dict[str, Any], *, path: str, frozen: bool) -> TokenLogprobs:
-        network = load_causal_lm(
-            path,
-            dtype=DTYPES[devices.dtype],
-            tokenizer=tokenizer,
-            dropout=0.0 if frozen else model.dropout,
-            gradient_checkpointing=devices.gradient_checkpointing and not frozen,
-            deepspeed_config=config,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return TokenLogprobs(network)
-
+    load = partial(
+        load_network, load_model=load_causal_lm, wrapper=TokenLogprobs, settings=settings, tokenizer=tokenizer
+    )
     if preference.kind == "unpaired":
         with settings_of_user():
             splits = with_mismatched(splits, max_tokens=model.max_seq_len)
@@ -98,8 +86,7 @@ def main() -> None:
     with signals.capture_signals() as received:
         # Fit and evaluate
         engine = fit(
-            "step2_dpo_finetuning", splits, objective,
-            load=partial(load, path=model.model_name_or_path, frozen=False), settings=settings, tokenizer=tokenizer,
+            "step2_dpo_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,
             received=received,
         )  # fmt: skip
 

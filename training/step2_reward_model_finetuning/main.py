@@ -1,7 +1,6 @@
 """Step 2: a reward model, trained on pairs of a chosen and a rejected response."""
 
 from functools import partial
-from typing import Any
 
 import deepspeed
 import torch
@@ -10,7 +9,6 @@ from dschat.arguments import RewardModelSettings
 from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_preferences
 from dschat.distributed import launch
-from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.engines import Metrics
 from dschat.losses.reward_model import pairwise_loss
 from dschat.models.causal_lm import load_tokenizer
@@ -18,6 +16,7 @@ from dschat.models.scalar_head import TokenScores, last_token_scores, load_scala
 from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, evaluation_means, fit
+from dschat.runs.network_loading import load_network
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import one_model_problems
 
@@ -37,8 +36,8 @@ def pairwise(
 def main() -> None:
     # Set up
     settings = parse(RewardModelSettings, description=__doc__, check=partial(one_model_problems, "preference"))
-    model, data, devices, run = settings.model, settings.data, settings.devices, settings.run
-    start(run, devices)
+    model, data, run = settings.model, settings.data, settings.run
+    start(run, settings.devices)
     tokenizer = load_tokenizer(
         model.model_name_or_path, add_eot_token=data.add_eot_token, trust_remote_code=model.trust_remote_code
     )
@@ -49,18 +48,9 @@ def main() -> None:
         loss_of=partial(pairwise, centering_coef=settings.reward_model.centering_coef),
         evaluation=partial(evaluation_means, counted="pairs"),
     )
-
-    def load(config: dict[str, Any]) -> TokenScores:
-        network = load_scalar_head(
-            model.model_name_or_path,
-            dtype=DTYPES[devices.dtype],
-            tokenizer=tokenizer,
-            dropout=model.dropout,
-            gradient_checkpointing=devices.gradient_checkpointing,
-            deepspeed_config=config,
-            trust_remote_code=model.trust_remote_code,
-        )
-        return TokenScores(network)
+    load = partial(
+        load_network, load_model=load_scalar_head, wrapper=TokenScores, settings=settings, tokenizer=tokenizer
+    )
 
     with signals.capture_signals() as received:
         # Fit and evaluate

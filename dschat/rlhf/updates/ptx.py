@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import torch
 from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments import RLHFSettings
+from dschat.arguments.command_line import settings_of_user
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions
 from dschat.distributed import groups
 from dschat.runs.fit import Batch, to_device
+from dschat.runs.set_up import load_splits
 
 
 def text_options(prompts: DataOptions, source: str, max_answer_tokens: int) -> DataOptions:
@@ -54,3 +58,24 @@ class UnsupervisedBatches:
         )
         batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in share]
         return [to_device(batch, self.device) for batch in batches]
+
+
+def unsupervised_batches(
+    settings: RLHFSettings, tokenizer: PreTrainedTokenizerBase, prompts: DataOptions, *, minibatch_size: int,
+    device: torch.device,
+) -> UnsupervisedBatches | None:  # fmt: skip
+    """The texts of --unsupervised_dataset_name, or None without it. A collective; raises SettingsError.
+
+    Args:
+        prompts: data options of the prompts, whose folders and limits apply to the texts too.
+        minibatch_size: texts per update and device.
+    """
+    ppo = settings.ppo
+    if not ppo.unsupervised_dataset_name:
+        return None
+    options = text_options(prompts, ppo.unsupervised_dataset_name, settings.rollouts.max_answer_seq_len)
+    with settings_of_user():
+        return UnsupervisedBatches(
+            load_splits("sft", tokenizer, options).train, micro_batch_size=ppo.per_device_training_batch_size,
+            minibatch_size=minibatch_size, seed=settings.run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
+        )  # fmt: skip

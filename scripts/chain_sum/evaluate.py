@@ -1,9 +1,9 @@
 """Evaluation at the end of scripts/chain_sum.sh: accuracy of each model on unseen sums, by number of terms.
 
-    python scripts/chain_sum/exam.py --output output/chain_sum --models output/chain_sum/{sft,level1,level2,level3}
+    python scripts/chain_sum/evaluate.py --output output/chain_sum --models output/chain_sum/{sft,level1,level2,level3}
 
 writes `summary.json` into the output folder: for every model the accuracy on sums of 3, 4, 5 and 6 numbers, sampled at
-temperature 1 (4 answers per sum) and greedy.
+temperature 1 (4 responses per sum) and greedy.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ def seen_prompts(output: Path) -> set[str]:
 
 
 def unseen_sums(terms: int, count: int, seen: set[str]) -> list[dict]:
-    drawn = reasoning_gym.create_dataset(
+    dataset = reasoning_gym.create_dataset(
         "chain_sum", size=4 * count, seed=5_000_000 + 10_000 * terms, min_terms=terms, max_terms=terms, min_digits=1,
         max_digits=1,
     )  # fmt: skip
-    fresh = {entry["question"]: entry for entry in drawn if entry["question"] not in seen}
-    return list(fresh.values())[:count]
+    unseen = {entry["question"]: entry for entry in dataset if entry["question"] not in seen}
+    return list(unseen.values())[:count]
 
 
-def answers(folder: Path, questions: list[str], *, temperature: float) -> list[str]:
+def respond(folder: Path, questions: list[str], *, temperature: float) -> list[str]:
     tokenizer = load_tokenizer(folder)
     model = load_causal_lm(folder, dtype=torch.bfloat16, tokenizer=tokenizer)
     engine = HybridEngine(model.to(get_accelerator().current_device_name()).eval())
@@ -60,12 +60,12 @@ def answers(folder: Path, questions: list[str], *, temperature: float) -> list[s
     return decode_responses(tokenizer, rollout.responses())
 
 
-def exam(folder: Path, sums: list[dict], *, samples: int, temperature: float) -> tuple[float, str]:
-    """Accuracy, and one answer as an example."""
-    asked = [entry for entry in sums for _ in range(samples)]
-    given = answers(folder, [entry["question"] for entry in asked], temperature=temperature)
-    right = [last_number(text) == int(entry["answer"]) for text, entry in zip(given, asked, strict=True)]
-    return sum(right) / len(right), given[0]
+def accuracy(folder: Path, sums: list[dict], *, samples: int, temperature: float) -> tuple[float, str]:
+    """Accuracy, and one response as an example."""
+    repeated = [entry for entry in sums for _ in range(samples)]
+    responses = respond(folder, [entry["question"] for entry in repeated], temperature=temperature)
+    correct = [last_number(text) == int(entry["answer"]) for text, entry in zip(responses, repeated, strict=True)]
+    return sum(correct) / len(correct), responses[0]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -73,29 +73,30 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=existing_folder, required=True,
                         help="folder of the stages, and for summary.json")  # fmt: skip
     parser.add_argument("--models", type=existing_folder, nargs="+", required=True,
-                        help="exported models, the first one's SFT")  # fmt: skip
-    parser.add_argument("--sums", type=number_type(int, at_least=1), default=50, help="of each length")
+                        help="exported models; the first is the SFT model")  # fmt: skip
+    parser.add_argument("--sums", type=number_type(int, at_least=1), default=50, help="number of sums of each length")
     options = parser.parse_args(arguments)
-    with exit_on_mistake("exam"):
-        hold_exam(options)
+    with exit_on_mistake("evaluate"):
+        evaluate(options)
 
 
-def hold_exam(options: argparse.Namespace) -> None:
+def evaluate(options: argparse.Namespace) -> None:
     seen = seen_prompts(options.output)
-    papers = {terms: unseen_sums(terms, options.sums, seen) for terms in TERMS}
+    sums = {terms: unseen_sums(terms, options.sums, seen) for terms in TERMS}
     summary = {}
-    print(f"{'':8}" + "".join(f"{terms:>8}" for terms in TERMS) + f"{'all':>8}   (sums of so many numbers)")
+    print(f"{'':8}" + "".join(f"{terms:>8}" for terms in TERMS) + f"{'all':>8}   (numbers per sum)")
     for model in options.models:
-        for way, samples, temperature in (("sampled", SAMPLES, 1.0), ("greedy", 1, 0.0)):
-            found = {t: exam(model, papers[t], samples=samples, temperature=temperature) for t in TERMS}
-            shares = {str(terms): round(share, 4) for terms, (share, _) in found.items()}
+        for decoding, samples, temperature in (("sampled", SAMPLES, 1.0), ("greedy", 1, 0.0)):
+            results = {t: accuracy(model, sums[t], samples=samples, temperature=temperature) for t in TERMS}
+            shares = {str(terms): round(share, 4) for terms, (share, _) in results.items()}
             shares["all"] = round(sum(shares.values()) / len(shares), 4)
-            summary.setdefault(model.name, {})[way] = shares
-            print(f"{model.name:8}" + "".join(f"{share:8.3f}" for share in shares.values()) + f"   {way}")
-        print(f"    {papers[6][0]['question']}\n    {found[6][1]!r}")
-    first, last = (summary[options.models[place].name] for place in (0, -1))
-    for way in ("sampled", "greedy"):
-        print(f"{way}: {100 * (last[way]['all'] - first[way]['all']):+.1f} points by reinforcement learning")
+            summary.setdefault(model.name, {})[decoding] = shares
+            print(f"{model.name:8}" + "".join(f"{share:8.3f}" for share in shares.values()) + f"   {decoding}")
+        print(f"    {sums[6][0]['question']}\n    {results[6][1]!r}")
+    first, last = (summary[options.models[index].name] for index in (0, -1))
+    for decoding in ("sampled", "greedy"):
+        gain = 100 * (last[decoding]["all"] - first[decoding]["all"])
+        print(f"{decoding}: {gain:+.1f} points by reinforcement learning")
     (options.output / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,0 +1,38 @@
+"""Load the network of a step that trains one model, with the flags of its settings."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from dschat.arguments import OneModelSettings
+from dschat.distributed.deepspeed_config import DTYPES
+
+Network = TypeVar("Network", bound=nn.Module)
+
+
+def load_network(
+    deepspeed_config: dict[str, Any], *, load_model: Callable[..., PreTrainedModel],
+    wrapper: Callable[[PreTrainedModel], Network], settings: OneModelSettings, tokenizer: PreTrainedTokenizerBase,
+    path: str | None = None, frozen: bool = False,
+) -> Network:  # fmt: skip
+    """Load a model and wrap it; under ZeRO-3 its weights are partitioned while they are loaded.
+
+    Args:
+        load_model: load_causal_lm or load_scalar_head.
+        wrapper: TokenLogprobs or TokenScores, whose forward pass the step trains.
+        path: folder or hub name; None: --model_name_or_path.
+        frozen: no dropout and no gradient checkpointing, as for a reference model.
+    """
+    model, devices = settings.model, settings.devices
+    network = load_model(
+        path or model.model_name_or_path,
+        dtype=DTYPES[devices.dtype],
+        tokenizer=tokenizer,
+        dropout=0.0 if frozen else model.dropout,
+        gradient_checkpointing=devices.gradient_checkpointing and not frozen,
+        deepspeed_config=deepspeed_config,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return wrapper(network)
