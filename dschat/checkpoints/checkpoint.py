@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from dschat.arguments import flag_values
-from dschat.arguments.command_line import on_resume
+from dschat.arguments.flags import resume_policies
 from dschat.arguments.secrets import redacted_values
 from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.earlier_runs import bring_back, newest_before, set_aside, step_folders
@@ -368,17 +368,17 @@ def changed_arguments(folder: Path, settings: Any, *, anyway: bool) -> list[str]
         return []
     # Compared with secrets redacted: old manifests contain keys, and a new key is no change.
     then, now = redacted_values(manifest.get("arguments", {})), redacted_values(flag_values(settings))
-    policy = on_resume(settings)
+    policies = resume_policies(settings)
     changed = {
         name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }
-    foreign = [line for name, line in changed.items() if policy.get(name) == "refuse"]
+    foreign = [line for name, line in changed.items() if policies.get(name) == "refuse"]
     if foreign and not anyway:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(foreign)}. Go on with the flags of its manifest.json, start "
             "anew with --resume never, or say --resume_anyway"
         )
-    return [line for name, line in changed.items() if policy.get(name) != "ignore"]
+    return [line for name, line in changed.items() if policies.get(name) != "ignore"]
 
 
 def _step_folders(output_dir: str | Path) -> list[Path]:

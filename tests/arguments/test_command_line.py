@@ -7,19 +7,20 @@ from typing import Literal
 
 import pytest
 
-from dschat.arguments.command_line import SettingsError, flag, parse, raise_together, settings_of_user
+from dschat.arguments.command_line import SettingsError, parse, raise_together, settings_of_user
+from dschat.arguments.flags import flag
 
 
 @dataclass
 class Colour:
-    shade: Literal["dark", "light"] = flag("dark", "how much light")
-    depth: Literal[0, 1, 2] = flag(1, "layers")
-    gloss: float = flag(0.5, "share of light that is mirrored", at_least=0, below=1)
-    coats: int = flag(1, "how often", at_least=1)
-    pigments: list[str] = flag([], "what is in it")
-    varnish: bool = flag(False, "seal it")
-    varnish_hours: int = flag(12, "until it is dry", needs=["varnish"])
-    sparkle: int = flag(0, "grains of mica a litre", needs=["varnish", "shade=dark"])
+    shade: Literal["dark", "light"] = flag("dark", "how much light", on_resume="apply")
+    depth: Literal[0, 1, 2] = flag(1, "layers", on_resume="apply")
+    gloss: float = flag(0.5, "share of light that is mirrored", at_least=0, below=1, on_resume="apply")
+    coats: int = flag(1, "how often", at_least=1, on_resume="apply")
+    pigments: list[str] = flag([], "what is in it", on_resume="apply")
+    varnish: bool = flag(False, "seal it", on_resume="apply")
+    varnish_hours: int = flag(12, "until it is dry", needs=["varnish"], on_resume="apply")
+    sparkle: int = flag(0, "grains of mica a litre", needs=["varnish", "shade=dark"], on_resume="apply")
 
     def problems(self) -> list[str]:
         return ["--pigments: there are none"] if not self.pigments else []
@@ -27,7 +28,7 @@ class Colour:
 
 @dataclass
 class Brush:
-    width: float | None = flag(None, "millimetres; default: as wide as the wall", above=0)
+    width: float | None = flag(None, "millimetres; default: as wide as the wall", above=0, on_resume="apply")
 
     def problems(self) -> list[str]:
         return []
