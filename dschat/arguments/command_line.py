@@ -109,16 +109,16 @@ def parse(
     config = path.parse_known_args(argv)[0].config
     file = read_yaml_flags(Path(config), parser.flags()) if config else YamlFlags([], {}, [])
     parser.mistakes += file.mistakes
-    locate = partial(file.located, argv=argv)
-    parser.locate, argv = locate, file.words + argv
+    locate = partial(file.with_locations, argv=argv)
+    parser.locate, argv = locate, file.arguments + argv
 
-    *parsed, extra, rest = parser.parse_args_into_dataclasses(
+    *parsed, extra, unparsed = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
     del extra  # the namespace that holds --config
-    mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in rest if word.startswith("--")]
-    if rest and not rest[0].startswith("--"):
-        mistakes.append(f"{rest[0]}: belongs to no flag")
+    mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in unparsed if word.startswith("--")]
+    if unparsed and not unparsed[0].startswith("--"):
+        mistakes.append(f"{unparsed[0]}: belongs to no flag")
     for group in parsed:
         mistakes += out_of_bounds(group) + group.problems()
     result = settings(**dict(zip(groups, parsed, strict=True)))

@@ -83,7 +83,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_and_no_probe_is_left
     assert not (tmp_path / "new").exists(), "other settings may be wrong: nothing is made before all are good"
 
 
-def test_what_a_step_cannot_go_without_is_asked_for():
+def test_missing_required_flags_are_reported():
     assert "--data_path" in problems(arguments.DataArguments)[0]
     assert "--model_name_or_path" in problems(arguments.ModelArguments)[0]
     (actor,) = problems(arguments.RLHFModelArguments)
@@ -118,12 +118,12 @@ def test_flags_that_only_work_together(tmp_path):
         ({"rollout_engine": "transformers", "enable_hybrid_engine": False}, False),
     ],
 )
-def test_the_decoder_may_be_named_or_switched_off(values, hybrid):
+def test_the_rollout_engine_is_selected_by_name_or_by_enable_hybrid_engine(values, hybrid):
     rollouts = arguments.RolloutArguments(**values)
     assert rollouts.uses_hybrid_engine is hybrid
 
 
-def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
+def test_correction_flags_without_effect_warn(tmp_path, capsys):
     argv = ["--actor_model_name_or_path", "a", "--reward_model_name_or_path", "r", "--data_path", "d"]
     argv += ["--output_dir", str(tmp_path)]
 
@@ -146,7 +146,7 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
         said(*tis, "--rollout_correction_cap", "0")
 
 
-def test_adapters_settings_without_adapters_warn(tmp_path, capsys):
+def test_adapter_flags_without_adapters_warn(tmp_path, capsys):
     argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
     argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
     parse(STEPS["sft"], argv, description="")

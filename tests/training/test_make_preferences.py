@@ -207,7 +207,7 @@ def test_a_dead_judge_ends_the_run_and_another_judges_the_rest(folder, unbroken,
     argv = arguments(folder, output, per_device_generation_batch_size=2, judge_retries=0)
     argv[argv.index("--judge") + 1] = f"{judge}:judge"
     said = programs.run(TOOL, argv, log=tmp_path / "log", code=2)
-    assert "the judge gave no score to any response in 3 batches one after another" in said
+    assert "the judge returned no score for any response in 3 consecutive batches" in said
     assert "SystemExit(no more credit)" in said and "--resume auto" in said and "Traceback" not in said
     assert not (output / "preferences.jsonl").exists()
     judge.write_text(mended)
