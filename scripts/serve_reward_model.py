@@ -32,7 +32,9 @@ from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_
 from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
 from dschat.rewards.reward_model import longest_sequence
 from dschat.rewards.server.connections import serve
-from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer
+from dschat.rewards.server.limits import Limits
+from dschat.rewards.server.reward_server import RewardServer
+from dschat.rewards.server.text_scorer import TextScorer
 from dschat.runs.validation import model_problems
 
 OTHER_FILES = 128  # file descriptors besides the connections

@@ -3,24 +3,22 @@
 import argparse
 import copy
 import dataclasses
-import math
-import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser
 
+from dschat.arguments.flags import out_of_bounds, without_effect
 from dschat.arguments.secrets import redacted
 from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unknown_flag
 from dschat.distributed.terminal import printable
 
 Settings = TypeVar("Settings")
-LARGEST_FLOAT32 = 3.4028234663852886e38
 
 
 class SettingsError(ValueError):
@@ -30,13 +28,20 @@ class SettingsError(ValueError):
         super().__init__(redacted(message))
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Appends "(default: …)", except where the default is computed, which the help text then describes."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, "", []) else super()._get_help_string(action)
+
+
 class SuiteParser(HfArgumentParser):
     """HfArgumentParser that collects all mistakes instead of exiting at the first one."""
 
     def __init__(self, groups: Sequence[type], **kwargs: Any):
         self.mistakes: list[str] = []
         self.locate: Callable[[Sequence[str]], Sequence[str]] = list  # adds where a flag was set
-        super().__init__(groups, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(groups, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -78,88 +83,6 @@ class SuiteParser(HfArgumentParser):
         return unknown_flag(flag, self.flags())
 
 
-def flag(default: Any, text: str, *, at_least: float | None = None, above: float | None = None,
-         below: float | None = None, at_most: float | None = None, needs: Sequence[str] = (),
-         choices: Iterable[str] = (), on_resume: Literal["apply", "refuse", "ignore"] = "apply",
-         finite: bool = True) -> Any:  # fmt: skip
-    """A dataclass field that is a flag, with its default, help text and bounds.
-
-    Args:
-        needs: flags ("name", or "name=value") of which at least one must be set for this flag to have an effect; if
-            none is, a value other than the default causes a warning.
-        choices: allowed values; empty: any value of the field's type.
-        finite: False: inf is allowed too, whatever at_most says, and means no limit; NaN never is.
-        on_resume: effect of a value that differs from the checkpoint's on --resume. "refuse": an error, since models,
-            data, random numbers or shapes would differ, see --resume_anyway; "ignore": none; "apply": the new value is
-            used and logged.
-    """
-    bounds = {"at least": at_least, "above": above, "below": below, "at most": at_most}
-    bounds = {word: bound for word, bound in bounds.items() if bound is not None}
-    metadata = {"help": text, "bounds": bounds, "needs": tuple(needs), "choices": tuple(choices)}
-    metadata |= {"on_resume": on_resume, "finite": finite}
-    if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
-    """A subclass of a group in which only the fields `keep` are flags; the others have their defaults."""
-    dropped = []
-    for field in dataclasses.fields(group):
-        if field.name not in keep:
-            field = copy.copy(field)
-            field.init = False  # the parser skips such fields
-            dropped.append((field.name, field.type, field))
-    owner = {"_argument_group_name": group._argument_group_name, "__module__": group.__module__}
-    return dataclasses.make_dataclass(name, dropped, bases=(group,), namespace=owner)
-
-
-def out_of_bounds(group: Any) -> list[str]:
-    """A line for each number of the group that violates the bounds of its flag(), or fits no tensor."""
-    mistakes = []
-    for field in _flags_of(group):
-        value = vars(group)[field.name]
-        for number in value if isinstance(value, list) else [value]:
-            rule = _broken_rule(number, field.metadata["bounds"], finite=field.metadata["finite"])
-            if rule:
-                mistakes.append(f"--{field.name} {shown(number)}: must be {rule}")
-    return mistakes
-
-
-def _broken_rule(number: Any, bounds: dict[str, float], *, finite: bool) -> str:
-    """The rule that the number breaks, or ""; floats end up in float32 tensors, integers in int64."""
-    if not isinstance(number, (int, float)) or isinstance(number, bool):
-        return ""
-    if not finite and number == math.inf:
-        return ""
-    holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
-    if not all(holds[word](number, bound) for word, bound in bounds.items()):
-        return " and ".join(f"{word} {bound}" for word, bound in bounds.items())
-    if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT32:
-        return f"a finite number (of float32: at most {LARGEST_FLOAT32:.2g})" + ("" if finite else ", or inf")
-    if isinstance(number, int) and not -(2**63) <= number < 2**63:
-        return "an integer of 64 bits"
-    return ""
-
-
-def without_effect(groups: Sequence[Any]) -> list[str]:
-    """A line for each flag that is not at its default while none of the flags that it needs is set."""
-    values = {name: value for group in groups for name, value in vars(group).items()}
-    lines = []
-    for field in (field for group in groups for field in _flags_of(group)):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        needed = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
-        met = any(str(values[name]) == value if value else values[name] for name, _, value in needed)
-        if needed and values[field.name] != default and not met:
-            ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in needed)
-            lines.append(f"--{field.name} {values[field.name]} has no effect without {ways}")
-    return lines
-
-
-def _flags_of(group: Any) -> list[dataclasses.Field]:
-    return [field for field in dataclasses.fields(group) if field.init]  # see subset
-
-
 def parse(
     settings: type[Settings],
     argv: Sequence[str] | None = None,
@@ -186,16 +109,16 @@ def parse(
     config = path.parse_known_args(argv)[0].config
     file = read_yaml_flags(Path(config), parser.flags()) if config else YamlFlags([], {}, [])
     parser.mistakes += file.mistakes
-    locate = partial(file.located, argv=argv)
-    parser.locate, argv = locate, file.words + argv
+    locate = partial(file.with_locations, argv=argv)
+    parser.locate, argv = locate, file.arguments + argv
 
-    *parsed, extra, rest = parser.parse_args_into_dataclasses(
+    *parsed, extra, unparsed = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
     del extra  # the namespace that holds --config
-    mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in rest if word.startswith("--")]
-    if rest and not rest[0].startswith("--"):
-        mistakes.append(f"{rest[0]}: belongs to no flag")
+    mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in unparsed if word.startswith("--")]
+    if unparsed and not unparsed[0].startswith("--"):
+        mistakes.append(f"{unparsed[0]}: belongs to no flag")
     for group in parsed:
         mistakes += out_of_bounds(group) + group.problems()
     result = settings(**dict(zip(groups, parsed, strict=True)))
@@ -212,12 +135,6 @@ def group_types(settings: type) -> dict[str, type]:
     """Name → dataclass of each argument group of a step's settings."""
     hints = get_type_hints(settings)
     return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
-
-
-def on_resume(settings: Any) -> dict[str, str]:
-    """Flag → the on_resume value of its flag()."""
-    groups = vars(settings).values()
-    return {field.name: field.metadata["on_resume"] for group in groups for field in _flags_of(group)}
 
 
 def raise_together(mistakes: Sequence[str]) -> None:

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 
-COLUMN_HELP = "column that holds"
+COLUMN_HELP = "Column that contains"
+COLUMN_DEFAULT = "Default: found by its usual names."
 
 
 @dataclass
@@ -15,46 +16,76 @@ class DataArguments:
     _argument_group_name: ClassVar[str] = "data"
     data_path: list[str] = flag(
         [],
-        "files, folders, save_to_disk folders, hub names, NAME=PATH or reasoning_gym:TASK, each with a :WEIGHT or not",
+        "Training data: files, folders, save_to_disk folders, hub names, NAME=PATH or reasoning_gym:TASK, "
+        "each optionally with :WEIGHT, its share in the mixture.",
         on_resume="refuse",
     )
     data_split: str | None = flag(
-        None, "shares of the rows for steps 1, 2, 3, such as 2,4,4; default: all to each", on_resume="refuse"
+        None,
+        "Proportions of the rows for steps 1, 2 and 3, such as 2,4,4. Default: every step uses all rows.",
+        on_resume="refuse",
     )
-    data_output_path: str | None = flag(None, "folder of the prepared Arrow data; default: OUTPUT_DIR/data")
+    data_output_path: str | None = flag(
+        None, "Folder for the prepared Arrow data. Default: OUTPUT_DIR/data.", on_resume="apply"
+    )
     eval_data_path: list[str] = flag(
-        [], "rows to evaluate on; default: the sources' own test split, or a held-out share",
+        [],
+        "Evaluation data, in the form of --data_path. Default: the test splits of --data_path, or a held-out "
+        "fraction of its rows.",
         on_resume="refuse",
     )
     eval_fraction: float = flag(
-        0.05, "share held out where a source has no split for it", at_least=0, below=1, on_resume="refuse"
+        0.05,
+        "Fraction of the rows held out for evaluation where a source has no test split.",
+        at_least=0,
+        below=1,
+        on_resume="refuse",
     )
-    max_bad_rows: int = flag(10, "bad rows to set aside before the run stops with the first ones named", at_least=0)
+    max_bad_rows: int = flag(
+        10,
+        "Number of invalid rows to skip and log; one more ends the run with an error that lists the first ones.",
+        at_least=0,
+        on_resume="apply",
+    )
     overlong: Literal["truncate", "drop"] = flag(
-        "truncate", "too long: cut the prompt from the left, or drop the row", on_resume="refuse"
+        "truncate",
+        "Sequences over the length limit: truncate the prompt on the left, or drop the row.",
+        on_resume="refuse",
     )
     drop_duplicates: bool = flag(
-        False, "keep the first of rows of a source that are equal in what is learnt from them", on_resume="refuse"
+        False, "Keep only the first of the rows of a source with equal training content.", on_resume="refuse"
     )
-    prompt_column: str | None = flag(None, f"{COLUMN_HELP} the prompt", on_resume="refuse")
-    response_column: str | None = flag(None, f"{COLUMN_HELP} the response", on_resume="refuse")
-    messages_column: str | None = flag(None, f"{COLUMN_HELP} the list of messages", on_resume="refuse")
-    chosen_column: str | None = flag(None, f"{COLUMN_HELP} the better answer", on_resume="refuse")
-    rejected_column: str | None = flag(None, f"{COLUMN_HELP} the worse answer", on_resume="refuse")
+    prompt_column: str | None = flag(None, f"{COLUMN_HELP} the prompt. {COLUMN_DEFAULT}", on_resume="refuse")
+    response_column: str | None = flag(None, f"{COLUMN_HELP} the response. {COLUMN_DEFAULT}", on_resume="refuse")
+    messages_column: str | None = flag(
+        None, f"{COLUMN_HELP} the list of chat messages. {COLUMN_DEFAULT}", on_resume="refuse"
+    )
+    chosen_column: str | None = flag(
+        None, f"{COLUMN_HELP} the preferred response. {COLUMN_DEFAULT}", on_resume="refuse"
+    )
+    rejected_column: str | None = flag(
+        None, f"{COLUMN_HELP} the rejected response. {COLUMN_DEFAULT}", on_resume="refuse"
+    )
     margin_column: str | None = flag(
-        None, f"{COLUMN_HELP} by how much the better answer is better", on_resume="refuse"
+        None,
+        f"{COLUMN_HELP} the margin of the chosen over the rejected response, in units of the score. {COLUMN_DEFAULT}",
+        on_resume="refuse",
     )
-    text_column: str | None = flag(None, f"{COLUMN_HELP} plain text", on_resume="refuse")
-    system_column: str | None = flag(None, f"{COLUMN_HELP} the system prompt", on_resume="refuse")
+    text_column: str | None = flag(None, f"{COLUMN_HELP} plain text. {COLUMN_DEFAULT}", on_resume="refuse")
+    system_column: str | None = flag(None, f"{COLUMN_HELP} the system prompt. {COLUMN_DEFAULT}", on_resume="refuse")
     tools_column: str | None = flag(
-        None, f"{COLUMN_HELP} the tools of the chat template, a JSON list", on_resume="refuse"
+        None, f"{COLUMN_HELP} the tools for the chat template, as a JSON list. {COLUMN_DEFAULT}", on_resume="refuse"
     )
     parse_special_tokens: bool = flag(
-        False, "what spells a control token (such as <|im_end|>) in a content becomes that token; default: plain text",
+        False,
+        "Encode control tokens written in a message's content (such as <|im_end|>) as special tokens instead "
+        "of plain text.",
         on_resume="refuse",
     )
     add_eot_token: bool = flag(
-        False, "add <|endoftext|> to the tokenizer and end responses with it", on_resume="refuse"
+        False,
+        "Add <|endoftext|> to the tokenizer and use it as the end-of-sequence token of responses.",
+        on_resume="refuse",
     )
 
     def problems(self) -> list[str]:

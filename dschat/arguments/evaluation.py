@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 
 
 @dataclass
@@ -11,11 +11,23 @@ class EvaluationArguments:
     """Evaluation with several responses per prompt: mean@n, pass@k, maj@n."""
 
     _argument_group_name: ClassVar[str] = "evaluation"
-    eval_num_samples: int = flag(1, "responses to each held-out prompt; above 1: mean@n, pass@k, maj@n", at_least=1)
-    eval_success_score: float = flag(1.0, "a response is right if its score is at least this",
-                                     needs=["eval_num_samples"])  # fmt: skip
+    eval_num_samples: int = flag(
+        1,
+        "Responses sampled for each evaluation prompt; above 1, mean@n, pass@k and maj@n are logged.",
+        at_least=1,
+        on_resume="apply",
+    )
+    eval_success_score: float = flag(
+        1.0,
+        "A response counts as correct if its score is at least this.",
+        needs=["eval_num_samples"],
+        on_resume="apply",
+    )
     eval_answer: Literal["last_number", "boxed", "tag", "text"] = flag(
-        "last_number", "what of a response is its answer, for the majority", needs=["eval_num_samples"]
+        "last_number",
+        "Part of a response that is its final answer in the majority vote of maj@n.",
+        needs=["eval_num_samples"],
+        on_resume="apply",
     )
 
     def problems(self) -> list[str]:

@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 
-ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
-LORA_HELP = "rank of the adapters; 0: none"
-DROPOUT_HELP = "override every dropout of the model"
-TRUST_HELP = "run the Python code that a model or tokenizer brings along; without it such a model is refused"
+ZERO_HELP = "ZeRO stage: 0 none, 1 partitions optimizer states, 2 gradients too, 3 parameters too."
+LORA_HELP = "Rank of the LoRA adapters; 0: none."
+DROPOUT_HELP = "Dropout probability, for every dropout layer of the model."
+TRUST_HELP = "Execute Python code contained in the folders of models and tokenizers; otherwise such a model is refused."
 
 
 @dataclass
@@ -16,18 +16,26 @@ class ModelArguments:
     """The trained model of steps 1 and 2."""
 
     _argument_group_name: ClassVar[str] = "model"
-    model_name_or_path: str = flag(
-        "", "Hugging Face folder or hub name of the model to start from", on_resume="refuse"
+    model_name_or_path: str = flag("", "Model to train: a Hugging Face folder or hub name.", on_resume="refuse")
+    max_seq_len: int = flag(
+        512, "Maximum length of prompt and response together, in tokens.", at_least=2, on_resume="refuse"
     )
-    max_seq_len: int = flag(512, "prompt and response together", at_least=2, on_resume="refuse")
-    per_device_train_batch_size: int = flag(16, "sequences (pairs in step 2) per forward pass and device", at_least=1)
-    per_device_eval_batch_size: int = flag(16, "the same, in evaluation", at_least=1)
-    learning_rate: float = flag(1e-5, "peak learning rate", above=0)
-    weight_decay: float = flag(0.0, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
-    dropout: float | None = flag(None, f"{DROPOUT_HELP}; default: the model's own", at_least=0, below=1)
-    zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP)
+    per_device_train_batch_size: int = flag(
+        16, "Sequences (pairs in step 2) per forward pass and device.", at_least=1, on_resume="apply"
+    )
+    per_device_eval_batch_size: int = flag(
+        16, "Sequences (pairs in step 2) per forward pass and device in evaluation.", at_least=1, on_resume="apply"
+    )
+    learning_rate: float = flag(1e-5, "Peak learning rate.", above=0, on_resume="apply")
+    weight_decay: float = flag(
+        0.0, "Decoupled weight decay of weight matrices; biases and norms have none.", at_least=0, on_resume="apply"
+    )
+    dropout: float | None = flag(
+        None, f"{DROPOUT_HELP} Default: as in the model's configuration.", at_least=0, below=1, on_resume="apply"
+    )
+    zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP, on_resume="apply")
     lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
-    trust_remote_code: bool = flag(False, TRUST_HELP)
+    trust_remote_code: bool = flag(False, TRUST_HELP, on_resume="apply")
 
     def problems(self) -> list[str]:
         return [] if self.model_name_or_path else ["--model_name_or_path: name the model to start from"]
@@ -38,9 +46,13 @@ class SupervisedArguments:
     """Flags of step 1 only."""
 
     _argument_group_name: ClassVar[str] = "supervised fine-tuning"
-    train_on_prompt: bool = flag(False, "train on the prompt's tokens too, as DeepSpeed-Chat did", on_resume="refuse")
+    train_on_prompt: bool = flag(
+        False, "Compute the loss on the tokens of the prompt too, as DeepSpeed-Chat does.", on_resume="refuse"
+    )
     packing: bool = flag(
-        False, "several conversations a row of --max_seq_len; batch sizes then count such rows", on_resume="refuse"
+        False,
+        "Pack several conversations into each row of --max_seq_len tokens; batch sizes then count packed rows.",
+        on_resume="refuse",
     )
 
     def problems(self) -> list[str]:
@@ -52,7 +64,12 @@ class RewardModelArguments:
     """Flags of the reward model step only."""
 
     _argument_group_name: ClassVar[str] = "reward model"
-    centering_coef: float = flag(0.0, "weight of (chosen + rejected)^2, which keeps scores around zero", at_least=0)
+    centering_coef: float = flag(
+        0.0,
+        "Coefficient of the loss term (chosen score + rejected score)^2, which centres scores at zero; 0: none.",
+        at_least=0,
+        on_resume="apply",
+    )
 
     def problems(self) -> list[str]:
         return []
@@ -64,33 +81,54 @@ class RLHFModelArguments:
 
     _argument_group_name: ClassVar[str] = "models"
     actor_model_name_or_path: str = flag(
-        "", "step 1's export; the reference model starts from it too", on_resume="refuse"
+        "", "Initial actor and reference model: usually the output folder of step 1.", on_resume="refuse"
     )
     reward_model_name_or_path: str | None = flag(
-        None, "step 2's export, a source of --reward; default: the critic's path, where no --reward is given",
+        None,
+        "Reward model: usually the output folder of step 2; adds it to --reward with weight 1. Default: the "
+        "critic's path if there is no --reward, else none.",
         on_resume="refuse",
     )
     critic_model_name_or_path: str | None = flag(
-        None, "where the critic starts; default: the reward model's path, else the actor's with a new head",
+        None,
+        "Initial critic. Default: the reward model's path, else the actor's with a new scalar head.",
         on_resume="refuse",
     )
-    actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0)
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0)
-    actor_weight_decay: float = flag(0.0, "weight decay of the actor's matrices", at_least=0)
-    critic_weight_decay: float = flag(0.0, "weight decay of the critic's matrices", at_least=0)
-    actor_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"actor's {ZERO_HELP}; ref follows stage 3")
-    critic_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"critic's {ZERO_HELP}; reward follows stage 3")
-    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
-    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
-    actor_dropout: float = flag(0.0, f"{DROPOUT_HELP}; above 0 the first ratio is no longer 1", at_least=0, below=1)
-    critic_dropout: float = flag(0.0, DROPOUT_HELP, at_least=0, below=1)
-    offload_reference_model: bool = flag(False, "keep the reference model's parameters in host memory (ZeRO-3)")
-    offload_reward_model: bool = flag(False, "keep the reward model's parameters in host memory (ZeRO-3)")
-    enable_ema: bool = flag(False, "keep and export an exponential moving average of the actor")
-    ema_decay: float = flag(
-        0.992, "share of the old average kept at each step", at_least=0, below=1, needs=["enable_ema"]
+    actor_learning_rate: float = flag(1e-6, "Peak learning rate of the actor.", above=0, on_resume="apply")
+    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.", above=0, on_resume="apply")
+    actor_weight_decay: float = flag(
+        0.0, "Decoupled weight decay of the actor's weight matrices.", at_least=0, on_resume="apply"
     )
-    trust_remote_code: bool = flag(False, TRUST_HELP)
+    critic_weight_decay: float = flag(
+        0.0, "Decoupled weight decay of the critic's weight matrices.", at_least=0, on_resume="apply"
+    )
+    actor_zero_stage: Literal[0, 1, 2, 3] = flag(
+        2, f"Actor: {ZERO_HELP} With stage 3, the reference model is partitioned too.", on_resume="apply"
+    )
+    critic_zero_stage: Literal[0, 1, 2, 3] = flag(
+        2, f"Critic: {ZERO_HELP} With stage 3, the reward model is partitioned too.", on_resume="apply"
+    )
+    actor_lora_dim: int = flag(0, f"Actor: {LORA_HELP}", at_least=0, on_resume="refuse")
+    critic_lora_dim: int = flag(0, f"Critic: {LORA_HELP}", at_least=0, on_resume="refuse")
+    actor_dropout: float = flag(
+        0.0,
+        f"{DROPOUT_HELP} Above 0, the policy ratio of the first update is no longer exactly 1.",
+        at_least=0,
+        below=1,
+        on_resume="apply",
+    )
+    critic_dropout: float = flag(0.0, DROPOUT_HELP, at_least=0, below=1, on_resume="apply")
+    offload_reference_model: bool = flag(
+        False, "Keep the reference model's parameters in host memory (ZeRO-3).", on_resume="apply"
+    )
+    offload_reward_model: bool = flag(
+        False, "Keep the reward model's parameters in host memory (ZeRO-3).", on_resume="apply"
+    )
+    enable_ema: bool = flag(False, "Maintain and export an exponential moving average of the actor.", on_resume="apply")
+    ema_decay: float = flag(
+        0.992, "Decay of the moving average per step.", at_least=0, below=1, needs=["enable_ema"], on_resume="apply"
+    )
+    trust_remote_code: bool = flag(False, TRUST_HELP, on_resume="apply")
 
     def problems(self) -> list[str]:
         problems = []

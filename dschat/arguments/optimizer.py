@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 
 LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 
@@ -14,14 +14,20 @@ class OptimizerArguments:
 
     _argument_group_name: ClassVar[str] = "optimizer"
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial"] = flag(
-        "cosine", "shape of the learning rate after warm-up",
-        on_resume="refuse",
+        "cosine", "Shape of the learning-rate schedule after the warm-up.", on_resume="refuse"
     )
-    num_warmup_steps: int = flag(0, "optimizer steps of linear warm-up", at_least=0, on_resume="refuse")
-    max_grad_norm: float = flag(1.0, "clip the global gradient norm here; 0: do not clip", at_least=0)
-    adam_beta1: float = flag(0.9, "decay of the first moment", at_least=0, below=1)
-    adam_beta2: float = flag(0.95, "decay of the second moment", at_least=0, below=1)
-    gradient_accumulation_steps: int = flag(1, "micro-batches per optimizer step and device", at_least=1)
+    num_warmup_steps: int = flag(0, "Optimizer steps of linear learning-rate warm-up.", at_least=0, on_resume="refuse")
+    max_grad_norm: float = flag(
+        1.0,
+        "Maximum global gradient norm; larger gradients are scaled down to it. 0: no clipping.",
+        at_least=0,
+        on_resume="apply",
+    )
+    adam_beta1: float = flag(0.9, "AdamW: decay of the first moment.", at_least=0, below=1, on_resume="apply")
+    adam_beta2: float = flag(0.95, "AdamW: decay of the second moment.", at_least=0, below=1, on_resume="apply")
+    gradient_accumulation_steps: int = flag(
+        1, "Micro-batches per optimizer step and device.", at_least=1, on_resume="apply"
+    )
 
     def problems(self) -> list[str]:
         if self.lr_scheduler_type == "constant" and self.num_warmup_steps:
@@ -35,12 +41,16 @@ class LoraArguments:
 
     _argument_group_name: ClassVar[str] = "adapters"
     lora_module_name: str = flag(
-        "all", "adapt linear layers whose name contains this; all: every one but the head", needs=LORA_FLAGS,
+        "all",
+        "Add adapters to linear layers whose name contains this text; all: to every one except the head.",
+        needs=LORA_FLAGS,
         on_resume="refuse",
     )
-    lora_learning_rate: float = flag(5e-4, "peak learning rate of the adapters", above=0, needs=LORA_FLAGS)
+    lora_learning_rate: float = flag(
+        5e-4, "Peak learning rate of the adapters.", above=0, needs=LORA_FLAGS, on_resume="apply"
+    )
     only_optimize_lora: bool = flag(
-        False, "freeze everything but the adapters (and a scalar head)", on_resume="refuse"
+        False, "Train only the adapters and a scalar head; freeze all other parameters.", on_resume="refuse"
     )
 
     def problems(self) -> list[str]:

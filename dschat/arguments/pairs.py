@@ -3,8 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag, subset
 from dschat.arguments.data import DataArguments
+from dschat.arguments.flags import flag, subset
 from dschat.arguments.run import DeviceArguments, RunArguments
 
 _NOT_OF_PROMPTS = ("response_column", "margin_column", "text_column", "add_eot_token")
@@ -24,7 +24,10 @@ class PairRunArguments(_Folder):
 
     _argument_group_name: ClassVar[str] = "run"
     resume: Literal["auto", "never"] = flag(
-        "never", "auto: go on with the judged batches of OUTPUT_DIR; never: begin anew, they are moved aside",
+        "never",
+        "Resume from the scored batches in OUTPUT_DIR (auto), or move them aside and start over (never).",
         on_resume="ignore",
     )
-    overwrite: bool = flag(False, "replace a finished OUTPUT_DIR/preferences.jsonl, once the new one is complete")
+    overwrite: bool = flag(
+        False, "Replace an existing OUTPUT_DIR/preferences.jsonl once the new one is complete.", on_resume="apply"
+    )

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 from dschat.losses.policy import POLICY_LOSSES
 from dschat.rlhf.algorithms import ALGORITHMS, DEFAULTS
 
 # `needs` values: policy losses that clip the probability ratio.
 CLIPPED = tuple(f"policy_loss={name}" for name, loss in POLICY_LOSSES.items() if loss.clip_range)
 DISCOUNTED = tuple(f"algorithm={name}" for name, algorithm in ALGORITHMS.items() if algorithm.discounts)
-BY_ALGORITHM = "default: as --algorithm has it"
+BY_ALGORITHM = "Default: by --algorithm."
 
 
 @dataclass
@@ -22,102 +22,199 @@ class PPOArguments:
 
     _argument_group_name: ClassVar[str] = "algorithm"
     algorithm: str = flag(
-        "ppo", "how advantages are estimated; only ppo trains a critic", choices=ALGORITHMS, on_resume="refuse"
+        "ppo",
+        "RL algorithm: sets the advantage estimator and the defaults below. Only ppo trains a critic.",
+        choices=ALGORITHMS,
+        on_resume="refuse",
     )
     num_samples_per_prompt: int | None = flag(
-        None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1, on_resume="refuse"
+        None, f"Responses sampled for each prompt. {BY_ALGORITHM}", at_least=1, on_resume="refuse"
     )
     per_device_training_batch_size: int = flag(
-        16, "sequences per forward pass (scoring, updates), per device", at_least=1
+        16, "Sequences per forward pass and device, in scoring and in updates.", at_least=1, on_resume="apply"
     )
-    ppo_epochs: int = flag(1, "passes over each rollout", at_least=1, on_resume="refuse")
+    ppo_epochs: int = flag(1, "Epochs over each rollout batch.", at_least=1, on_resume="refuse")
 
-    policy_loss: str = flag("ppo_clip", "loss of ratio and advantage", choices=POLICY_LOSSES)
+    policy_loss: str = flag("ppo_clip", "Policy loss function.", choices=POLICY_LOSSES, on_resume="apply")
     loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm"] | None = flag(
-        None, f"how tokens and responses are averaged; {BY_ALGORITHM}"
+        None, f"How the policy loss is averaged over tokens and sequences. {BY_ALGORITHM}", on_resume="apply"
     )
     clip_range: float | None = flag(
-        None, "policy ratio is clipped to 1 +- this; default: the loss's own", above=0, needs=CLIPPED
+        None,
+        "Clip range of the policy ratio: 1 - clip_range to 1 + clip_range. Default: by --policy_loss.",
+        above=0,
+        needs=CLIPPED,
+        on_resume="apply",
     )
-    clip_range_low: float | None = flag(None, "the lower side of it; default: --clip_range", at_least=0, at_most=1)
-    clip_range_high: float | None = flag(None, "the upper side of it; default: --clip_range", at_least=0)
+    clip_range_low: float | None = flag(
+        None, "Lower clip range of the policy ratio. Default: --clip_range.", at_least=0, at_most=1, on_resume="apply"
+    )
+    clip_range_high: float | None = flag(
+        None, "Upper clip range of the policy ratio. Default: --clip_range.", at_least=0, on_resume="apply"
+    )
     dual_clip: float = flag(
-        0.0, "bounds ratios of negative advantages too; 3 is usual, 0: not", at_least=0, needs=["policy_loss=ppo_clip"]
+        0.0,
+        "Dual-clip PPO: upper bound of the policy ratio for negative advantages, usually 3; 0: none.",
+        at_least=0,
+        needs=["policy_loss=ppo_clip"],
+        on_resume="apply",
     )
     sapo_positive_temperature: float = flag(
-        1.0, "how soon SAPO forgets tokens of positive advantage", above=0, needs=["policy_loss=sapo"]
+        1.0,
+        "SAPO: temperature of the soft gate for tokens with positive advantage; higher gates off-policy tokens more.",
+        above=0,
+        needs=["policy_loss=sapo"],
+        on_resume="apply",
     )
-    sapo_negative_temperature: float = flag(1.05, "and the others", above=0, needs=["policy_loss=sapo"])
-    entropy_coef: float = flag(0.0, "reward of a nat of entropy per token, in the loss", at_least=0)
+    sapo_negative_temperature: float = flag(
+        1.05,
+        "SAPO: temperature of the soft gate for tokens with negative advantage.",
+        above=0,
+        needs=["policy_loss=sapo"],
+        on_resume="apply",
+    )
+    entropy_coef: float = flag(
+        0.0,
+        "Coefficient of the entropy bonus (nats per token) in the policy loss; 0: none.",
+        at_least=0,
+        on_resume="apply",
+    )
 
     kl_coef: float | None = flag(
-        None, f"coefficient of the KL divergence from the reference model, per nat; {BY_ALGORITHM}; 0: no such model",
+        None,
+        f"Coefficient of the KL penalty, per nat; 0: none, and no reference model. {BY_ALGORITHM}",
         at_least=0,
+        on_resume="apply",
     )
-    kl_in: Literal["reward", "loss"] | None = flag(None, f"where the KL penalty is applied; {BY_ALGORITHM}")
+    kl_in: Literal["reward", "loss"] | None = flag(
+        None, f"Apply the KL penalty to the token rewards, or as a term of the loss. {BY_ALGORITHM}", on_resume="apply"
+    )
     kl_estimator: Literal["k1", "k2", "k3", "k3+"] | None = flag(
-        None, f"estimator of the divergence; k3+: value of k3, gradient of k2; {BY_ALGORITHM}"
+        None, f"KL estimator; k3+ has the value of k3 and the gradient of k2. {BY_ALGORITHM}", on_resume="apply"
     )
     kl_clip: float = flag(
-        0.0, "nats: no token's estimate of k3 is larger, nor has it a gradient beyond (k3+ keeps its own); 10 in verl, "
-        "0: not clipped", at_least=0, needs=["kl_estimator=k3", "kl_estimator=k3+"],
-    )  # fmt: skip
-    kl_target: float = flag(0.0, "nats per response that --kl_coef is adapted to; 0: it is fixed", at_least=0)
-    kl_horizon: float = flag(10000.0, "responses in which it may change by a fifth", above=0, needs=["kl_target"])
+        0.0,
+        "Upper bound of a token's k3 estimate, in nats (verl: 10); gradients vanish beyond it, except with "
+        "k3+. 0: none.",
+        at_least=0,
+        needs=["kl_estimator=k3", "kl_estimator=k3+"],
+        on_resume="apply",
+    )
+    kl_target: float = flag(
+        0.0,
+        "Target KL divergence in nats per response, to which --kl_coef is adapted; 0: fixed coefficient.",
+        at_least=0,
+        on_resume="apply",
+    )
+    kl_horizon: float = flag(
+        10000.0,
+        "Number of responses over which --kl_coef may change by 20 percent.",
+        above=0,
+        needs=["kl_target"],
+        on_resume="apply",
+    )
     ref_refresh_interval: int = flag(
-        0, "the actor becomes the reference model every so many iterations; 0: never", at_least=0
+        0, "Copy the actor into the reference model every N iterations; 0: never.", at_least=0, on_resume="apply"
     )
 
     value_clip_range: float = flag(
-        0.2, "values may move this far from the old ones per rollout", above=0, needs=["algorithm=ppo"]
+        0.2,
+        "Clip range of the critic's values around those of the rollout.",
+        above=0,
+        needs=["algorithm=ppo"],
+        on_resume="apply",
     )
-    actor_freeze_steps: int = flag(0, "the critic alone is trained for so many updates", at_least=0)
-    gamma: float = flag(
-        1.0, "discount per token", at_least=0, at_most=1,
-        needs=DISCOUNTED,
-    )  # fmt: skip
+    actor_freeze_steps: int = flag(0, "Train only the critic for the first N updates.", at_least=0, on_resume="apply")
+    gamma: float = flag(1.0, "Discount factor per token.", at_least=0, at_most=1, needs=DISCOUNTED, on_resume="apply")
     gae_lambda: float = flag(
-        0.95, "bias-variance trade of generalised advantage estimation", at_least=0, at_most=1, needs=["algorithm=ppo"]
+        0.95,
+        "Lambda of generalised advantage estimation.",
+        at_least=0,
+        at_most=1,
+        needs=["algorithm=ppo"],
+        on_resume="apply",
     )
     whiten_advantages: bool | None = flag(
-        None, f"advantages to zero mean and unit variance over the rollout, all ranks; {BY_ALGORITHM}"
+        None,
+        f"Normalise advantages to zero mean and unit variance over the rollout batch of all ranks. {BY_ALGORITHM}",
+        on_resume="apply",
     )
 
-    reward_clip: float = flag(5.0, "scores are clipped to +- this; 0: not at all", at_least=0)
-    missing_eos_penalty: float = flag(0.0, "taken off the score of a response that did not end", at_least=0)
-    overlong_buffer: int = flag(
-        0, "the last so many tokens of --max_answer_seq_len cost more and more (DAPO); 0: nothing", at_least=0
+    reward_clip: float = flag(
+        5.0, "Clip scores to [-reward_clip, reward_clip]; 0: no clipping.", at_least=0, on_resume="apply"
     )
-    overlong_factor: float = flag(1.0, "what a response loses at the end of them", at_least=0,
-                                  needs=["overlong_buffer"])  # fmt: skip
-    mask_truncated: bool = flag(False, "learn nothing from responses that did not end")
+    missing_eos_penalty: float = flag(
+        0.0, "Subtracted from the score of a response without EOS; 0: none.", at_least=0, on_resume="apply"
+    )
+    overlong_buffer: int = flag(
+        0,
+        "Tokens before --max_answer_seq_len in which the overlong penalty rises linearly (DAPO); 0: no penalty.",
+        at_least=0,
+        on_resume="apply",
+    )
+    overlong_factor: float = flag(
+        1.0,
+        "Largest overlong penalty, subtracted from the score.",
+        at_least=0,
+        needs=["overlong_buffer"],
+        on_resume="apply",
+    )
+    mask_truncated: bool = flag(False, "Exclude responses without EOS from the loss.", on_resume="apply")
     dynamic_sampling: int = flag(
-        0, "rounds in which groups whose scores are all alike are replaced by other prompts (DAPO); 0: none",
+        0,
+        "Maximum sampling rounds in which groups with equal scores are replaced by new prompts (DAPO); 0: "
+        "keep such groups.",
         at_least=0,
         on_resume="refuse",
-    )  # fmt: skip
+    )
 
     old_logprobs: Literal["recompute", "rollout"] = flag(
-        "recompute", "what the ratio starts from: a forward pass of the actor, or the decoder's own log-probs"
+        "recompute",
+        "Old log-probs of the policy ratio: recompute them with the actor, or use those of the rollout engine.",
+        on_resume="apply",
     )
     rollout_correction: Literal["none", "tis", "mis", "seq_tis", "seq_mis"] = flag(
         "none",
-        "weigh the policy loss by actor / decoder: truncated, or masked outside the bounds, per token or response",
+        "Importance weights between actor and rollout engine in the policy loss: truncated (tis) or masked "
+        "(mis), per token or per sequence (seq_).",
         needs=["old_logprobs=recompute"],
+        on_resume="apply",
     )
     rollout_correction_cap: float = flag(
-        2.0, "no such weight is larger than this", above=0,
+        2.0,
+        "Maximum importance weight; larger ones are truncated (tis) or masked (mis).",
+        above=0,
         needs=[f"rollout_correction={name}" for name in ("tis", "mis", "seq_tis", "seq_mis")],
-    )  # fmt: skip
+        on_resume="apply",
+    )
     rollout_correction_floor: float = flag(
-        0.5, "smaller ones are masked", at_least=0, needs=["rollout_correction=mis", "rollout_correction=seq_mis"]
+        0.5,
+        "Minimum importance weight; smaller ones are masked.",
+        at_least=0,
+        needs=["rollout_correction=mis", "rollout_correction=seq_mis"],
+        on_resume="apply",
     )
-    stop_at_kl: float = flag(0.0, "end, and export, once an iteration's KL is this many nats; 0: never", at_least=0)
-    dump_step: int = flag(0, "write all that this iteration's first update reads and makes; 0: none", at_least=0)
+    stop_at_kl: float = flag(
+        0.0,
+        "Stop training and export the model once an iteration's KL divergence reaches this, in nats; 0: never.",
+        at_least=0,
+        on_resume="apply",
+    )
+    dump_step: int = flag(
+        0,
+        "Iteration whose first update is written to OUTPUT_DIR/dump, with inputs and results, for "
+        "scripts/replay.py; 0: none.",
+        at_least=0,
+        on_resume="apply",
+    )
     unsupervised_dataset_name: str | None = flag(
-        None, "texts for the pretraining loss mixed into the actor's update", on_resume="refuse"
+        None,
+        "Texts for the pretraining loss that is added to the actor's loss (PTX). Default: none.",
+        on_resume="refuse",
     )
-    unsup_coef: float = flag(0.0, "weight of that loss (PTX); 27.8 in InstructGPT", at_least=0)
+    unsup_coef: float = flag(
+        0.0, "Coefficient of the pretraining loss (InstructGPT: 27.8); 0: none.", at_least=0, on_resume="apply"
+    )
 
     def __post_init__(self) -> None:
         for name, value in (DEFAULTS | ALGORITHMS[self.algorithm].defaults).items():

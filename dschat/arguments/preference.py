@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 from dschat.arguments.models import DROPOUT_HELP, ModelArguments
 
 WITH_REFERENCE = tuple(f"preference_loss={name}" for name in ("dpo", "ipo", "hinge", "robust", "kto"))
@@ -15,9 +15,13 @@ WITH_SFT = (*WITH_SUMS, "preference_loss=simpo")
 class PolicyArguments(ModelArguments):
     """The trained policy: the model flags of steps 1 and 2 with a lower learning rate and no dropout."""
 
-    learning_rate: float = flag(1e-6, "peak learning rate", above=0)
+    learning_rate: float = flag(1e-6, "Peak learning rate.", above=0, on_resume="apply")
     dropout: float = flag(
-        0.0, f"{DROPOUT_HELP}; above 0 the policy differs from the reference at step 0", at_least=0, below=1
+        0.0,
+        f"{DROPOUT_HELP} Above 0, the policy differs from the reference model at step 0.",
+        at_least=0,
+        below=1,
+        on_resume="apply",
     )
 
 
@@ -27,34 +31,64 @@ class PreferenceArguments:
 
     _argument_group_name: ClassVar[str] = "preferences"
     preference_loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = flag(
-        "dpo", "loss of dschat/rlhf/*_losses.py; simpo and orpo need no reference, kto takes single responses",
+        "dpo",
+        "Loss function; simpo and orpo use no reference model, kto trains on single labelled responses.",
         on_resume="refuse",
     )
-    beta: float = flag(0.1, "pull to the reference (ipo: tau; orpo: weight of the odds; simpo: 2 is usual)", above=0)
+    beta: float = flag(
+        0.1,
+        "Strength of the constraint to the reference model (ipo: tau; orpo: weight of the odds-ratio term; "
+        "simpo: scale of the reward, usually 2).",
+        above=0,
+        on_resume="apply",
+    )
     label_smoothing: float = flag(
-        0.0, "share of labels taken to be wrong", at_least=0, below=0.5,
+        0.0,
+        "Assumed fraction of flipped preference labels.",
+        at_least=0,
+        below=0.5,
         needs=["preference_loss=dpo", "preference_loss=robust"],
-    )  # fmt: skip
-    simpo_gamma: float = flag(0.5, "margin asked for, in units of reward", at_least=0, needs=["preference_loss=simpo"])
-    desirable_weight: float = flag(1.0, "weight of desirable responses", at_least=0, needs=["preference_loss=kto"])
-    undesirable_weight: float = flag(1.0, "weight of undesirable ones", at_least=0, needs=["preference_loss=kto"])
+        on_resume="apply",
+    )
+    simpo_gamma: float = flag(
+        0.5,
+        "Target margin between chosen and rejected reward (SimPO's gamma).",
+        at_least=0,
+        needs=["preference_loss=simpo"],
+        on_resume="apply",
+    )
+    desirable_weight: float = flag(
+        1.0, "Weight of the loss on desirable responses.", at_least=0, needs=["preference_loss=kto"], on_resume="apply"
+    )
+    undesirable_weight: float = flag(
+        1.0,
+        "Weight of the loss on undesirable responses.",
+        at_least=0,
+        needs=["preference_loss=kto"],
+        on_resume="apply",
+    )
     length_normalized: bool | None = flag(
-        None, "mean log-probs per token, not sums; default: True for ipo, else False (always with simpo and orpo)",
+        None,
+        "Use mean log-probs per token instead of sums; simpo and orpo always do. Default: True for ipo, else False.",
         needs=WITH_SUMS,
         on_resume="refuse",
-    )  # fmt: skip
+    )
     sft_coef: float = flag(
-        0.0, "weight of the chosen response's negative log-likelihood per token", at_least=0, needs=WITH_SFT
+        0.0,
+        "Coefficient of the chosen response's negative log-likelihood per token; 0: none.",
+        at_least=0,
+        needs=WITH_SFT,
+        on_resume="apply",
     )
     reference: Literal["precompute", "adapters_off"] = flag(
         "precompute",
-        "log-probs of the reference: once before training, kept on disk; or at every step from the model without its "
-        "adapters (needs --only_optimize_lora)",
+        "Log-probs of the reference model: precompute them once before training and store them with the "
+        "data, or compute them at every step with the adapters turned off (requires --only_optimize_lora).",
         needs=WITH_REFERENCE,
+        on_resume="apply",
     )
     ref_model_name_or_path: str | None = flag(
-        None, "the reference; default: the model to start from", needs=WITH_REFERENCE,
-        on_resume="refuse",
+        None, "Reference model. Default: --model_name_or_path.", needs=WITH_REFERENCE, on_resume="refuse"
     )
 
     @property

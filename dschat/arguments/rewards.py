@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 from dschat.arguments.run import LONGEST_WAIT
 
 
@@ -14,19 +14,27 @@ class RewardArguments:
     _argument_group_name: ClassVar[str] = "rewards"
     reward: list[str] = flag(
         [],
-        "SOURCE[?key=value&...][@WEIGHT], added up: a reward model, FILE.py:FUNCTION, http(s)://..., or a rule: exact, "
-        "last_number, boxed, format, length, repetition, overlong, reasoning_gym",
+        "Reward sources to sum up, each SOURCE[?key=value&...][@WEIGHT]: a reward model (folder or hub "
+        "name), FILE.py:FUNCTION, the http(s) address of a service, or a rule such as boxed or format "
+        "(training/step3_rlhf_finetuning/README.md lists them).",
         on_resume="refuse",
     )
     reward_timeout: float = flag(
         300.0,
-        "seconds that a function or service may take for a batch, and that a service is asked again which is away or "
-        "busy; inf: no limit",
-        above=0, at_most=LONGEST_WAIT, finite=False, needs=["reward"],
-    )  # fmt: skip
-    reward_retries: int = flag(2, "how often one that fails is asked again", at_least=0, needs=["reward"])
+        "Timeout of a function or service for one batch, in seconds, and how long an unavailable service is "
+        "retried; inf: no limit.",
+        above=0,
+        at_most=LONGEST_WAIT,
+        finite=False,
+        needs=["reward"],
+        on_resume="apply",
+    )
+    reward_retries: int = flag(
+        2, "Further calls of a function or service that has failed.", at_least=0, needs=["reward"], on_resume="apply"
+    )
     normalize_rewards: bool = flag(
-        False, "each source's scores less their running mean, in running standard deviations, before its weight",
+        False,
+        "Standardise each source's scores by their running mean and standard deviation before weighting.",
         on_resume="refuse",
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from dschat.arguments.command_line import flag
+from dschat.arguments.flags import flag
 
 LONGEST_WAIT = 1e8  # seconds, 3 years; timers of the system overflow somewhere above it
 
@@ -15,46 +15,85 @@ class RunArguments:
     """Output, evaluation, checkpoints, resume and timeouts of a run."""
 
     _argument_group_name: ClassVar[str] = "run"
-    output_dir: str = flag("output/run", "folder for metrics, samples, checkpoints and the exported model")
-    seed: int = flag(1234, "seeds data order, initialisation, dropout and sampling", at_least=0, at_most=2**63 - 1,
-                     on_resume="refuse")  # fmt: skip
-    num_train_epochs: int = flag(1, "passes over the training data", at_least=1)
-    max_steps: int = flag(0, "stop after this many steps; 0: as the epochs say", at_least=0)
-    eval_interval: int = flag(0, "evaluate every so many steps; 0: before and after training only", at_least=0)
-    eval_iters: int = flag(0, "evaluation batches per device; 0: the whole evaluation set", at_least=0)
-    best_metric: str | None = flag(
-        None, "keep the model whose evaluation is best by this metric in OUTPUT_DIR/best; default: none"
+    output_dir: str = flag(
+        "output/run", "Folder for metrics, samples, checkpoints and the exported model.", on_resume="apply"
     )
-    best_mode: Literal["max", "min"] = flag("max", "whether more of it is better", needs=["best_metric"])
-    save_interval: int = flag(0, "write a resumable checkpoint every so many steps; 0: none", at_least=0)
-    save_minutes: float = flag(0.0, "write one every so many minutes, between two updates; 0: none", at_least=0)
-    keep_checkpoints: int = flag(2, "how many checkpoints to keep", at_least=1, needs=["save_interval", "save_minutes"])
+    seed: int = flag(
+        1234,
+        "Seed of data order, initialisation, dropout and sampling.",
+        at_least=0,
+        at_most=2**63 - 1,
+        on_resume="refuse",
+    )
+    num_train_epochs: int = flag(1, "Epochs over the training data.", at_least=1, on_resume="apply")
+    max_steps: int = flag(
+        0,
+        "Maximum number of optimizer steps (iterations in step 3); 0: no limit besides --num_train_epochs.",
+        at_least=0,
+        on_resume="apply",
+    )
+    eval_interval: int = flag(
+        0, "Evaluate every N steps; 0: only before and after training.", at_least=0, on_resume="apply"
+    )
+    eval_iters: int = flag(
+        0, "Maximum evaluation batches per device; 0: the whole evaluation set.", at_least=0, on_resume="apply"
+    )
+    best_metric: str | None = flag(
+        None,
+        "Evaluation metric by which the best model is kept in OUTPUT_DIR/best. Default: none, no model is kept.",
+        on_resume="apply",
+    )
+    best_mode: Literal["max", "min"] = flag(
+        "max", "Whether the maximum or the minimum of --best_metric is best.", needs=["best_metric"], on_resume="apply"
+    )
+    save_interval: int = flag(0, "Save a checkpoint every N steps; 0: none.", at_least=0, on_resume="apply")
+    save_minutes: float = flag(0.0, "Save a checkpoint every N minutes; 0: none.", at_least=0, on_resume="apply")
+    keep_checkpoints: int = flag(
+        2, "Number of checkpoints to keep.", at_least=1, needs=["save_interval", "save_minutes"], on_resume="apply"
+    )
     resume: str = flag(
-        "never", "auto: go on from the newest checkpoint of OUTPUT_DIR that verifies; its path; or never",
+        "never",
+        "Checkpoint to resume from; auto: the newest valid one in OUTPUT_DIR, PATH: this one, never: start over.",
         on_resume="ignore",
     )
     max_bad_steps: int = flag(
-        10, "stop after so many consecutive updates that were skipped, as a number was not finite, and step 3 after so "
-        "many consecutive iterations in which no response got a score; 0: never", at_least=0,
-    )  # fmt: skip
-    warn_sigma: float = flag(6.0, "warn of a loss or KL so many standard deviations off; 0: never", at_least=0)
+        10,
+        "Stop after N consecutive updates that were skipped because of non-finite numbers, and step 3 after N "
+        "consecutive iterations in which no response got a score; 0: never.",
+        at_least=0,
+        on_resume="apply",
+    )
+    warn_sigma: float = flag(
+        6.0,
+        "Warn if loss or KL deviates from its recent mean by more than N standard deviations; 0: never.",
+        at_least=0,
+        on_resume="apply",
+    )
     collective_timeout: float = flag(
-        1800.0, "seconds that a rank may be silent, or all without progress, before the run ends with a report",
-        above=0, at_most=LONGEST_WAIT,
+        1800.0,
+        "Seconds without a sign of life of a rank, or without progress of all ranks, before the run ends "
+        "with a report.",
+        above=0,
+        at_most=LONGEST_WAIT,
+        on_resume="apply",
     )
     rendezvous_timeout: float = flag(
-        600.0, "seconds that ranks may be missing when a run starts, before it ends and names them",
-        above=0, at_most=LONGEST_WAIT,
+        600.0,
+        "Seconds to wait for all ranks at the start, before the run ends and names the missing ones.",
+        above=0,
+        at_most=LONGEST_WAIT,
+        on_resume="apply",
     )
-    resume_anyway: bool = flag(
-        False, "resume although flags have changed that make another run of it", on_resume="ignore"
-    )
-    enable_tensorboard: bool = flag(False, "write TensorBoard event files")
+    resume_anyway: bool = flag(False, "Resume even if flags that identify the run have changed.", on_resume="ignore")
+    enable_tensorboard: bool = flag(False, "Write TensorBoard event files.", on_resume="apply")
     tensorboard_path: str | None = flag(
-        None, "folder of the event files; default: OUTPUT_DIR/tensorboard", needs=["enable_tensorboard"]
+        None,
+        "Folder of the event files. Default: OUTPUT_DIR/tensorboard.",
+        needs=["enable_tensorboard"],
+        on_resume="apply",
     )
     local_rank: int = flag(
-        -1, "set by the deepspeed launcher; ignored, the environment says it too", on_resume="ignore"
+        -1, "Passed by the deepspeed launcher and ignored: the rank is read from the environment.", on_resume="ignore"
     )
 
     def problems(self) -> list[str]:
@@ -84,13 +123,16 @@ class DeviceArguments:
 
     _argument_group_name: ClassVar[str] = "devices"
     dtype: Literal["bf16", "fp16", "fp32"] = flag(
-        "bf16", "precision of weights and activations; Adam's states are fp32",
-        on_resume="refuse",
+        "bf16", "Precision of weights and activations; Adam's states are always fp32.", on_resume="refuse"
     )
-    offload: bool = flag(False, "keep optimizer states (and ZeRO-3 parameters) in host memory")
-    gradient_checkpointing: bool = flag(False, "recompute activations in the backward pass to save memory")
-    deterministic: bool = flag(False, "on GPUs: operations that give the same bits every time, where there are some")
-    deepspeed_config: str | None = flag(None, "JSON file merged over the generated DeepSpeed configuration")
+    offload: bool = flag(False, "Keep optimizer states (and ZeRO-3 parameters) in host memory.", on_resume="apply")
+    gradient_checkpointing: bool = flag(
+        False, "Recompute activations in the backward pass, which saves memory and costs time.", on_resume="apply"
+    )
+    deterministic: bool = flag(False, "Use deterministic GPU operations where they exist.", on_resume="apply")
+    deepspeed_config: str | None = flag(
+        None, "JSON file merged over the generated DeepSpeed configuration. Default: none.", on_resume="apply"
+    )
 
     def problems(self) -> list[str]:
         from deepspeed.accelerator import get_accelerator

@@ -49,8 +49,8 @@ def number_type(
         try:
             value = kind(text)
         except ValueError:
-            wanted = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+            expected = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
         rules = [f"at least {at_least}"] * (at_least is not None) + [f"above {above}"] * (above is not None)
         rules += [f"at most {at_most}"] * (at_most is not None) + ["finite"] * (kind is float)
         within = (
@@ -109,16 +109,16 @@ def read_json(path: Path) -> Any:
 def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Load the objects of a jsonl file. Raises ValueError with file and line, also if one of `fields` is missing."""
     rows = []
-    for place, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = parse_json(line, constants=True)
         except ValueError as error:
-            raise ValueError(f"{path}:{place}: {error}") from error
+            raise ValueError(f"{path}:{number}: {error}") from error
         missing = [name for name in fields if not isinstance(row, dict) or name not in row]
         if missing or not isinstance(row, dict):
-            raise ValueError(f"{path}:{place}: wants a JSON object with {', '.join(fields) or 'fields'}")
+            raise ValueError(f"{path}:{number}: wants a JSON object with {', '.join(fields) or 'fields'}")
         rows.append(row)
     return rows
 

@@ -28,7 +28,7 @@ def redacted(text: str) -> str:
     "https://me:pw@host/score?api_key=k&model=7b@0.5" → "https://***@host/score?api_key=***&model=7b@0.5". URLs
     that differ only in secrets become equal, so that a new key does not prevent --resume.
     """
-    return _ADDRESS.sub(lambda found: _redacted_address(found[0]), text)
+    return _ADDRESS.sub(lambda match: _redacted_address(match[0]), text)
 
 
 def redacted_values(value: Any) -> Any:
@@ -47,7 +47,7 @@ def _redacted_address(address: str) -> str:
     return before + mark + _PARAMETER.sub(_redacted_parameter, query)
 
 
-def _redacted_parameter(found: re.Match[str]) -> str:
-    words = {word.lower() for word in _WORDS.findall(unquote(found["name"]))}  # max_tokens and tokenizer are not secret
-    secret = found["value"] and (words & _SECRET_WORDS or _OPAQUE.search(found["value"]))
-    return f"{found['name']}={HIDDEN if secret else found['value']}"
+def _redacted_parameter(match: re.Match[str]) -> str:
+    words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}  # max_tokens and tokenizer are not secret
+    secret = match["value"] and (words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
+    return f"{match['name']}={HIDDEN if secret else match['value']}"

@@ -1,4 +1,4 @@
-"""JSON that a user gives: what Python's reader lets pass, or answers with another error, is one ValueError here."""
+"""JSON that a user gives, parsed strictly: every error is a ValueError."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parse_json(text: bytes | str, *, constants: bool = False, unique_keys: bool 
         unique_keys: refuse an object that has a key twice; the last one wins otherwise.
 
     Raises:
-        ValueError: no JSON, nested deeper than DEEPEST, numbers beyond float64, or a string that is no Unicode text.
+        ValueError: not JSON, nested deeper than DEEPEST, numbers beyond float64, or a string that is no Unicode text.
             The message is one line, and does not name a file.
     """
     if isinstance(text, bytes):
@@ -89,7 +89,7 @@ def read_json_object(path: str | Path, *, constants: bool = False, unique_keys: 
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls a value of this type."""
+    """JSON name of the type of a value."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
@@ -111,8 +111,8 @@ def _decoded(content: bytes) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        place = error.start - (content.rfind(b"\n", 0, error.start) + 1) + 1
-        raise ValueError(f"not valid JSON (no UTF-8 at line {line}, byte {place} of it: save it as UTF-8)") from error
+        column = error.start - (content.rfind(b"\n", 0, error.start) + 1) + 1
+        raise ValueError(f"not valid JSON (no UTF-8 at line {line}, byte {column} of it: save it as UTF-8)") from error
 
 
 def _check_strings(value: Any, text: str) -> None:

@@ -18,18 +18,18 @@ _LARGEST = 1 << 20  # bytes; a file of flags has a few hundred
 class YamlFlags(NamedTuple):
     """What a file sets."""
 
-    words: list[str]  # of a command line that says the same
-    places: dict[str, str]  # flag → "file:line"
+    arguments: list[str]  # the equivalent command line
+    locations: dict[str, str]  # flag → "file:line"
     mistakes: list[str]  # a line each
 
-    def located(self, mistakes: Sequence[str], argv: Sequence[str]) -> list[str]:
+    def with_locations(self, mistakes: Sequence[str], argv: Sequence[str]) -> list[str]:
         """The mistakes, with file and line added to those that begin with a flag which the file alone has set."""
-        given = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
-        places = {flag: place for flag, place in self.places.items() if flag not in given}
-        found = [re.match(r"(?:argument )?--(\w+)", mistake) for mistake in mistakes]
+        on_command_line = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
+        locations = {flag: location for flag, location in self.locations.items() if flag not in on_command_line}
+        matches = [re.match(r"(?:argument )?--(\w+)", mistake) for mistake in mistakes]
         return [
-            f"{mistake} (set in {places[match[1]]})" if match and match[1] in places else mistake
-            for mistake, match in zip(mistakes, found, strict=True)
+            f"{mistake} (set in {locations[match[1]]})" if match and match[1] in locations else mistake
+            for mistake, match in zip(mistakes, matches, strict=True)
         ]
 
 
@@ -49,15 +49,15 @@ def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
         _merge_anchors(loader, root, path)
     except ValueError as error:
         return YamlFlags([], {}, [str(error)])
-    words, places = [], {}
+    arguments, locations = [], {}
     for key, value in root.value:
-        place = f"{path}:{key.start_mark.line + 1}"
+        location = f"{path}:{key.start_mark.line + 1}"
         try:
-            words += _words(_name(key), loader, value, flags)
-            places[key.value] = place
+            arguments += _flag_arguments(_name(key), loader, value, flags)
+            locations[key.value] = location
         except ValueError as error:
-            mistakes.append(f"--config {place}: {error}")
-    return YamlFlags(words, places, mistakes)
+            mistakes.append(f"--config {location}: {error}")
+    return YamlFlags(arguments, locations, mistakes)
 
 
 def unknown_flag(name: str, flags: Mapping[str, Action]) -> str:
@@ -125,7 +125,7 @@ def _name(key: yaml.Node) -> str:
     return key.value
 
 
-def _words(name: str, loader: yaml.SafeLoader, node: yaml.Node, flags: Mapping[str, Action]) -> list[str]:
+def _flag_arguments(name: str, loader: yaml.SafeLoader, node: yaml.Node, flags: Mapping[str, Action]) -> list[str]:
     """`--name value …`, or nothing where the file leaves the value empty."""
     action = flags.get(name)
     if name == "config":

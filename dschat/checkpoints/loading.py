@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments import flag_values
-from dschat.arguments.command_line import on_resume
+from dschat.arguments.flags import resume_policies
 from dschat.arguments.secrets import redacted_values
 from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.optimizer_settings import keep_optimizer_settings
@@ -86,14 +86,14 @@ def changed_arguments(folder: Path, settings: Any, *, resume_anyway: bool) -> li
         return []
     # Compared with secrets redacted: old manifests contain keys, and a new key is no change.
     then, now = redacted_values(manifest.get("arguments", {})), redacted_values(flag_values(settings))
-    policy = on_resume(settings)
+    policies = resume_policies(settings)
     changed = {
         name: f"--{name} was {then[name]}, is {now[name]}" for name in now if then.get(name, now[name]) != now[name]
     }
-    refused = [line for name, line in changed.items() if policy.get(name) == "refuse"]
+    refused = [line for name, line in changed.items() if policies.get(name) == "refuse"]
     if refused and not resume_anyway:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(refused)}. Resume with the flags of its manifest.json, start "
             "from scratch with --resume never, or give --resume_anyway"
         )
-    return [line for name, line in changed.items() if policy.get(name) != "ignore"]
+    return [line for name, line in changed.items() if policies.get(name) != "ignore"]

@@ -32,12 +32,12 @@ def extract_answer(text: str, how: Extraction) -> str | None:
     if how == "last_number":
         number = last_number(text)
         return None if number is None else str(number)
-    found = text
+    answer = text
     if how == "boxed":
-        found = last_boxed(text)
+        answer = last_boxed(text)
     elif how == "tag":
-        found = last_tagged(text)
-    return None if found is None else (plain_math(found) if how == "boxed" else plain_text(found)) or None
+        answer = last_tagged(text)
+    return None if answer is None else (plain_math(answer) if how == "boxed" else plain_text(answer)) or None
 
 
 def plain_text(text: str, *, case: bool = False) -> str:
@@ -60,7 +60,7 @@ def plain_math(text: str) -> str:
 
 def last_number(text: str) -> Fraction | None:
     """The last number in a text: sign, thousands separators, decimals, exponent or a fraction such as 3/4."""
-    numbers = [found for match in _NUMBER.finditer(text) if (found := _value(match[0])) is not None]
+    numbers = [number for match in _NUMBER.finditer(text) if (number := _value(match[0])) is not None]
     return numbers[-1] if numbers else None
 
 

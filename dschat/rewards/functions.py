@@ -15,9 +15,9 @@ from typing import Any
 from dschat.rewards.answers import Answers, prompt_text
 
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
-RewardFunction = Callable[..., Any]  # (some of GIVEN, options with defaults) → a number or None per response
+RewardFunction = Callable[..., Any]  # (some of ARGUMENT_NAMES, options with defaults) → a number or None per response
 
-GIVEN = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
+ARGUMENT_NAMES = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
 _LARGEST = 3.4e38  # largest float32, the dtype of scores
 
 
@@ -48,7 +48,7 @@ def _module(path: Path) -> ModuleType:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a user's file may raise anything, SystemExit too
-        raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error}): mend it first") from error
+        raise ValueError(f"{path} cannot be imported ({type(error).__name__}: {error}): correct it first") from error
     return module
 
 
@@ -60,63 +60,67 @@ def judge_scores(
     Raises: ValueError if it does not return one finite number for each response.
     """
     scores = judge([prompt_text(chat) for chat in messages], list(responses), list(rows))
-    return numbers([float(score) for score in scores], responses, who="the judge")
+    return validated_scores([float(score) for score in scores], responses, source="the judge")
 
 
-def with_options(function: RewardFunction, options: Mapping[str, str]) -> RewardFunction:
+def bind_options(function: RewardFunction, options: Mapping[str, str]) -> RewardFunction:
     """Bind options from a query string to the function, parsed by the type of their defaults: bool, int, float or str.
 
     Raises: ValueError for an unknown option, or a value that cannot be parsed.
     """
-    known = {
+    declared = {
         name: parameter for name, parameter in inspect.signature(function).parameters.items()
-        if name not in GIVEN and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if name not in ARGUMENT_NAMES and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         and parameter.default is not parameter.empty
     }  # fmt: skip
-    read: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in options.items():
-        if name not in known:
-            choices = ", ".join(known) or "none"
+        if name not in declared:
+            choices = ", ".join(declared) or "none"
             raise ValueError(f"there is no option {name}; choose from: {choices}")
-        read[name] = _read(name, text, known[name].default)
-    return functools.partial(function, **read) if read else function
+        values[name] = _parse_option(name, text, declared[name].default)
+    return functools.partial(function, **values) if values else function
 
 
-def _read(name: str, text: str, default: Any) -> Any:
+def _parse_option(name: str, text: str, default: Any) -> Any:
     if isinstance(default, bool):
         if text.lower() not in ("true", "false", "1", "0"):
-            raise ValueError(f"{name}={text}: wants true or false")
+            raise ValueError(f"{name}={text}: must be true or false")
         return text.lower() in ("true", "1")
     kind = type(default) if isinstance(default, (int, float)) else str
     try:
         value = kind(text)
     except ValueError as error:
-        raise ValueError(f"{name}={text}: wants {'a whole number' if kind is int else 'a number'}") from error
+        raise ValueError(f"{name}={text}: must be {'a whole number' if kind is int else 'a number'}") from error
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{name}={text}: must be finite")
     return value
 
 
 def named_arguments(function: RewardFunction) -> list[str] | None:
-    """The names of GIVEN among a function's parameters; None: it is called like a judge, with prompts, responses, rows.
+    """The function's parameters among ARGUMENT_NAMES; None: it is called like a judge, with prompts, responses, rows.
 
     Raises: ValueError if it has a required parameter that is not available.
     """
     parameters = inspect.signature(function).parameters.values()
     kinds = {parameter.kind for parameter in parameters}
-    named = [p.name for p in parameters if p.name in GIVEN and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    named = [
+        p.name for p in parameters if p.name in ARGUMENT_NAMES and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
     required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if set(required) <= set(named) and (named or inspect.Parameter.VAR_KEYWORD in kinds):
-        return list(GIVEN) if inspect.Parameter.VAR_KEYWORD in kinds else named
+        return list(ARGUMENT_NAMES) if inspect.Parameter.VAR_KEYWORD in kinds else named
     # Up to three parameters with other names: called like a judge.
     if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
         return None
-    raise ValueError(f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(GIVEN)}")
+    raise ValueError(
+        f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(ARGUMENT_NAMES)}"
+    )
 
 
 def call_reward_function(
-    function: RewardFunction, answers: Answers, *, who: str
+    function: RewardFunction, answers: Answers, *, source: str
 ) -> list[float] | Awaitable[list[float]]:
     """Call a reward function: scores of the answers, NaN where it returns None; awaitable if the function is async.
 
@@ -124,27 +128,31 @@ def call_reward_function(
     """
     names = named_arguments(function)
     if names is None:
-        found = function(answers.prompts, answers.responses, answers.rows)
+        returned = function(answers.prompts, answers.responses, answers.rows)
     else:
-        found = function(**{name: answers.prompts if name == "prompts" else vars(answers)[name] for name in names})
-    return _awaited(found, answers, who) if inspect.isawaitable(found) else numbers(found, answers.responses, who=who)
+        returned = function(**{name: answers.prompts if name == "prompts" else vars(answers)[name] for name in names})
+    return (
+        _awaited(returned, answers, source)
+        if inspect.isawaitable(returned)
+        else validated_scores(returned, answers.responses, source=source)
+    )
 
 
-async def _awaited(found: Awaitable[Any], answers: Answers, who: str) -> list[float]:
-    return numbers(await found, answers.responses, who=who)
+async def _awaited(returned: Awaitable[Any], answers: Answers, source: str) -> list[float]:
+    return validated_scores(await returned, answers.responses, source=source)
 
 
-def numbers(found: Sequence[Any], responses: Sequence[str], *, who: str) -> list[float]:
+def validated_scores(returned: Sequence[Any], responses: Sequence[str], *, source: str) -> list[float]:
     """One number for each response, NaN for None.
 
     Raises: ValueError unless there are as many as responses, each a finite number or None.
     """
-    scores = list(found)
+    scores = list(returned)
     if len(scores) != len(responses):
         raise ValueError(
-            f"{who} returned {len(scores)} numbers for {len(responses)} responses: it must return one for each"
+            f"{source} returned {len(scores)} scores for {len(responses)} responses: it must return one for each"
         )
     for response, score in zip(responses, scores, strict=True):
         if score is not None and not abs(float(score)) <= _LARGEST:
-            raise ValueError(f"{who} gave the response {response!r} the score {float(score)}: scores must be finite")
+            raise ValueError(f"{source} returned {float(score)} for the response {response!r}: scores must be finite")
     return [math.nan if score is None else float(score) for score in scores]

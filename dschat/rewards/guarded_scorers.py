@@ -17,8 +17,8 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-LONGEST = 10_000  # characters of an answer
-LARGEST_BITS = 4096  # of an intermediate integer
+MAX_CHARACTERS = 10_000  # characters of an answer
+MAX_BITS = 4096  # of an intermediate integer
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
@@ -36,9 +36,9 @@ _LAYOUT = (tokenize.NEWLINE, tokenize.NL, tokenize.ENDMARKER, tokenize.INDENT, t
 def evaluate_literal(text: str, *_: Any) -> Any:
     """Safe `eval` for literals and arithmetic on numbers.
 
-    Raises: ValueError for anything else, and for numbers of more than LARGEST_BITS; SyntaxError.
+    Raises: ValueError for anything else, and for numbers of more than MAX_BITS; SyntaxError.
     """
-    if len(text) > LONGEST:
+    if len(text) > MAX_CHARACTERS:
         raise ValueError(f"{len(text)} characters")
     return _value(ast.parse(text.strip(), mode="eval").body)
 
@@ -54,17 +54,17 @@ def _value(node: ast.expr) -> Any:
         return _UNARY[type(node.op)](_number(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _number(node.left), _number(node.right)
-        if isinstance(node.op, ast.LShift) and right > LARGEST_BITS:
+        if isinstance(node.op, ast.LShift) and right > MAX_BITS:
             raise ValueError("the number would be too large")
-        if isinstance(node.op, ast.Pow) and isinstance(left, int) and abs(right) * left.bit_length() > LARGEST_BITS:
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and abs(right) * left.bit_length() > MAX_BITS:
             raise ValueError("the number would be too large")
         return _BINARY[type(node.op)](left, right)
-    raise ValueError(f"{type(node).__name__} is no literal")
+    raise ValueError(f"{type(node).__name__} is not a literal")
 
 
 def _number(node: ast.expr) -> int | float:
     value = _value(node)
-    if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > LARGEST_BITS):
+    if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > MAX_BITS):
         raise ValueError("not a number, or too large a one")
     return value
 
@@ -81,26 +81,26 @@ def parse_formula(text: str, *arguments: Any, **options: Any) -> Any:
 
 
 def _check_formula(text: str) -> None:
-    if len(text) > LONGEST or not text.isascii():
+    if len(text) > MAX_CHARACTERS or not text.isascii():
         raise ValueError("too long, or not ASCII")
     try:
         tokens = [t for t in tokenize.generate_tokens(io.StringIO(text.strip()).readline) if t.type not in _LAYOUT]
     except (tokenize.TokenError, SyntaxError) as error:
-        raise ValueError(f"no formula ({error})") from error
-    before = None
+        raise ValueError(f"not a formula ({error})") from error
+    previous = None
     for token in tokens:
         word = token.string
         if token.type == tokenize.NAME:
             if word.startswith("_") or "__" in word or keyword.iskeyword(word):
-                raise ValueError(f"{word} is no symbol")
+                raise ValueError(f"{word} is not a symbol")
             if word in vars(builtins) and word not in _FUNCTIONS:
                 raise ValueError(f"{word} is a function of Python")
         elif token.type != tokenize.NUMBER and word not in _OPERATORS and word.strip():
-            raise ValueError(f"{word!r} does not belong into a formula")
-        called = word == "(" and before is not None and before.string not in _OPERATORS - {")"}
-        if called and before.string not in _FUNCTIONS:
-            raise ValueError(f"{before.string} is called, and is no elementary function")
-        before = token if word.strip() else before
+            raise ValueError(f"{word!r} is not allowed in a formula")
+        called = word == "(" and previous is not None and previous.string not in _OPERATORS - {")"}
+        if called and previous.string not in _FUNCTIONS:
+            raise ValueError(f"{previous.string} is called, and is no elementary function")
+        previous = token if word.strip() else previous
 
 
 class _GuardedSympy(types.ModuleType):

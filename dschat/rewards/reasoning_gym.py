@@ -1,18 +1,19 @@
-"""Scores responses to reasoning-gym tasks with the tasks' own scorers."""
+"""Scores responses to reasoning-gym tasks with the tasks' own scorers, in a process that can be killed."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat.data.marked_answers import last_tagged
-from dschat.data.reasoning import entry_of, task_of
-from dschat.rewards.guarded_scorers import guard_scorers
+from dschat.rewards.worker_process import TimeLimits, WorkerProcess
 
-_NO_ANSWERS = ("", "I do not know.")
+scorers = WorkerProcess(
+    "dschat.rewards.reasoning_worker", limits=TimeLimits(seconds=5.0, budget=30.0, short_seconds=0.3),
+    package="reasoning-gym", install="pip install -e '.[reasoning]'",
+)  # fmt: skip
 
 
 def reasoning_score(
@@ -22,15 +23,29 @@ def reasoning_score(
 
     The answer is the text between the last <answer> and </answer>, else the whole response. It scores 0 if a text
     without an answer would score as much (some tasks give any text a small score), if the task's scorer raises
-    (with one warning per task and kind of error), or if the score is not finite.
+    (with one warning per task and kind of error), if the scorer exceeds its limit of time or memory, or if the score
+    is not finite.
 
     Args:
         prompts: unused; part of the signature of a judge.
         rows: as made by `ReasoningTask.rows`, directly or from the prepared data.
     """
-    raised: Counter[tuple[str, str]] = Counter()
-    scores = [_score(answer_of(text), row, raised) for text, row in zip(responses, rows, strict=True)]
-    for (task, error), count in raised.items():
+    scores: list[float | None] = [None if row.get("reasoning_task") is None else 0.0 for row in rows]
+    requests: dict[int, tuple[str, str, str]] = {}
+    for number, (response, row) in enumerate(zip(responses, rows, strict=True)):
+        answer = answer_of(response)
+        if scores[number] is None:
+            continue
+        if answer == row["answer"]:
+            scores[number] = 1.0
+        else:
+            requests[number] = (answer, row["reasoning_task"], row["reasoning_entry"])
+    errors: Counter[tuple[str, str]] = Counter()
+    for (number, (_, task, _)), result in zip(requests.items(), scorers.results(list(requests.values())), strict=True):
+        scores[number], error = result or (0.0, "")
+        if error:
+            errors[task, error] += 1
+    for (task, error), count in errors.items():
         warnings.warn(f"the scorer of {task} raised {error} for {count} responses: scored 0", stacklevel=2)
     return scores
 
@@ -38,22 +53,3 @@ def reasoning_score(
 def answer_of(response: str) -> str:
     tagged = last_tagged(response)
     return (response if tagged is None else tagged).strip()
-
-
-def _score(answer: str, row: Mapping[str, Any], raised: Counter[tuple[str, str]]) -> float | None:
-    if row.get("reasoning_task") is None:
-        return None
-    if answer == row["answer"]:
-        return 1.0
-    task, entry = task_of(row["reasoning_task"]), entry_of(row)
-    guard_scorers()  # before scoring: some scorers would execute the answer
-    scores = []
-    for text in (answer, *_NO_ANSWERS):
-        try:
-            score = float(task.score_answer(text, entry))
-        except Exception as error:  # third-party scorers may raise anything
-            if text is answer:
-                raised[row["reasoning_task"], type(error).__name__] += 1
-            score = 0.0
-        scores.append(min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0)
-    return scores[0] if scores[0] > max(scores[1:]) else 0.0

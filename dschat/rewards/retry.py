@@ -58,12 +58,13 @@ class RetryPolicy:
     ) -> list[float | None]:
         """The judge's score of each response; None where it gave none."""
         return self.scores(
-            lambda part: judge_scores(judge, messages[part], responses[part], rows[part]), len(responses),
-            who="the judge",
+            lambda part: judge_scores(judge, messages[part], responses[part], rows[part]),
+            len(responses),
+            source="the judge",
         )
 
     def scores(
-        self, ask: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, who: str
+        self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str
     ) -> list[float | None]:
         """The score of each response; None where the source gave none.
 
@@ -71,36 +72,36 @@ class RetryPolicy:
         that one bad response loses one score only. After a timeout, a refusal or a failed connection it is not.
 
         Args:
-            ask: computes the scores of a slice of the responses.
-            who: name of the source, for the warning.
+            score_part: computes the scores of a slice of the responses.
+            source: its name, for the warning.
 
         Raises: NoScores, see max_failed_calls.
         """
         try:
-            found = self._insisted(lambda: ask(slice(0, count)), who=who)
-            self._failed_calls[who] = 0
-            return found
+            scores = self._call_with_retries(lambda: score_part(slice(0, count)), source=source)
+            self._failed_calls[source] = 0
+            return scores
         except (TimeoutError, Unavailable, PermissionError) as error:
-            found, problem = [None] * count, error
+            scores, problem = [None] * count, error
         except Exception as error:  # a user's function may raise anything
-            found, problem = self._alone(ask, count, error)
-        message = f"warning: {who} gave no score to {found.count(None)} of {count} responses"
+            scores, problem = self._score_one_by_one(score_part, count, error)
+        message = f"warning: {source} returned no score for {scores.count(None)} of {count} responses"
         print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
-        failed = count > 0 and found.count(None) == count
-        self._failed_calls[who] = self._failed_calls[who] + 1 if failed else 0
-        if self.max_failed_calls is not None and self._failed_calls[who] >= self.max_failed_calls:
+        failed = count > 0 and scores.count(None) == count
+        self._failed_calls[source] = self._failed_calls[source] + 1 if failed else 0
+        if self.max_failed_calls is not None and self._failed_calls[source] >= self.max_failed_calls:
             raise NoScores(
-                f"{who} gave no score to any response in {self._failed_calls[who]} batches one after another "
+                f"{source} returned no score for any response in {self._failed_calls[source]} consecutive batches "
                 f"({type(problem).__name__}: {problem})"
             )
-        return found
+        return scores
 
-    def _insisted(self, call: Callable[[], Any], *, who: str) -> list[float]:
+    def _call_with_retries(self, call: Callable[[], Any], *, source: str) -> list[float]:
         """Call with retries; raises the last error."""
         deadline, failures, refusals = time.monotonic() + self.seconds, 0, 0
         while True:
             try:
-                return list(bounded(call, seconds=self.seconds))
+                return list(call_with_timeout(call, seconds=self.seconds))
             except PermissionError:
                 raise
             except Unavailable as error:
@@ -109,7 +110,7 @@ class RetryPolicy:
                     raise
                 refusals += error.seconds is None
                 if refusals == REFUSALS_UNTIL_WARNING and error.seconds is None:
-                    print(f"warning: {who} is not available ({error}); it is asked again for {self.seconds:g} s",
+                    print(f"warning: {source} is not available ({error}); retrying for {self.seconds:g} s",
                           file=sys.stderr, flush=True)  # fmt: skip
                 time.sleep(pause)
                 watchdog.progress()
@@ -118,36 +119,38 @@ class RetryPolicy:
                 if failures > self.retries:
                     raise
 
-    def _alone(
-        self, ask: Callable[[slice], Any], count: int, problem: Exception
+    def _score_one_by_one(
+        self, score_part: Callable[[slice], Any], count: int, problem: Exception
     ) -> tuple[list[float | None], Exception]:
         """Score each response in a call of its own, None where that fails; also returns the last error.
 
         Args:
             problem: error of the call for the whole batch.
         """
-        found: list[float | None] = []
+        scores: list[float | None] = []
         for number in range(count):
             try:
-                found += bounded(lambda number=number: ask(slice(number, number + 1)), seconds=self.seconds)
+                scores += call_with_timeout(
+                    lambda number=number: score_part(slice(number, number + 1)), seconds=self.seconds
+                )
             except Exception as error:
                 problem = error
-                found.append(None)
+                scores.append(None)
                 if isinstance(error, (TimeoutError, Unavailable, PermissionError)):
                     break
-        return found + [None] * (count - len(found)), problem
+        return scores + [None] * (count - len(scores)), problem
 
 
-def pause_before_retry(asked_for: float | None, refusals: int, *, left: float) -> float | None:
+def pause_before_retry(retry_after: float | None, refusals: int, *, left: float) -> float | None:
     """Seconds to wait before retrying an unavailable service; None: give up.
 
     Args:
-        asked_for: the service's Retry-After in seconds, or None.
+        retry_after: the service's Retry-After in seconds, or None.
         refusals: earlier failures without a Retry-After.
         left: seconds until the deadline; without a Retry-After the last retry is made then.
     """
-    if asked_for is not None:
-        pause = min(max(asked_for, SHORTEST_PAUSE), LONGEST_PAUSE)
+    if retry_after is not None:
+        pause = min(max(retry_after, SHORTEST_PAUSE), LONGEST_PAUSE)
         return pause if pause <= left else None
     backoff = min(SHORTEST_PAUSE * 2 ** min(refusals, 10), LONGEST_BACKOFF)
     return min(backoff, left) if left > 0 else None
@@ -158,7 +161,7 @@ def timeout_of(seconds: float) -> float | None:
     return seconds if seconds < LONGEST_WAIT else None
 
 
-def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
+def call_with_timeout(call: Callable[[], Any], *, seconds: float) -> Any:
     """The result of a call, with a timeout. An awaitable is awaited, and cancelled at the timeout.
 
     SystemExit, or any other BaseException that is no Exception, counts as a failure and must not end the run.
@@ -170,14 +173,14 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
     result: list[Any] = []
     raised: list[BaseException] = []
 
-    def work() -> None:
+    def run() -> None:
         try:
             value = call()
             result.append(asyncio.run(_within(value, seconds)) if inspect.isawaitable(value) else value)
         except BaseException as error:  # re-raised in the waiting thread
             raised.append(error)
 
-    thread = threading.Thread(target=work, daemon=True)  # daemon: the run can exit while it hangs
+    thread = threading.Thread(target=run, daemon=True)  # daemon: the run can exit while it hangs
     thread.start()
     deadline = time.monotonic() + min(seconds, LONGEST_WAIT)
     while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
@@ -189,7 +192,7 @@ def bounded(call: Callable[[], Any], *, seconds: float) -> Any:
             raise RuntimeError(f"it raised {type(raised[0]).__name__}({raised[0]})") from raised[0]
         raise raised[0]
     if not result:
-        raise TimeoutError(f"no answer within {seconds:g} s")
+        raise TimeoutError(f"no result within {seconds:g} s")
     return result[0]
 
 
@@ -197,4 +200,4 @@ async def _within(value: Awaitable[Any], seconds: float) -> Any:
     try:
         return await asyncio.wait_for(value, timeout_of(seconds))
     except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11
-        raise TimeoutError(str(error) or f"no answer within {seconds:g} s") from error
+        raise TimeoutError(str(error) or f"no result within {seconds:g} s") from error

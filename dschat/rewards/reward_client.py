@@ -13,15 +13,15 @@ from typing import Any
 from dschat.arguments.secrets import HIDDEN, redacted
 from dschat.distributed.terminal import printable
 from dschat.rewards.answers import Answers
-from dschat.rewards.functions import numbers
+from dschat.rewards.functions import validated_scores
 from dschat.rewards.retry import Unavailable, timeout_of
 
 TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
-_LONGEST_ANSWER = 64 << 20  # bytes
+_LARGEST_REPLY = 64 << 20  # bytes
 _WAYS_OUT = {
-    400: "it does not understand the request",
-    401: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to the one that it was started with",
-    403: f"it refuses the token: set the environment variable {TOKEN_VARIABLE} to one that may ask for scores",
+    400: "the request is invalid for it",
+    401: f"the token is wrong: set the environment variable {TOKEN_VARIABLE} to the one that it was started with",
+    403: f"the token is not allowed to request scores: set the environment variable {TOKEN_VARIABLE} to another",
     404: "there is nothing at this path",
     413: "a batch is too large for it: raise its limit, or lower --per_device_generation_batch_size",
 }
@@ -61,12 +61,12 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     url = redacted(url)  # only used in messages from here on
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_of(seconds)) as reply:
-            text = reply.read(_LONGEST_ANSWER)
+            text = reply.read(_LARGEST_REPLY)
     except urllib.error.HTTPError as error:
         raise _refusal(url, error, token) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
-            raise TimeoutError(f"{url} did not answer within {seconds:g} s") from error
+            raise TimeoutError(f"{url} did not reply within {seconds:g} s") from error
         raise Unavailable(f"{url} cannot be reached ({error.reason})") from error
     except TimeoutError:
         raise
@@ -82,7 +82,7 @@ def token_of_environment() -> str | None:
     """
     token = os.environ.get(TOKEN_VARIABLE, "").strip()
     if not (token.isascii() and token.isprintable()):
-        raise ValueError(f"{TOKEN_VARIABLE}: a token is made of printable ASCII characters; make another one")
+        raise ValueError(f"{TOKEN_VARIABLE}: a token is made of printable ASCII characters; generate another one")
     return token or None
 
 
@@ -93,25 +93,25 @@ def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
     except (ValueError, KeyError, TypeError, RecursionError):
         fits = False
     if not fits:
-        raise ValueError(f'{url} answered {text[:200]!r}, but {{"scores": [a number or null for each]}} is wanted')
-    return numbers(scores, answers.responses, who=url)
+        raise ValueError(f'{url} replied {text[:200]!r}, but {{"scores": [a number or null for each]}} is expected')
+    return validated_scores(scores, answers.responses, source=url)
 
 
 def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
     """The exception for an HTTP error status; the token is removed from the service's message."""
     with error:
-        said = error.read(300).decode(errors="replace").strip()
+        reply = error.read(300).decode(errors="replace").strip()
     if token:
-        said = said.replace(token, HIDDEN)
-    said, reason = printable(redacted(said)), printable(error.reason)
-    message = f"{url} answered {error.code} {reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({said})"
+        reply = reply.replace(token, HIDDEN)
+    reply, reason = printable(redacted(reply)), printable(error.reason)
+    message = f"{url} replied {error.code} {reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({reply})"
     if error.code in (429, 502, 503, 504):
         return Unavailable(message, seconds=_retry_after(error.headers))
     if error.code in (401, 403):
         return PermissionError(message)
     if 300 <= error.code < 400:
         target = printable(redacted(str(error.headers.get("Location"))))
-        message = f"{url} redirects to {target}: name that address itself"
+        message = f"{url} redirects to {target}: use that address"
     return ValueError(message)
 
 

@@ -25,7 +25,7 @@ Scores = list[float | None]
 
 def exact(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer", case: bool = False) -> Scores:
     """1 if the response equals the column's text, ignoring white space (and case, unless case=true); else 0."""
-    return _compared(
+    return _compare_with_column(
         responses, rows, column, lambda response, truth: plain_text(response, case=case) == plain_text(truth, case=case)
     )
 
@@ -43,13 +43,13 @@ def last_number_is(
         raise ValueError(f"tolerance={tolerance}: must be at least 0")
 
     def equal(response: str, truth: str) -> bool:
-        given, wanted = last_number(response), exact_number(truth)
-        wanted = last_number(truth) if wanted is None else wanted
-        if wanted is None:
-            raise ValueError(f"column {column} holds {truth!r}, in which there is no number")
-        return given is not None and abs(given - wanted) <= Fraction(tolerance)
+        number, true_number = last_number(response), exact_number(truth)
+        true_number = last_number(truth) if true_number is None else true_number
+        if true_number is None:
+            raise ValueError(f"column {column} contains {truth!r}, which has no number")
+        return number is not None and abs(number - true_number) <= Fraction(tolerance)
 
-    return _compared(responses, rows, column, equal)
+    return _compare_with_column(responses, rows, column, equal)
 
 
 def boxed(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answer") -> Scores:
@@ -83,10 +83,10 @@ def tag_format(responses: Sequence[str], *, tags: str = "think,answer") -> Score
     """
     names = [name.strip() for name in tags.split(",")]
     if not all(re.fullmatch(r"[\w-]+", name) for name in names):
-        raise ValueError(f"tags={tags}: wants names with commas between them, such as think,answer")
-    wanted = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
-    marks = re.compile("|".join(map(re.escape, wanted)))
-    return [float(marks.findall(response) == wanted) for response in responses]
+        raise ValueError(f"tags={tags}: must be names separated by commas, such as think,answer")
+    expected = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
+    marks = re.compile("|".join(map(re.escape, expected)))
+    return [float(marks.findall(response) == expected) for response in responses]
 
 
 def length(token_ids: Sequence[Sequence[int]], *, target: int = 0, max: int = 0) -> Scores:
@@ -126,7 +126,7 @@ def overlong(token_ids: Sequence[Sequence[int]], max_tokens: int, *, buffer: int
     Source: Yu et al. 2025, DAPO, eq. 13 (arXiv:2503.14476).
     """
     if factor <= 0:
-        raise ValueError(f"factor={factor}: must be above 0; it is what the longest response loses")
+        raise ValueError(f"factor={factor}: must be above 0; it is the largest penalty")
     lengths = torch.tensor([len(ids) for ids in token_ids])
     return overlong_penalty(lengths, max_tokens=max_tokens, buffer=buffer, factor=factor).tolist()
 
@@ -155,7 +155,9 @@ RULES: dict[str, Callable[..., Scores]] = {
 }
 
 
-def _compared(responses: Sequence[str], rows: Sequence[dict], column: str, equal: Callable[[str, str], bool]) -> Scores:
+def _compare_with_column(
+    responses: Sequence[str], rows: Sequence[dict], column: str, equal: Callable[[str, str], bool]
+) -> Scores:
     """1 where a response equals its row's column, 0 where not, None if the row lacks the column."""
     truths: list[Any] = [row.get(column) for row in rows]
     return [

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from dschat.arguments.secrets import redacted
 from dschat.rewards.answers import Answers
-from dschat.rewards.functions import RewardFunction, call_reward_function, load_judge, named_arguments, with_options
+from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_judge, named_arguments
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.rules import RULES
@@ -32,7 +32,7 @@ class WeightedSource:
         name: short name for metrics.
         weight: coefficient of its scores.
         model: folder or hub name of a reward model.
-        function: takes some of functions.GIVEN.
+        function: takes some of functions.ARGUMENT_NAMES.
         url: address of a service.
     """
 
@@ -45,15 +45,15 @@ class WeightedSource:
 
     def scores(self, answers: Answers, retry_policy: RetryPolicy) -> list[float | None]:
         """A function's or service's score of each answer; NaN: it returned none; None: it failed."""
-        who = f"the reward {redacted(self.entry)}"
+        name = f"the reward {redacted(self.entry)}"
 
-        def ask(part: slice) -> Any:
-            some = answers.part(part)
+        def score_part(part: slice) -> Any:
+            part_answers = answers.part(part)
             if self.url is not None:
-                return service_scores(self.url, some, seconds=retry_policy.seconds)
-            return call_reward_function(self.function, some, who=who)
+                return service_scores(self.url, part_answers, seconds=retry_policy.seconds)
+            return call_reward_function(self.function, part_answers, source=name)
 
-        return retry_policy.scores(ask, len(answers), who=who)
+        return retry_policy.scores(score_part, len(answers), source=name)
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
@@ -73,16 +73,16 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
     source, _, query = written.partition("?")
     if source in RULES or ".py:" in source or source.endswith(".py"):
         function = RULES[source] if source in RULES else load_judge(source)
-        function = with_options(function, _options(query))
+        function = bind_options(function, _options(query))
         named_arguments(function)  # raises if its parameters cannot be filled
         if source in RULES:
             _try_rule(function, max_tokens)
         return WeightedSource(entry, source.rpartition(":")[2], weight, function=function)
     if query:
-        raise ValueError(f"?{query}: a reward model has no options; take them out")
+        raise ValueError(f"?{query}: a reward model has no options; remove them")
     if not _may_be_a_model(source):
         near = difflib.get_close_matches(source, RULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"wants {KINDS}"
+        hint = f"did you mean {near[0]}?" if near else f"name {KINDS}"
         raise ValueError(f"there is no folder {source}, and no rule of that name: {hint}")
     return WeightedSource(entry, Path(source).resolve().name, weight, model=source)
 
@@ -99,7 +99,7 @@ def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[
         except ValueError as error:
             problems.append(f"--reward {entry}: {error}")
         if list(entries).count(entry) > 1:
-            problems.append(f"--reward {entry}: is given twice; give it once, with @WEIGHT")
+            problems.append(f"--reward {entry}: occurs twice; give it once, with @WEIGHT")
     return problems
 
 
@@ -141,16 +141,16 @@ def _options(query: str) -> dict[str, str]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError as error:
-        raise ValueError(f"?{query}: wants key=value, with & between two of them") from error
+        raise ValueError(f"?{query}: must be key=value pairs separated by &") from error
     if len(dict(pairs)) < len(pairs):
-        raise ValueError(f"?{query}: names an option twice")
+        raise ValueError(f"?{query}: an option occurs twice")
     return dict(pairs)
 
 
 def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
     """Call a rule on an empty batch, so that invalid options or a missing package raise now."""
     try:
-        call_reward_function(rule, Answers([], [], [], [], [], max_tokens), who="the rule")
+        call_reward_function(rule, Answers([], [], [], [], [], max_tokens), source="the rule")
     except ImportError as error:
         raise ValueError(str(error)) from error
 

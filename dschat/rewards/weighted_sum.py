@@ -71,12 +71,14 @@ class Rewards:
         models: Mapping[str, RewardModel] | None = None,
         retry_policy: RetryPolicy | None = None,
     ) -> None:
-        self.sources = dict(zip(_names_apart([source.name for source in sources]), sources, strict=True))
+        self.sources = dict(zip(_unique_names([source.name for source in sources]), sources, strict=True))
         self.normalize, self.models = normalize, dict(models or {})
         self.retry_policy = retry_policy or RetryPolicy(seconds=300.0, retries=2)
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
-            raise ValueError(f"no reward model was built for {', '.join(missing)}" if missing else "there is no reward")
+            raise ValueError(
+                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: there is no source"
+            )
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
@@ -98,8 +100,8 @@ class Rewards:
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
-            seen = raw if learn else torch.full_like(raw, torch.nan)
-            self._moments = merged_moments(self._moments.to(device), seen).cpu()
+            learned = raw if learn else torch.full_like(raw, torch.nan)
+            self._moments = merged_moments(self._moments.to(device), learned).cpu()
         scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
         weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
         has_score = ~failed & ~raw.isnan().all(dim=0)  # [B]
@@ -112,12 +114,14 @@ class Rewards:
             scores = self.models[source.model].score(rollout, answers.messages).float()
             missing = ~scores.isfinite()
             return scores.masked_fill(missing, torch.nan), missing
-        found = source.scores(answers, self.retry_policy)
-        missing = torch.tensor([score is None for score in found], dtype=torch.bool)
-        scores = torch.tensor([torch.nan if score is None else score for score in found], dtype=torch.float32)
-        if len(found) and not missing.any() and scores.isnan().all():
-            message = (f"warning: the reward {redacted(source.entry)} has no opinion of any of {len(found)} responses: "
-                       f"is its column there? A row has: {', '.join(answers.rows[0]) or 'none'}")  # fmt: skip
+        scores_or_none = source.scores(answers, self.retry_policy)
+        missing = torch.tensor([score is None for score in scores_or_none], dtype=torch.bool)
+        scores = torch.tensor([torch.nan if score is None else score for score in scores_or_none], dtype=torch.float32)
+        if len(scores_or_none) and not missing.any() and scores.isnan().all():
+            message = (
+                f"warning: the reward {redacted(source.entry)} returned no score for any of {len(answers)} responses: "
+                f"does the column exist? Columns of a row: {', '.join(answers.rows[0]) or 'none'}"
+            )
             print(printable(message), file=sys.stderr, flush=True)
         return scores, missing
 
@@ -144,10 +148,10 @@ def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
     Source: Chan, Golub & LeVeque 1983, Algorithms for Computing the Sample Variance (Am. Stat. 37:3), eq. 2.1.
     """
     valid = ~values.isnan()
-    kept = torch.where(valid, values.double(), 0.0)
-    count, total = sum_over_ranks(torch.stack([valid.sum(dim=1).double(), kept.sum(dim=1)]))  # [S] each
+    present = torch.where(valid, values.double(), 0.0)
+    count, total = sum_over_ranks(torch.stack([valid.sum(dim=1).double(), present.sum(dim=1)]))  # [S] each
     mean = total / count.clamp(min=1)
-    squares = sum_over_ranks(torch.where(valid, kept - mean[:, None], 0.0).square().sum(dim=1))
+    squares = sum_over_ranks(torch.where(valid, present - mean[:, None], 0.0).square().sum(dim=1))
     before, old_mean, old_squares = moments.unbind(dim=1)
     n, shift = before + count, mean - old_mean
     share = count / n.clamp(min=1)
@@ -161,7 +165,7 @@ def normalised(values: Tensor, moments: Tensor) -> Tensor:
     return torch.where(count > 0, scaled, values.double()).float()
 
 
-def _names_apart(names: Sequence[str]) -> list[str]:
+def _unique_names(names: Sequence[str]) -> list[str]:
     """Make names unique by numbering duplicates: length, length_2."""
     return [
         name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"

@@ -9,50 +9,39 @@ import pytest
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, group_types, parse
+from dschat.arguments.flags import ResumePolicy, flag, out_of_bounds
 
 GROUPS = [group for _, group in inspect.getmembers(arguments, dataclasses.is_dataclass) if hasattr(group, "problems")]
+PROGRAMS = (
+    arguments.SFTSettings, arguments.RewardModelSettings, arguments.PreferenceSettings, arguments.PairSettings,
+    arguments.RLHFSettings,
+)  # fmt: skip
 STEPS = {"sft": arguments.SFTSettings, "reward": arguments.RewardModelSettings, "ppo": arguments.RLHFSettings}
-
-ONE_MODEL = """
-    data_path data_split data_output_path model_name_or_path max_seq_len per_device_train_batch_size
-    per_device_eval_batch_size learning_rate weight_decay num_train_epochs gradient_accumulation_steps lr_scheduler_type
-    num_warmup_steps seed dtype zero_stage offload gradient_checkpointing lora_dim lora_module_name only_optimize_lora
-    lora_learning_rate enable_tensorboard tensorboard_path output_dir eval_interval eval_iters dropout add_eot_token
-    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows
-"""
-RLHF = """
-    data_path data_split data_output_path actor_model_name_or_path critic_model_name_or_path reward_model_name_or_path
-    max_prompt_seq_len max_answer_seq_len per_device_generation_batch_size per_device_training_batch_size
-    generation_batches ppo_epochs actor_learning_rate critic_learning_rate actor_weight_decay critic_weight_decay
-    num_train_epochs gradient_accumulation_steps lr_scheduler_type num_warmup_steps seed dtype actor_zero_stage
-    critic_zero_stage offload offload_reference_model offload_reward_model gradient_checkpointing actor_lora_dim
-    critic_lora_dim lora_module_name only_optimize_lora lora_learning_rate enable_hybrid_engine enable_ema
-    unsupervised_dataset_name unsup_coef enable_tensorboard tensorboard_path print_answers print_answers_interval
-    output_dir eval_interval eval_iters actor_dropout critic_dropout add_eot_token kl_coef kl_estimator clip_range
-    value_clip_range reward_clip gamma gae_lambda temperature top_p top_k missing_eos_penalty whiten_advantages
-    max_grad_norm adam_beta1 adam_beta2 deepspeed_config max_bad_rows old_logprobs rollout_correction
-    rollout_correction_cap rollout_engine generation_slots generation_memory_fraction pin_generation_buffers
-"""
 
 
 def names(settings: type) -> list[str]:
     return [field.name for group in group_types(settings).values() for field in dataclasses.fields(group)]
 
 
-@pytest.mark.parametrize("step, known", [("sft", ONE_MODEL), ("reward", ONE_MODEL), ("ppo", RLHF)])
-def test_a_step_has_every_flag_that_users_know_and_none_twice(step, known):
-    flags = names(STEPS[step])
-    assert not set(known.split()) - set(flags)
-    assert len(flags) == len(set(flags))
+@pytest.mark.parametrize("settings", PROGRAMS)
+def test_no_flag_of_a_program_is_declared_twice(settings):
+    flags = names(settings)
+    assert len(flags) == len(set(flags)) > 0
+
+
+def test_a_flag_without_a_resume_policy_is_an_error():
+    with pytest.raises(TypeError, match="on_resume"):
+        flag(1, "steps")
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_flag_has_help_a_default_within_its_bounds_and_needs_that_exist(group):
-    from dschat.arguments.command_line import out_of_bounds
-
+def test_every_flag_has_a_help_sentence_a_resume_policy_a_default_within_bounds_and_needs_that_exist(group):
     assert out_of_bounds(group()) == []
     for field in dataclasses.fields(group):
-        assert len(field.metadata["help"]) > 5
+        text, optional = field.metadata["help"], type(None) in get_args(field.type)
+        assert text[0].isupper() and text[-1] in ".)" and len(text) > 10, text
+        assert not optional or field.default is not None or "Default: " in text, f"{field.name}: what does None mean?"
+        assert field.metadata["on_resume"] in get_args(ResumePolicy)
         for need in field.metadata["needs"]:
             name, _, value = need.partition("=")
             others = {f.name: f for g in GROUPS for f in dataclasses.fields(g)}
@@ -94,7 +83,7 @@ def test_an_output_folder_that_cannot_be_written_is_refused_and_no_probe_is_left
     assert not (tmp_path / "new").exists(), "other settings may be wrong: nothing is made before all are good"
 
 
-def test_what_a_step_cannot_go_without_is_asked_for():
+def test_missing_required_flags_are_reported():
     assert "--data_path" in problems(arguments.DataArguments)[0]
     assert "--model_name_or_path" in problems(arguments.ModelArguments)[0]
     (actor,) = problems(arguments.RLHFModelArguments)
@@ -129,12 +118,12 @@ def test_flags_that_only_work_together(tmp_path):
         ({"rollout_engine": "transformers", "enable_hybrid_engine": False}, False),
     ],
 )
-def test_the_decoder_may_be_named_or_switched_off(values, hybrid):
+def test_the_rollout_engine_is_selected_by_name_or_by_enable_hybrid_engine(values, hybrid):
     rollouts = arguments.RolloutArguments(**values)
     assert rollouts.uses_hybrid_engine is hybrid
 
 
-def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
+def test_correction_flags_without_effect_warn(tmp_path, capsys):
     argv = ["--actor_model_name_or_path", "a", "--reward_model_name_or_path", "r", "--data_path", "d"]
     argv += ["--output_dir", str(tmp_path)]
 
@@ -157,7 +146,7 @@ def test_a_correction_that_corrects_nothing_warns(tmp_path, capsys):
         said(*tis, "--rollout_correction_cap", "0")
 
 
-def test_adapters_settings_without_adapters_warn(tmp_path, capsys):
+def test_adapter_flags_without_adapters_warn(tmp_path, capsys):
     argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
     argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
     parse(STEPS["sft"], argv, description="")

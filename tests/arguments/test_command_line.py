@@ -7,19 +7,20 @@ from typing import Literal
 
 import pytest
 
-from dschat.arguments.command_line import SettingsError, flag, parse, raise_together, settings_of_user
+from dschat.arguments.command_line import SettingsError, parse, raise_together, settings_of_user
+from dschat.arguments.flags import flag
 
 
 @dataclass
 class Colour:
-    shade: Literal["dark", "light"] = flag("dark", "how much light")
-    depth: Literal[0, 1, 2] = flag(1, "layers")
-    gloss: float = flag(0.5, "share of light that is mirrored", at_least=0, below=1)
-    coats: int = flag(1, "how often", at_least=1)
-    pigments: list[str] = flag([], "what is in it")
-    varnish: bool = flag(False, "seal it")
-    varnish_hours: int = flag(12, "until it is dry", needs=["varnish"])
-    sparkle: int = flag(0, "grains of mica a litre", needs=["varnish", "shade=dark"])
+    shade: Literal["dark", "light"] = flag("dark", "how much light", on_resume="apply")
+    depth: Literal[0, 1, 2] = flag(1, "layers", on_resume="apply")
+    gloss: float = flag(0.5, "share of light that is mirrored", at_least=0, below=1, on_resume="apply")
+    coats: int = flag(1, "how often", at_least=1, on_resume="apply")
+    pigments: list[str] = flag([], "what is in it", on_resume="apply")
+    varnish: bool = flag(False, "seal it", on_resume="apply")
+    varnish_hours: int = flag(12, "until it is dry", needs=["varnish"], on_resume="apply")
+    sparkle: int = flag(0, "grains of mica a litre", needs=["varnish", "shade=dark"], on_resume="apply")
 
     def problems(self) -> list[str]:
         return ["--pigments: there are none"] if not self.pigments else []
@@ -27,7 +28,7 @@ class Colour:
 
 @dataclass
 class Brush:
-    width: float | None = flag(None, "millimetres; default: as wide as the wall", above=0)
+    width: float | None = flag(None, "millimetres; default: as wide as the wall", above=0, on_resume="apply")
 
     def problems(self) -> list[str]:
         return []
@@ -84,7 +85,7 @@ def test_a_mistake_is_named_with_the_way_out(argv, message):
     assert line.startswith(message)
 
 
-def test_all_mistakes_are_told_at_once():
+def test_all_mistakes_are_reported_together():
     def check(paint: Paint) -> list[str]:
         assert paint.colour.coats == 0 and paint.brush.width == 2
         return ["the wall is wet"]
@@ -99,12 +100,12 @@ def test_all_mistakes_are_told_at_once():
         assert sum(word in line for line in lines) == 1, (word, lines)
 
 
-def test_a_missing_value_is_told_together_with_what_was_found_before_it():
+def test_a_missing_value_is_reported_together_with_earlier_mistakes():
     lines = mistakes("--shade", "red", "--coats")
     assert [line.split(":")[0] for line in lines] == ["--shade red", "argument --coats"]
 
 
-def test_flags_lie_over_the_yaml_file(tmp_path: Path):
+def test_flags_override_the_yaml_file(tmp_path: Path):
     file = tmp_path / "paint.yaml"
     file.write_text("gloss: 0.25\ncoats: 3\npigments: [umber, sienna]\nvarnish: true\nwidth: null\n")
     paint = parse(Paint, ["--config", str(file), "--coats", "5"], description="paint")
@@ -123,7 +124,7 @@ def test_flags_lie_over_the_yaml_file(tmp_path: Path):
         ("gloss: 7", "--gloss 7.0: must be at least 0 and below 1"),
     ],
 )
-def test_mistakes_in_the_yaml_file_are_told_like_those_of_flags(text, message, tmp_path):
+def test_mistakes_in_the_yaml_file_are_reported_like_those_of_flags(text, message, tmp_path):
     file = tmp_path / "paint.yaml"
     file.write_text(text)
     (line,) = mistakes("--config", str(file))
@@ -146,7 +147,7 @@ def test_a_flag_may_need_a_value_of_another(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_settings_that_work_but_not_as_one_may_think_are_warned_of_by_the_main_rank(capsys, monkeypatch):
+def test_surprising_settings_are_warned_of_on_rank_0_only(capsys, monkeypatch):
     def warn(paint: Paint) -> list[str]:
         coats, width = paint.colour.coats, paint.brush.width
         return [f"{coats} coats of a brush of {width} take their time"] if coats > 2 else []

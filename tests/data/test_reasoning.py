@@ -13,6 +13,7 @@ from dschat.data.datasets import DataOptions, build_dataset, data_problems  # no
 from dschat.data.reasoning import entry_of, row_of, task_of  # noqa: E402
 from dschat.data.sources import load_source, parse_data_path  # noqa: E402
 from dschat.rewards.reasoning_gym import answer_of, reasoning_score  # noqa: E402
+from dschat.rewards.reasoning_worker import score  # noqa: E402
 from dschat.rewards.weighted_sum import prompt_text  # noqa: E402
 
 SUMS = "reasoning_gym:chain_sum?size=12&seed=5&min_terms=2&max_terms=2&max_digits=1"
@@ -128,7 +129,7 @@ def test_scores_are_finite_within_zero_and_one_and_none_for_other_rows(monkeypat
     row = row_of(name, task_of(name)[0])
     for given, expected in ((float("nan"), 0.0), (float("inf"), 0.0), (-3, 0.0), (7, 1.0), (0.25, 0.25)):
         monkeypatch.setattr(task_of(name), "score_answer", lambda text, entry, given=given: given * (text == "x"))
-        assert reasoning_score(["q"], ["x"], [row]) == [expected]
+        assert score("x", name, row["reasoning_entry"]) == (expected, "")
     assert reasoning_score(["q", "q"], ["x", "y"], [{"answer": "5"}, {}]) == [None, None]
 
 
@@ -142,8 +143,8 @@ def test_a_better_answer_than_the_expected_one_is_judged_by_the_task():
     right_ways = [way for way in ways if eval(way) == target]
     assert len(right_ways) == 2 and row["answer"] in ("75 + 81", "81 + 75")
     scores = reasoning_score(["q"] * 8, ways, [row] * 8)
-    assert [score == 1.0 for score in scores] == [eval(way) == target for way in ways]
-    assert max(score for score in scores if score < 1.0) == 0.05  # the task's own credit for a wrong expression
+    assert [value == 1.0 for value in scores] == [eval(way) == target for way in ways]
+    assert max(value for value in scores if value < 1.0) == 0.05  # the task's own credit for a wrong expression
 
 
 def test_the_last_tagged_answer_counts():

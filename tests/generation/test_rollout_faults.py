@@ -237,7 +237,7 @@ def test_a_temperature_that_leaves_float32_is_refused():
         tokens, logprobs = device_kernels(logits, torch.tensor([0.5]), SamplingParams(LOWEST_TEMPERATURE))
         assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
     field = RolloutArguments.__dataclass_fields__["temperature"]
-    assert field.metadata["bounds"]["at least"] == LOWEST_TEMPERATURE
+    assert field.metadata["bounds"].at_least == LOWEST_TEMPERATURE
 
 
 def _kernel_sample(logits, uniform, params):

@@ -15,9 +15,10 @@ from dschat.rewards.math import verify_process
 from dschat.rewards.math.equality import equal_answers
 from dschat.rewards.math.latex import clean_latex, one_line
 from dschat.rewards.math.units import split_unit
-from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
+from dschat.rewards.math.verify_process import Comparison, math_verify_process
 from dschat.rewards.rules import RULES
 from dschat.rewards.specification import reward_problems
+from dschat.rewards.worker_process import TimeLimits
 
 # given = wanted, by the kind of difference between them
 EQUAL = r"""
@@ -159,7 +160,7 @@ WRONG = Comparison("(x-1)^2", "x^2+2x+1")
 
 @pytest.fixture
 def process():
-    process = MathVerifyProcess()
+    process = math_verify_process()
     yield process
     process.close()
 
@@ -172,13 +173,13 @@ def test_formulas_that_never_end_cost_their_own_rows_only(capsys):
 
 
 def test_one_process_is_used_again_and_outlives_a_comparison_that_was_ended(process):
-    assert process.compare([RIGHT, WRONG]) == [True, False]
+    assert process.results([RIGHT, WRONG]) == [True, False]
     program = process._process.pid
-    assert process.compare([WRONG, Comparison("99999999!", "(x+y)z"), RIGHT]) == [False, None, True]
+    assert process.results([WRONG, Comparison("99999999!", "(x+y)z"), RIGHT]) == [False, None, True]
     assert process._process.pid == program
     os.killpg(program, signal.SIGKILL)  # by the system, for instance
     process._process.wait()
-    assert process.compare([RIGHT]) == [None] and process.compare([RIGHT]) == [True]
+    assert process.results([RIGHT]) == [None] and process.results([RIGHT]) == [True]
     assert process._process.pid != program
 
 
@@ -193,29 +194,30 @@ def test_a_long_text_is_compared_at_once_and_as_it_is_written(part):
 
 def test_memory_is_limited_too(process):
     # A power of 12 GB, which takes less than the two seconds to ask for.
-    assert process.compare([Comparison(r"2^{99999999999}", "(x+y)z"), RIGHT]) == [None, True]
+    assert process.results([Comparison(r"2^{99999999999}", "(x+y)z"), RIGHT]) == [None, True]
 
 
-def test_many_endless_comparisons_get_less_time_each(process, monkeypatch):
-    asked = []
-    compare = process._compare
+def test_many_endless_comparisons_get_less_time_each(monkeypatch):
+    process = math_verify_process(TimeLimits(seconds=2.0, budget=0.1, short_seconds=0.3))
+    granted = []
+    compute = process._result
 
-    def noted(comparison: Comparison, seconds: float) -> bool | None:
-        asked.append(seconds)
-        return compare(comparison, seconds)
+    def recorded(request: str, seconds: float) -> bool | None:
+        granted.append(seconds)
+        return compute(request, seconds)
 
-    monkeypatch.setattr(process, "_compare", noted)
-    monkeypatch.setattr(verify_process, "BUDGET", 0.1)
+    monkeypatch.setattr(process, "_result", recorded)
     bombs = [Comparison(f"9999999{digit}!", "(x+y)z") for digit in range(3)]
-    assert process.compare([bombs[0], RIGHT, *bombs, RIGHT]) == [None, True, None, None, None, True]
-    assert asked == [2.0, 0.3, 0.3, 0.3]  # what occurs again is not compared again
+    assert process.results([bombs[0], RIGHT, *bombs, RIGHT]) == [None, True, None, None, None, True]
+    assert granted == [2.0, 0.3, 0.3, 0.3]  # a repeated comparison is computed once
+    process.close()
 
 
 def test_threads_and_forks_do_not_mix_their_answers_up(process):
     found = {}
     comparisons = {number: [RIGHT, WRONG] if number % 2 else [WRONG, RIGHT] for number in range(8)}
     threads = [
-        threading.Thread(target=lambda number=number: found.update({number: process.compare(comparisons[number] * 3)}))
+        threading.Thread(target=lambda number=number: found.update({number: process.results(comparisons[number] * 3)}))
         for number in comparisons
     ]
     for thread in threads:
@@ -225,11 +227,11 @@ def test_threads_and_forks_do_not_mix_their_answers_up(process):
     assert found == {number: ([True, False] if number % 2 else [False, True]) * 3 for number in range(8)}
     program, child = process._process.pid, os.fork()
     if child == 0:
-        same = process.compare([RIGHT, WRONG]) == [True, False] and process._process.pid != program
+        same = process.results([RIGHT, WRONG]) == [True, False] and process._process.pid != program
         process.close()
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert process.compare([WRONG, RIGHT]) == [False, True] and process._process.pid == program
+    assert process.results([WRONG, RIGHT]) == [False, True] and process._process.pid == program
 
 
 ENDS = {"returns": "", "raises": "raise ValueError", "is killed": "os.kill(os.getpid(), 9)"}
@@ -238,8 +240,8 @@ ENDS = {"returns": "", "raises": "raise ValueError", "is killed": "os.kill(os.ge
 @pytest.mark.parametrize("end", ENDS)
 def test_the_process_ends_with_its_owner(end):
     script = (
-        "import os\nfrom dschat.rewards.math.verify_process import *\np = MathVerifyProcess()\n"
-        f"print(p.compare([Comparison('(x+1)^2', 'x^2+2x+1')]), p._process.pid, flush=True)\n{ENDS[end]}"
+        "import os\nfrom dschat.rewards.math.verify_process import *\np = math_verify_process()\n"
+        f"print(p.results([Comparison('(x+1)^2', 'x^2+2x+1')]), p._process.pid, flush=True)\n{ENDS[end]}"
     )
     said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
     same, program = said.split()

@@ -107,7 +107,7 @@ def answers_of(responses: list[str], **changes: Any) -> Answers:
 
 def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
     found = parse_reward(entry).scores(answers_of(responses, **changes), RetryPolicy(seconds=seconds, retries=retries))
-    return ["no opinion" if score is not None and math.isnan(score) else score for score in found]
+    return ["no score" if score is not None and math.isnan(score) else score for score in found]
 
 
 @pytest.mark.parametrize(
@@ -142,17 +142,17 @@ def test_a_folder_is_a_reward_model_also_where_its_name_is_a_rules(tmp_path, mon
 
 BAD = {
     "length?max=0": "one of target=TOKENS and max=TOKENS",
-    "length?max=many": "max=many: wants a whole number",
+    "length?max=many": "max=many: must be a whole number",
     "length?longest=3": "no option longest; choose from: target, max",
-    "length?max": "wants key=value",
-    "length?max=1&max=2": "names an option twice",
-    "exact?case=maybe": "case=maybe: wants true or false",
+    "length?max": "must be key=value pairs",
+    "length?max=1&max=2": "an option occurs twice",
+    "exact?case=maybe": "case=maybe: must be true or false",
     "overlong?buffer=8&factor=nan": "factor=nan: must be finite",
     "overlong": "buffer=0: must be the number of penalised tokens",
     "exact@0": "@0: a weight is a number other than 0",
     "exact@inf": "@inf: a weight",
     "lenght": "no rule of that name: did you mean length",
-    "nothing": "wants a folder or hub name of a reward model, FILE.py:FUNCTION, http",
+    "nothing": "name a folder or hub name of a reward model, FILE.py:FUNCTION, http",
     "/no/such/folder": "there is no folder /no/such/folder",
     "http://": "write http://HOST:PORT/score",
     "http://host/a b": "without spaces",
@@ -163,14 +163,14 @@ BAD = {
     "{file}:NUMBER": "has no function NUMBER",
     "{file}": "none named",
     "{file}:needy": "it takes (prompts, completions), but there are only: prompts, responses, rows",
-    "{file}:by_name?bonus=x": "bonus=x: wants a whole number",
+    "{file}:by_name?bonus=x": "bonus=x: must be a whole number",
     "{file}:by_name?rows=x": "no option rows; choose from: bonus, strict",
     "{folder}?a=b": "a reward model has no options",
 }
 
 
 @pytest.mark.parametrize(("entry", "part"), BAD.items(), ids=BAD)
-def test_a_mistake_is_one_line_with_the_flag_and_the_way_out(entry, part, functions):
+def test_an_invalid_entry_is_one_line_with_flag_and_remedy(entry, part, functions):
     entry = entry.format(file=functions, folder=functions.parent)
     (line,) = reward_problems([entry])
     assert line.startswith(f"--reward {entry}: ") and part in line, line
@@ -181,7 +181,7 @@ def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
     assert reward_problems(good) == []
     assert len(reward_problems([*good, "lenght", "exact@0"])) == 2
     (line,) = reward_problems(["exact", "exact"])
-    assert "is given twice" in line
+    assert "occurs twice" in line
 
 
 def test_rules_about_length_must_fit_the_longest_response():
@@ -215,21 +215,22 @@ def test_a_function_gets_what_it_names(functions):
 def test_an_async_function_is_awaited_and_cancelled_when_its_time_is_up(functions, capsys):
     assert scores(f"{functions}:later", ["a", "bb"]) == [1, 2]
     assert scores(f"{functions}:endless", ["a", "b"], seconds=0.2) == [None, None]
-    assert "endless gave no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "endless returned no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in said
     cancelled, deadline = load_judge(f"{functions}:endless").__globals__["CANCELLED"], time.monotonic() + 5
     while not cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     assert cancelled
 
 
-def test_none_is_no_opinion_and_a_failure_is_none(functions, capsys):
-    assert scores(f"{functions}:undecided", ["a", "b?"]) == [1, "no opinion"]
+def test_none_from_a_function_is_no_score_and_a_failure_is_none(functions, capsys):
+    assert scores(f"{functions}:undecided", ["a", "b?"]) == [1, "no score"]
     assert capsys.readouterr().err == ""
     assert scores(f"{functions}:fussy", ["a", "bad", "c"], retries=1) == [2, None, 2]
     said = capsys.readouterr().err
-    assert f"the reward {functions}:fussy gave no score to 1 of 3 responses (KeyError: 'bad')" in said
+    assert f"the reward {functions}:fussy returned no score for 1 of 3 responses (KeyError: 'bad')" in said
     assert scores(f"{functions}:huge", ["a"]) == [None]
-    assert "the score 1e+300: scores must be finite" in capsys.readouterr().err
+    assert "returned 1e+300 for the response 'a': scores must be finite" in capsys.readouterr().err
 
 
 class Service:
@@ -287,7 +288,7 @@ def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(servi
     assert scores(f"{service.url}@3", ["a", "bbb"]) == [1, 3]
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "secret")
     service.replies = [saying({"scores": [None, 0.5]})]
-    assert scores(service.url, ["a", "bbb"]) == ["no opinion", 0.5]
+    assert scores(service.url, ["a", "bbb"]) == ["no score", 0.5]
     (bare, body), (signed, _) = service.asked
     assert "Authorization" not in bare and signed["Authorization"] == "Bearer secret"
     chats = [[{"role": "user", "content": f"ask {n}"}] for n in range(2)]
@@ -320,7 +321,7 @@ def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_ask
     assert scores(service.url, ["a", "b"], seconds=1.2, retries=9) == [None, None]
     assert len(service.asked) == 3  # at 0, 0.5 and 1.0 s
     said = capsys.readouterr().err
-    assert f"the reward {service.url} gave no score to 2 of 2 responses (Unavailable: " in said and "503" in said
+    assert f"the reward {service.url} returned no score for 2 of 2 responses (Unavailable: " in said and "503" in said
 
 
 def test_a_service_that_does_not_say_when_is_asked_with_growing_pauses_until_the_time_is_up(service):
@@ -349,7 +350,7 @@ def test_a_service_that_comes_up_late_scores_everything(monkeypatch, capsys):
     late.server.server_close()
     assert found == [1, 3] and len(late.asked) == 1
     said = capsys.readouterr().err
-    assert "is not available" in said and "asked again for 120 s" in said and "no score" not in said
+    assert "is not available" in said and "retrying for 120 s" in said and "no score" not in said
 
 
 def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_up():
@@ -394,7 +395,7 @@ def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
 )  # fmt: skip
 def test_a_function_that_would_end_the_process_has_failed(functions, name, reason, capsys):
     assert scores(f"{functions}:{name}", ["a", "b"], retries=1) == [None, None]
-    assert f"gave no score to 2 of 2 responses (RuntimeError: it raised {reason})" in capsys.readouterr().err
+    assert f"returned no score for 2 of 2 responses (RuntimeError: it raised {reason})" in capsys.readouterr().err
 
 
 def test_a_file_that_ends_the_process_when_imported_is_a_mistake_of_the_user(tmp_path):
@@ -403,14 +404,14 @@ def test_a_file_that_ends_the_process_when_imported_is_a_mistake_of_the_user(tmp
     assert "cannot be imported (SystemExit: set API_KEY first)" in line
 
 
-def test_calls_in_a_row_without_any_score_are_too_many_at_some_point(functions):
+def test_too_many_consecutive_calls_without_any_score_raise(functions):
     retry_policy = RetryPolicy(seconds=5.0, retries=0, max_failed_calls=2)
     dead, alive = parse_reward(f"{functions}:leaves"), parse_reward(f"{functions}:fussy")
     for responses in (["a"], ["bad", "b"], ["bad"], ["b"], ["bad"]):
         alive.scores(answers_of(responses), retry_policy)  # never two in a row without any
     dead.scores(answers_of(["a"]), retry_policy)
     alive.scores(answers_of(["a"]), retry_policy)  # another source
-    with pytest.raises(NoScores, match=r"leaves gave no score to any response in 2 batches .*SystemExit\(no key\)"):
+    with pytest.raises(NoScores, match=r"leaves returned no score .* in 2 consecutive batches .*SystemExit\(no key\)"):
         dead.scores(answers_of(["a"]), retry_policy)
 
 
@@ -419,12 +420,12 @@ def test_calls_in_a_row_without_any_score_are_too_many_at_some_point(functions):
     [
         (401, "set the environment variable DSCHAT_REWARD_TOKEN", 1),
         (413, "lower --per_device_generation_batch_size", 3),
-        (400, "does not understand the request", 3),
+        (400, "the request is invalid for it", 3),
         (404, "nothing at this path", 3),
         (500, "it failed", 3),
     ],
 )
-def test_a_refusal_says_what_to_do(service, code, part, asked, capsys):
+def test_an_error_status_is_reported_with_its_remedy(service, code, part, asked, capsys):
     service.replies = [status(code)] * 9
     assert scores(service.url, ["a", "b"]) == [None, None]
     said = capsys.readouterr().err
@@ -439,7 +440,7 @@ def test_a_services_text_neither_steers_the_terminal_nor_repeats_our_secrets(ser
     assert scores(f"{service.url}?api_key=outer", ["a"]) == [None]
     said = capsys.readouterr().err
     assert "\x1b" not in said and r"\x1b[2J\u202e you sent *** to http://***@host/?key=***" in said
-    assert f"the reward {service.url}?api_key=*** gave no score" in said and "outer" not in said
+    assert f"the reward {service.url}?api_key=*** returned no score" in said and "outer" not in said
     assert service.asked[0][0]["Authorization"] == "Bearer our-token"
 
 
@@ -451,25 +452,25 @@ def test_a_batch_that_is_too_large_is_asked_for_row_by_row(service):
 def test_a_redirect_is_not_followed_as_the_token_would_be(service, capsys):
     service.replies = [status(302, Location="http://127.0.0.1:1/elsewhere")] * 2
     assert scores(service.url, ["a"]) == [None]
-    assert "redirects to http://127.0.0.1:1/elsewhere: name that address itself" in capsys.readouterr().err
+    assert "redirects to http://127.0.0.1:1/elsewhere: use that address" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("answer", "part"),
     [
-        ({"scores": [1.0]}, "returned 1 numbers for 2 responses"),
-        ({"scores": [1.0, "2"]}, "is wanted"),
-        ({"scores": [1.0, True]}, "is wanted"),
-        ({"scores": 3}, "is wanted"),
-        ({"values": []}, "is wanted"),
-        ([1, 2], "is wanted"),
-        (b"<html>", "is wanted"),
-        (b'{"scores": [1, NaN]}', "the score nan: scores must be finite"),
-        (b'{"scores": [1, 1e999]}', "the score inf: scores must be finite"),
-        (b"[" * 100_000, "is wanted"),
+        ({"scores": [1.0]}, "returned 1 scores for 2 responses"),
+        ({"scores": [1.0, "2"]}, "is expected"),
+        ({"scores": [1.0, True]}, "is expected"),
+        ({"scores": 3}, "is expected"),
+        ({"values": []}, "is expected"),
+        ([1, 2], "is expected"),
+        (b"<html>", "is expected"),
+        (b'{"scores": [1, NaN]}', "returned nan for the response"),
+        (b'{"scores": [1, 1e999]}', "returned inf for the response"),
+        (b"[" * 100_000, "is expected"),
     ],
 )
-def test_an_answer_that_is_not_a_number_each_is_refused(service, answer, part):
+def test_a_reply_without_one_finite_number_per_response_is_refused(service, answer, part):
     service.replies = [saying(answer)]
     with pytest.raises(ValueError, match=part):
         service_scores(service.url, answers_of(["a", "b"]), seconds=5)

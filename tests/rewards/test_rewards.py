@@ -212,9 +212,9 @@ def test_a_judge_that_is_not_there_is_named(judges, source, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("too_few", "1 numbers for 2 responses"), ("undecided", "'b' the score nan")]
+    ("name", "message"), [("too_few", "1 scores for 2 responses"), ("undecided", "returned nan for the response 'b'")]
 )
-def test_a_judge_that_does_not_answer_with_a_number_each_is_told_so(judges, name, message):
+def test_a_judge_must_return_one_finite_number_per_response(judges, name, message):
     with pytest.raises(ValueError, match=message):
         judge_scores(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
 
@@ -246,33 +246,33 @@ def asked(judge: Moody, responses: list[str], **settings) -> list[float | None]:
     )
 
 
-def test_a_judge_that_fails_once_is_asked_again(capsys):
+def test_a_judge_that_fails_once_is_retried(capsys):
     judge = Moody(refuse)
     assert asked(judge, ["a", "bb"]) == [1, 2] and len(judge.asked) == 2
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("mood", [refuse, lambda responses: [1.0], lambda responses: [math.nan] * len(responses)])
-def test_one_that_goes_on_failing_is_asked_about_each_response_alone(mood, capsys):
+def test_a_judge_that_keeps_failing_is_called_for_each_response_separately(mood, capsys):
     judge = Moody(mood, mood)
     assert asked(judge, ["a", "bad", "ccc"]) == [1, None, 3]
     assert judge.asked == [["a", "bad", "ccc"]] * 2 + [["a"], ["bad"], ["ccc"]]
-    assert "no score to 1 of 3 responses (KeyError: 'bad')" in capsys.readouterr().err
+    assert "no score for 1 of 3 responses (KeyError: 'bad')" in capsys.readouterr().err
 
 
-def test_one_that_hangs_costs_its_time_and_no_more(capsys):
+def test_a_judge_that_hangs_costs_no_more_than_its_timeout(capsys):
     judge = Moody(*[lambda responses: threading.Event().wait(30)] * 9)
     started = time.monotonic()
     assert asked(judge, ["a", "b"], seconds=0.2) == [None, None]
     assert time.monotonic() - started < 5 and len(judge.asked) == 2
-    assert "no score to 2 of 2 responses (TimeoutError: no answer within 0.2 s)" in capsys.readouterr().err
+    assert "no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in capsys.readouterr().err
 
 
-def test_one_that_hangs_over_a_response_is_asked_about_no_other(capsys):
+def test_a_judge_that_times_out_on_one_response_is_not_called_for_the_others(capsys):
     judge = Moody(refuse, refuse, None, lambda responses: threading.Event().wait(30))
     assert asked(judge, ["a", "b", "c"], seconds=0.2) == [1, None, None]
     assert judge.asked == [["a", "b", "c"]] * 2 + [["a"], ["b"]]
-    assert "no score to 2 of 3 responses (TimeoutError" in capsys.readouterr().err
+    assert "no score for 2 of 3 responses (TimeoutError" in capsys.readouterr().err
 
 
 REWARDS = """
@@ -328,12 +328,12 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
     assert torch.equal(found.parts["lengths"], lengths) and torch.equal(found.parts["exact"], exact)
 
 
-def test_a_source_without_an_opinion_adds_nothing_and_one_that_fails_makes_a_row_unknown(functions, capsys):
+def test_a_source_without_a_score_adds_nothing_and_one_that_fails_leaves_the_row_without_a_score(functions, capsys):
     found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
     # Answers of 8, 33 and 3 characters; the second begins with "Of".
     assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.has_score.tolist() == [True, False, True]
     assert found.parts["fussy"].isnan().tolist() == [False, True, False]
-    assert "fussy gave no score to 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
+    assert "fussy returned no score for 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
     found = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
     assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.has_score.all()
     found = rewards_of(f"{functions}:lengths", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
@@ -350,7 +350,8 @@ def test_a_column_that_no_row_has_is_warned_of(capsys):
     found = rewards_of("exact?column=truth").score(rollout_of(actor_tokenizer()), answers_of())
     assert not found.has_score.any() and not found.total.any()
     said = capsys.readouterr().err
-    assert "exact?column=truth has no opinion of any of 3 responses: is its column there? A row has: x" in said
+    assert "exact?column=truth returned no score for any of 3 responses" in said
+    assert "does the column exist? Columns of a row: x" in said
 
 
 def test_a_reward_model_that_gives_no_number_makes_a_row_unknown():

@@ -1,18 +1,21 @@
 """Rule-based rewards against values computed by hand."""
 
 import importlib.util
+import re
+from pathlib import Path
 
 import pytest
 
-from dschat.arguments import RewardArguments
 from dschat.rewards.rules import RULES
+
+ROOT = Path(__file__).parents[2]
 
 
 def scored(rule: str, responses: list[str], truths: list | None = None, **options) -> list[float | None]:
     return RULES[rule](responses, [{"answer": truth} for truth in truths or [None] * len(responses)], **options)
 
 
-def test_exact_overlooks_white_space_and_case_unless_told_otherwise():
+def test_exact_ignores_white_space_and_by_default_case():
     responses, truths = [" the  Answer\n", "the answer.", "12", "x"], ["The answer", "the answer", 12, None]
     assert scored("exact", responses, truths) == [1.0, 0.0, 1.0, None]
     assert scored("exact", responses, truths, case=True) == [0.0, 0.0, 1.0, None]
@@ -25,20 +28,20 @@ def test_numbers_are_compared_by_value():
     given = ["It is 1,000.00!", "1e3", "= 1000", "3/4", "2", "0.0000001", "nothing"]
     assert scored("last_number", given, truth) == [1, 1, 1, 1, 0, 1, 0]
     assert scored("last_number", ["3.14", "3.15"], [3.14159] * 2, tolerance=0.005) == [1, 0]
-    with pytest.raises(ValueError, match="column answer holds 'many'"):
+    with pytest.raises(ValueError, match="column answer contains 'many'"):
         scored("last_number", ["5"], ["many"])
     with pytest.raises(ValueError, match="tolerance=-1"):
         scored("last_number", [], tolerance=-1.0)
 
 
-def test_a_boxed_answer_counts_and_one_outside_a_box_does_not():
+def test_only_boxed_answers_count():
     truth = r"Thus \boxed{\frac{1}{2}}"
     given = [r"\boxed{3} \boxed{0.5}", r"\boxed{\dfrac{1}{2}}", "0.5", r"\boxed{2}", r"\boxed{1/2"]
     assert scored("boxed", given, [truth] * 5) == [1, 1, 0, 0, 0]
     assert scored("boxed", [r"\boxed{12}", r"\boxed{x}"], [12, None]) == [1, None]
 
 
-def test_formulas_that_mean_the_same_are_alike():
+def test_mathematically_equal_formulas_are_equal():
     given = [r"\boxed{(x+1)^2}", r"\boxed{\sqrt{8}}", r"\boxed{(x-1)^2}", r"\boxed{\{2, 1\}}"]
     assert scored("boxed", given, ["x^2+2x+1", r"2\sqrt{2}", "x^2+2x+1", r"\{1,2\}"]) == [1, 1, 0, 1]
 
@@ -62,7 +65,7 @@ def test_tags_must_come_once_each_and_in_order(response, score):
 def test_tags_are_chosen_by_name():
     assert RULES["format"](["<plan>a</plan>"], tags="plan") == [1]
     for tags in ("", "a,,b", "<a>"):
-        with pytest.raises(ValueError, match="with commas between them"):
+        with pytest.raises(ValueError, match="separated by commas"):
             RULES["format"]([], tags=tags)
 
 
@@ -76,7 +79,7 @@ def test_length_falls_linearly_on_both_sides_of_a_target_and_beyond_a_limit():
             RULES["length"](token_ids, **options)
 
 
-def test_repetition_is_the_share_of_n_grams_said_before():
+def test_repetition_is_minus_the_share_of_repeated_n_grams():
     # "a b a b a": ab, ba, ab, ba: 2 of 4 are new; as words 2 of 5; trigrams aba, bab, aba: 2 of 3.
     assert RULES["repetition"](["A b a B a"], ngram=2) == pytest.approx([-1 / 2])
     assert RULES["repetition"](["a b a b a"], ngram=1) == pytest.approx([-3 / 5])
@@ -103,13 +106,14 @@ def test_overlong_is_dapos_equation_13():
         RULES["overlong"](token_ids, 20, buffer=8, factor=0)
 
 
-def test_a_missing_reasoning_gym_is_asked_for(monkeypatch):
+def test_without_reasoning_gym_the_rule_is_refused_with_the_remedy(monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else found(name))
     with pytest.raises(ImportError, match=r"pip install -e '.\[reasoning\]'"):
         RULES["reasoning_gym"](["p"], ["r"], [{}])
 
 
-def test_the_flag_names_every_rule():
-    text = RewardArguments.__dataclass_fields__["reward"].metadata["help"]
-    assert set(text.partition("a rule: ")[2].split(", ")) == set(RULES)
+def test_the_text_of_step_3_lists_every_rule():
+    text = (ROOT / "training" / "step3_rlhf_finetuning" / "README.md").read_text(encoding="utf-8")
+    for rule in RULES:
+        assert re.search(rf"^\| `{rule}[?`]", text, re.MULTILINE), rule

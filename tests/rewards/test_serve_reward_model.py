@@ -208,7 +208,7 @@ def test_a_body_too_large_is_refused_whatever_it_says_of_its_length(server):
         (whole,) = ask(server, [b"x" * 200_001])
         (streamed,) = ask(server, [in_pieces(100)])
         for status, reply, _ in (whole, streamed):
-            assert status == 413 and "ask in parts" in reply["error"]
+            assert status == 413 and "split it" in reply["error"]
         ((status, reply, _),) = ask(server, [packed], headers=HEADERS | {"Content-Encoding": "gzip"})
         assert status == 400 and "not JSON" in reply["error"]  # it stays packed
 
@@ -225,10 +225,10 @@ BAD = {
     b'{"responses": ["a"]}': "messages must be a list of chats",
     b'{"responses": ["a"], "messages": [[{"role": "user"}]]}': "messages must be a list of chats",
     b'{"responses": ["a"], "messages": ["a"]}': "messages must be a list of chats",
-    b'{"responses": ["a", "b"], "messages": [[]]}': "equally many",
+    b'{"responses": ["a", "b"], "messages": [[]]}': "the numbers must be equal",
     b'{"responses": ["a"], "messages": [[]], "ended": [1]}': "ended must be",
-    b'{"responses": ["\\ud800"], "messages": [[]]}': "half of a surrogate pair",
-    json.dumps({"responses": ["a"] * 9, "messages": [[]] * 9}).encode(): "9 responses, but a request may have 8",
+    b'{"responses": ["\\ud800"], "messages": [[]]}': "lone surrogate",
+    json.dumps({"responses": ["a"] * 9, "messages": [[]] * 9}).encode(): "9 responses exceed the limit of 8",
 }
 
 

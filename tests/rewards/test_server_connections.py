@@ -19,7 +19,10 @@ from tiny_tokenizers import BOS_HEADERS, make_tokenizer
 
 from dschat.models.scalar_head import TokenScores
 from dschat.rewards.server.connections import Connections, serve
-from dschat.rewards.server.reward_server import Limits, RewardServer, TextScorer, TooLarge, read_question
+from dschat.rewards.server.limits import Limits
+from dschat.rewards.server.reward_server import RewardServer
+from dschat.rewards.server.score_request import TooLarge, parse_score_request
+from dschat.rewards.server.text_scorer import TextScorer
 
 TOKEN = "a secret"
 QUESTION = {"messages": [[{"role": "user", "content": "What is 2 plus 3?"}]], "responses": ["It is 5."]}
@@ -225,15 +228,15 @@ def chat_of(messages: int) -> list[dict]:
 def test_too_many_messages_or_characters_are_refused_before_a_template_reads_them(scorer, monkeypatch):
     with reward_server(scorer, max_messages=50, max_characters=2000) as server:
         assert server.ask({"messages": [chat_of(25)] * 2, "responses": ["a"] * 2})[0] == 200
-        monkeypatch.setattr(scorer, "read", lambda _: pytest.fail("it was read"))
+        monkeypatch.setattr(scorer, "encode", lambda _: pytest.fail("the template was rendered"))
         status, reply = server.ask({"messages": [chat_of(26), chat_of(25)], "responses": ["a"] * 2})
-        assert status == 413 and reply["error"].startswith("51 messages, but a request may have 50")
+        assert status == 413 and reply["error"].startswith("51 messages exceed the limit of 50")
         for question in (
             QUESTION | {"responses": ["x" * 2000]},
             QUESTION | {"messages": [[{"role": "x" * 2000, "content": ""}]]},
         ):
             status, reply = server.ask(question)
-            assert status == 413 and "characters, but a request may have 2000" in reply["error"]
+            assert status == 413 and "characters exceed the limit of 2000" in reply["error"]
         monkeypatch.undo()
         assert server.ask()[0] == 200
 
@@ -241,9 +244,9 @@ def test_too_many_messages_or_characters_are_refused_before_a_template_reads_the
 def test_the_default_limits_let_a_batch_of_a_run_through():
     rows = 512
     body = json.dumps({"messages": [chat_of(5)] * rows, "responses": ["word " * 800] * rows}).encode()
-    assert len(read_question(body, Limits()).responses) == rows
+    assert len(parse_score_request(body, Limits()).responses) == rows
     with pytest.raises(TooLarge, match="messages"):
-        read_question(json.dumps({"messages": [chat_of(9000)], "responses": ["a"]}).encode(), Limits())
+        parse_score_request(json.dumps({"messages": [chat_of(9000)], "responses": ["a"]}).encode(), Limits())
 
 
 def test_a_chat_of_3001_messages_is_rendered_a_few_times_only(scorer, monkeypatch):

@@ -155,7 +155,7 @@ def test_a_judge_that_always_fails_ends_the_run_and_another_finishes_it(folder, 
     argv = arguments(folder, output, per_device_generation_batch_size=2, judge_retries=0)
     argv[argv.index("--judge") + 1] = f"{judge}:judge"
     printed = programs.run(TOOL, argv, log=tmp_path / "log", code=2)
-    assert "the judge gave no score to any response in 3 batches one after another" in printed
+    assert "the judge returned no score for any response in 3 consecutive batches" in printed
     assert "SystemExit(out of credit)" in printed and "--resume auto" in printed and "Traceback" not in printed
     assert not (output / "preferences.jsonl").exists()
     judge.write_text(working)

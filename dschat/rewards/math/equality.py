@@ -13,7 +13,7 @@ from fractions import Fraction
 from dschat.rewards.answer_extraction import LONGEST_FORMULA, exact_number, plain_math
 from dschat.rewards.math.latex import clean_latex
 from dschat.rewards.math.units import split_unit
-from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
+from dschat.rewards.math.verify_process import Comparison, math_verify_process
 
 _DECIMALS = 6  # significant decimals required when a decimal approximates an irrational number or a fraction
 _GREEK = ("alpha", "beta", "gamma", "delta", "zeta", "eta", "kappa", "mu", "nu", "rho", "sigma", "tau", "phi", "psi")
@@ -23,7 +23,7 @@ _BASED = re.compile(r"([0-9A-Fa-f]+)_\{?(\d+)\}?")
 # Words of at most three letters that are not products of variables.
 _WORDS = frozenset({"no", "on", "yes", "odd"})
 
-_math_verify = MathVerifyProcess()
+_math_verify = math_verify_process()
 
 
 def equal_answers(pairs: Sequence[tuple[str, str]]) -> list[bool]:
@@ -33,9 +33,9 @@ def equal_answers(pairs: Sequence[tuple[str, str]]) -> list[bool]:
         ImportError: math-verify is not installed.
     """
     equal: list[bool | None] = [decided_by_form(given, wanted) for given, wanted in pairs]
-    open_ones = [number for number, decided in enumerate(equal) if decided is None]
-    found = _math_verify.compare([_comparison(*pairs[number]) for number in open_ones])
-    for number, same in zip(open_ones, found, strict=True):
+    undecided = [number for number, decided in enumerate(equal) if decided is None]
+    verified = _math_verify.results([_comparison(*pairs[number]) for number in undecided])
+    for number, same in zip(undecided, verified, strict=True):
         equal[number] = same
     return [bool(same) for same in equal]
 

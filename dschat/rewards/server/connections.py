@@ -34,34 +34,34 @@ class Connections:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def opened(self, transport: asyncio.BaseTransport) -> bool:
+    def add(self, transport: asyncio.BaseTransport) -> bool:
         """Register a new connection, closing another if needed; False if it was refused and closed."""
         client = str((transport.get_extra_info("peername") or ("",))[0])
         if sum(other == client for other in self._clients.values()) >= self.most_per_client:
             fits = self._close_oldest(client)
         else:
-            fits = len(self) < self.most or self._close_oldest(self._client_waited_for_most())
+            fits = len(self) < self.most or self._close_oldest(self._client_with_most_waiting())
         if not fits:
             transport.abort()
             return False
         self._clients[transport] = client
-        self.waits(transport)
+        self.start_deadline(transport)
         return True
 
-    def waits(self, transport: asyncio.BaseTransport | None) -> None:
+    def start_deadline(self, transport: asyncio.BaseTransport | None) -> None:
         """Start the deadline: the server waits for this client."""
         if transport in self._clients:
-            self.answers(transport)
+            self.cancel_deadline(transport)
             self._deadlines[transport] = asyncio.get_running_loop().call_later(self.seconds, self._close, transport)
 
-    def answers(self, transport: asyncio.BaseTransport | None) -> None:
+    def cancel_deadline(self, transport: asyncio.BaseTransport | None) -> None:
         """Cancel the deadline: the client waits for the server."""
         deadline = self._deadlines.pop(transport, None)
         if deadline is not None:
             deadline.cancel()
 
-    def closed(self, transport: asyncio.BaseTransport) -> None:
-        self.answers(transport)
+    def remove(self, transport: asyncio.BaseTransport) -> None:
+        self.cancel_deadline(transport)
         self._clients.pop(transport, None)
 
     def middleware(self) -> Any:
@@ -70,15 +70,15 @@ class Connections:
         @web.middleware
         async def without_deadline(request: web.Request, handler: Handler) -> web.StreamResponse:
             transport = request.transport
-            self.answers(transport)
+            self.cancel_deadline(transport)
             try:
                 return await handler(request)
             finally:
-                self.waits(transport)
+                self.start_deadline(transport)
 
         return without_deadline
 
-    def _client_waited_for_most(self) -> str | None:
+    def _client_with_most_waiting(self) -> str | None:
         waiting = Counter(self._clients[transport] for transport in self._deadlines)
         return waiting.most_common(1)[0][0] if waiting else None
 
@@ -89,11 +89,11 @@ class Connections:
         return oldest is not None
 
     def _close(self, transport: asyncio.BaseTransport) -> None:
-        self.closed(transport)
+        self.remove(transport)
         transport.abort()  # drops unsent data too: a client that never reads would keep the connection open
 
 
-class _Guarded(asyncio.Protocol):
+class _LimitedConnection(asyncio.Protocol):
     """An aiohttp connection registered with `Connections`."""
 
     def __init__(self, handler: asyncio.Protocol, connections: Connections) -> None:
@@ -101,13 +101,13 @@ class _Guarded(asyncio.Protocol):
         self._transport: asyncio.BaseTransport | None = None  # None: refused
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if self._connections.opened(transport):
+        if self._connections.add(transport):
             self._transport = transport
             self._handler.connection_made(transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._transport is not None:
-            self._connections.closed(self._transport)
+            self._connections.remove(self._transport)
             self._handler.connection_lost(error)
 
     def data_received(self, data: bytes) -> None:
@@ -145,7 +145,7 @@ async def serve(
     await runner.setup()
     try:
         listener = await asyncio.get_running_loop().create_server(
-            lambda: _Guarded(runner.server(), connections), host, port, backlog=2048
+            lambda: _LimitedConnection(runner.server(), connections), host, port, backlog=2048
         )
         address, bound = listener.sockets[0].getsockname()[:2]
         ready(f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}")

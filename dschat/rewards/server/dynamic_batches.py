@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class QueueFull(Exception):
-    """The queue has no room for the rows."""
+    """The queue cannot hold the rows."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,13 +49,13 @@ class DynamicBatches:
         if len(self.waiting) + len(rows) > self.max_queue:
             raise QueueFull(f"{len(self.waiting)} rows are waiting, and {self.max_queue} may")
         loop = asyncio.get_running_loop()
-        mine = [_Row(ids, loop.create_future(), loop.time()) for ids in rows]
-        self.waiting.extend(mine)
+        new_rows = [_Row(ids, loop.create_future(), loop.time()) for ids in rows]
+        self.waiting.extend(new_rows)
         self._arrived.set()
         try:
-            return list(await asyncio.gather(*(row.score for row in mine)))
+            return list(await asyncio.gather(*(row.score for row in new_rows)))
         except BaseException:  # the caller was cancelled, or some of its rows failed: drop the others
-            for row in mine:
+            for row in new_rows:
                 row.score.cancel()
             self.waiting = deque(row for row in self.waiting if not row.score.cancelled())
             raise
@@ -81,15 +81,15 @@ class DynamicBatches:
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()
-            left = self.waiting[0].since + self.max_wait - loop.time() if self.waiting else None
-            if len(self.waiting) >= self.max_rows or (left is not None and left <= 0):
-                return self._taken()
+            remaining = self.waiting[0].since + self.max_wait - loop.time() if self.waiting else None
+            if len(self.waiting) >= self.max_rows or (remaining is not None and remaining <= 0):
+                return self._take_batch()
             try:
-                await asyncio.wait_for(self._arrived.wait(), left)
+                await asyncio.wait_for(self._arrived.wait(), remaining)
             except asyncio.TimeoutError:
                 continue
 
-    def _taken(self) -> list[_Row]:
+    def _take_batch(self) -> list[_Row]:
         batch: list[_Row] = []
         longest = 0
         while self.waiting and len(batch) < self.max_rows:

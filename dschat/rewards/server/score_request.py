@@ -1,0 +1,80 @@
+"""Requests for scores: the JSON body of POST /score, parsed and validated."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from dschat.data.chat_template import Message
+from dschat.rewards.server.limits import Limits
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """A valid request: B prompts as chats, B responses, and which of these ended with an EOS."""
+
+    messages: list[list[Message]]
+    responses: list[str]
+    ended: list[bool]
+
+
+class TooLarge(ValueError):
+    """A valid request that exceeds the size limits."""
+
+
+def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
+    """Parse and validate a JSON body; unused fields are ignored.
+
+    Raises:
+        TooLarge: more messages or characters than the limits allow.
+        ValueError: the body is invalid.
+    """
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the body is not JSON ({type(error).__name__})") from error
+    if not isinstance(fields, dict):
+        raise ValueError('the body must be an object: {"messages": [[...], ...], "responses": ["...", ...]}')
+    messages, responses = fields.get("messages"), fields.get("responses")
+    if not (isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses)):
+        raise ValueError("responses must be a list of texts, at least one")
+    if len(responses) > limits.max_rows:
+        raise ValueError(f"{len(responses)} responses exceed the limit of {limits.max_rows} per request: split it")
+    if not (isinstance(messages, list) and all(map(_is_chat, messages))):
+        raise ValueError('messages must be a list of chats: [[{"role": "user", "content": "..."}], ...]')
+    ended = fields.get("ended", [True] * len(responses))
+    if not (isinstance(ended, list) and all(isinstance(value, bool) for value in ended)):
+        raise ValueError("ended must be a list of true and false")
+    if not len(messages) == len(responses) == len(ended):
+        raise ValueError(
+            f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: the numbers must be equal"
+        )
+    _refuse_too_large(messages, responses, limits)
+    # Only these two keys are passed to the chat template; others could change how it renders.
+    chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
+    try:
+        json.dumps([chats, responses], ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("a text contains a lone surrogate, which is not a character") from error
+    return ScoreRequest(chats, responses, ended)
+
+
+def _refuse_too_large(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
+    """Refuse large requests: templating and tokenising time grows with size, and requests are read one by one."""
+    count = sum(map(len, messages))
+    if count > limits.max_messages:
+        raise TooLarge(f"{count} messages exceed the limit of {limits.max_messages} per request: split or shorten it")
+    characters = sum(map(len, responses))
+    characters += sum(len(message[name]) for chat in messages for message in chat for name in ("role", "content"))
+    if characters > limits.max_characters:
+        raise TooLarge(
+            f"{characters} characters exceed the limit of {limits.max_characters} per request: split or shorten it"
+        )
+
+
+def _is_chat(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+        for message in value
+    )
