@@ -126,6 +126,7 @@ REFUSED = {
     "rwkv": "left-padded",
     "recurrent_gemma": "left-padded",
     "deepseek_v4": "left-padded",
+    "minimax_m3_vl_text": "left-padded",  # blocks of keys begin at the first column, padding or not
 }
 
 
@@ -237,6 +238,13 @@ def test_a_window_in_the_mask_alone_is_found_though_it_is_longer_than_the_trial(
     expected = generate_each_alone(model, PROMPTS[:3], 60)
     settings = {**GREEDY, "max_new_tokens": 60}
     assert Decoder(model).generate(PROMPTS[:3], **settings).responses() == expected
+
+
+def test_moshi_is_decoded_as_its_full_forward_computes_it():
+    """transformers' cache of Moshi drops the tokens before the window, which the full forward attends to."""
+    model = tiny_architecture("moshi")
+    model.generation_config.use_cache = False
+    assert_equals_generate(model)
 
 
 @pytest.mark.parametrize(
