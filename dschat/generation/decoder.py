@@ -144,10 +144,11 @@ class Decoder:
             if problem:
                 without_cache = cache_mismatch(self.model)
                 self._cached = without_cache is None
-                again = f": every token runs all columns again ({without_cache})"
+                recomputed = f": every token runs all columns again ({without_cache})"
                 warnings.warn(
-                    f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, decoding "
-                    f"is slow{'' if self._cached else again}. Prompts are not shared, and rows wait for their batch.",
+                    f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, but "
+                    f"decoding is slow{'' if self._cached else recomputed}. Samples of one prompt each hold a copy of "
+                    "its state, and waiting rows start only when the whole batch has ended.",
                     stacklevel=2,
                 )
         return self._served
@@ -165,7 +166,7 @@ class Decoder:
         for module, forward in self._faster.items():
             module.forward = forward
         for fused in self._fused:
-            fused.take()
+            fused.pack_weights()
 
     def _weight_addresses(self) -> tuple[int, ...]:
         """Addresses of all parameters, buffers and packed copies that a step reads."""

@@ -37,7 +37,7 @@ def test_fused_outputs_equal_the_layers_and_are_recomputed_for_every_input(bias)
         first, second = torch.randn(5, 1, 32).bfloat16(), torch.randn(7, 1, 32).bfloat16()
         expected = [[layer(x) for layer in layers] for x in (first, second)]
         fused = FusedLinears(layers, LIBRARY)
-        fused.take()
+        fused.pack_weights()
         for x, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
             for layer, part in zip(layers, wanted, strict=True):
                 torch.testing.assert_close(layer(x), part, atol=0.02, rtol=0.02)

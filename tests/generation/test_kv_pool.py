@@ -41,6 +41,7 @@ def test_a_window_that_attention_does_not_receive_is_not_supported(monkeypatch):
     """On a dozen tokens a window of thousands looks like none."""
     pooled = PooledModel(tiny("gemma2"))
     assert pooled.mismatch() is None
-    assert "layers [0] do not tell" in pooled._window_mismatch({0: None, 1: None}, False), "no window to shorten"
+    problem = pooled._window_mismatch({0: None, 1: None}, False)  # no window that the trial could shorten
+    assert "layers [0] do not pass the windows" in problem
     monkeypatch.setattr(pooled.model.config, "layer_types", ["chunked_attention", "full_attention"])
     assert "layers of chunked_attention" in pooled._window_mismatch({}, True)

@@ -146,16 +146,16 @@ class PooledModel:
             lengths = mask[:, :-1].sum(1, keepdim=True)
             newest = torch.tensor([[2 * TRIAL_TOKENS + 1], [2 * TRIAL_TOKENS + 2]], device=device)
             spans = torch.cat([starts, lengths, newest, torch.ones_like(newest)], dim=1)
-            found = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)
+            logits = self.decode(pool, ids[:, -1], spans, longest=TRIAL_TOKENS)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # anything the model's own code raises when given this cache
-            if strange := self._strange_layers():
-                return f"it has layers of {strange}, whose state is no keys and values"
+            if unsupported := self._unsupported_layers():
+                return f"it has layers of {unsupported}, whose state is not only keys and values"
             return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
         self.shapes = pool.shapes
         most = 1e-2 if expected.dtype == torch.float32 else 0.1
-        off = distance(found, expected)
+        off = distance(logits, expected)
         if not off < most:
             return f"over the pool its logits are off by {off:.2g} of their spread"
         self.packs = device.type == "cpu" and not self.gathers and self._packs(ids, mask, expected, most)
@@ -166,25 +166,25 @@ class PooledModel:
         prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
         pool = KVPool(2 * TRIAL_TOKENS + 1)
         try:
-            found = self.prefill_packed(pool, prompts, [1, 1 + TRIAL_TOKENS])
+            logits = self.prefill_packed(pool, prompts, [1, 1 + TRIAL_TOKENS])
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        return distance(found, expected) < most
+        return distance(logits, expected) < most
 
     def _window_mismatch(self, windows: dict[int, int | None], has_windows: bool) -> str | None:
         """Reports layers with other state than keys and values, and windows that the trial could not test, or None."""
-        if strange := self._strange_layers():
-            return f"it has layers of {strange}"
+        if unsupported := self._unsupported_layers():
+            return f"it has layers of {unsupported}"
         if has_windows or self.gathers:
             return None
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        silent = [
+        differ = [
             layer for layer, kind in enumerate(kinds) if (kind == "sliding_attention") != bool(windows.get(layer))
         ]
-        return f"its layers {silent} do not tell their attention which window they have" if silent else None
+        return f"its layers {differ} do not pass the windows of its config to their attention" if differ else None
 
-    def _strange_layers(self) -> str:
+    def _unsupported_layers(self) -> str:
         """The layer types that the pool does not support, even if a few tokens give equal logits."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        served = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if self.gathers else set())
-        return ", ".join(sorted(set(kinds) - served))
+        supported = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if self.gathers else set())
+        return ", ".join(sorted(set(kinds) - supported))
