@@ -73,10 +73,6 @@ class RolloutArguments(SamplingArguments):
     print_answers_interval: int = flag(1, "print them every so many iterations", at_least=1, needs=["print_answers"])
 
     @property
-    def uses_hybrid_engine(self) -> bool:
-        return self.engine == "hybrid"
-
-    @property
     def engine(self) -> str:
         """Name of the rollout engine in dschat.generation.ROLLOUT_ENGINES."""
         return self.rollout_engine or ("hybrid" if self.enable_hybrid_engine else "transformers")

@@ -68,7 +68,7 @@ def test_sampling_ignores_torchs_generator_and_the_models_generation_config():
     assert_equal(expected, found)
 
 
-def test_it_is_a_rollout_engine():
+def test_every_rollout_engine_gives_the_same_rollout():
     model = tiny_causal_lm("gpt2")
     rollouts = []
     for make in ROLLOUT_ENGINES.values():
