@@ -123,10 +123,6 @@ class RolloutArguments(SamplingArguments):
     )
 
     @property
-    def uses_hybrid_engine(self) -> bool:
-        return self.engine == "hybrid"
-
-    @property
     def engine(self) -> str:
         """Name of the rollout engine in dschat.generation.ROLLOUT_ENGINES."""
         return self.rollout_engine or ("hybrid" if self.enable_hybrid_engine else "transformers")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from dschat.generation.host_tensors import to_device
-from dschat.generation.kv_pool import UNUSED_TOKEN
+from dschat.generation.kv_pool.pool import UNUSED_TOKEN
 from dschat.generation.request import Responses
 
 # An empty slot attends to one dummy token, and its output is ignored.
-NO_ROW_SPAN = (UNUSED_TOKEN, 0, UNUSED_TOKEN, 1)
+EMPTY_SPAN = (UNUSED_TOKEN, 0, UNUSED_TOKEN, 1)
 
 
 @dataclass
@@ -21,11 +21,11 @@ class DecodeBatch:
 
     Attributes:
         tokens: [S] long, the newest token of each row, the input of the next step.
-        spans: [S, 4] long, the row's context in the pool, see attention.decode_attention.
+        spans: [S, 4] long, the row's context in the pool, see kv_pool.attention.
         cells: [S] long, flat index at which the row's next token is written, see Responses.
         ends: [S] long, one past the flat index of the row's last possible token.
         live: [S] bool, True until the row has ended.
-        no_row: [4] long, NO_ROW_SPAN.
+        empty_span: [4] long, EMPTY_SPAN.
         rows: prompt index of each used slot, on the host.
     """
 
@@ -34,17 +34,17 @@ class DecodeBatch:
     cells: Tensor
     ends: Tensor
     live: Tensor
-    no_row: Tensor
+    empty_span: Tensor
     rows: list[int]
 
     @classmethod
     def empty(cls, count: int, device: torch.device) -> DecodeBatch:
         zeros = [torch.zeros(count, dtype=torch.long, device=device) for _ in range(3)]
-        no_row = torch.tensor(NO_ROW_SPAN, device=device)
+        empty_span = torch.tensor(EMPTY_SPAN, device=device)
         live = torch.zeros(count, dtype=torch.bool, device=device)
         return cls(
-            tokens=zeros[0], spans=no_row.repeat(count, 1), cells=zeros[1], ends=zeros[2], live=live, no_row=no_row,
-            rows=[],
+            tokens=zeros[0], spans=empty_span.repeat(count, 1), cells=zeros[1], ends=zeros[2], live=live,
+            empty_span=empty_span, rows=[],
         )  # fmt: skip
 
     @property
@@ -59,20 +59,20 @@ class DecodeBatch:
         """Empty all slots."""
         self.rows = []
         self.live.fill_(False)
-        self.spans[:] = self.no_row
+        self.spans[:] = self.empty_span
 
     def add(self, rows: list[int], spans: list[tuple[int, int, int]], limits: list[int], responses: Responses) -> slice:
         """Add rows whose prompts are in the pool; spans: (prompt start, prompt length, response start) of each."""
-        places = slice(self.used, self.used + len(rows))
+        slots = slice(self.used, self.used + len(rows))
         entries = [(*span, 0, row, limit) for span, row, limit in zip(spans, rows, limits, strict=True)]
         table = to_device(entries, self.tokens.device)  # [n, 6]: span, row, limit
         first = responses.first_cell(table[:, 4])
-        self.spans[places] = table[:, :4]
-        self.cells[places] = first
-        self.ends[places] = first + table[:, 5]
-        self.live[places] = True
+        self.spans[slots] = table[:, :4]
+        self.cells[slots] = first
+        self.ends[slots] = first + table[:, 5]
+        self.live[slots] = True
         self.rows += rows
-        return places
+        return slots
 
     def advance(self, count: int) -> tuple[Tensor, Tensor]:
         """Extend the spans of the first `count` slots by one token; returns tokens [count] and spans [count, 4].
@@ -81,38 +81,39 @@ class DecodeBatch:
         """
         live = self.live[:count]
         self.spans[:count, 3] += live
-        return self.tokens[:count], torch.where(live.unsqueeze(1), self.spans[:count], self.no_row)
+        return self.tokens[:count], torch.where(live.unsqueeze(1), self.spans[:count], self.empty_span)
 
-    def write(self, places: slice, tokens: Tensor, logprobs: Tensor, responses: Responses, stops: Tensor) -> None:
+    def write(self, slots: slice, tokens: Tensor, logprobs: Tensor, responses: Responses, stops: Tensor) -> None:
         """Store the sampled tokens of some slots and update which rows have ended."""
-        live, cells = self.live[places], self.cells[places]
-        wanted = torch.where(live, cells, responses.unwanted)
-        responses.tokens[wanted] = tokens
-        responses.logprobs[wanted] = logprobs
+        live, cells = self.live[slots], self.cells[slots]
+        written = torch.where(live, cells, responses.discarded)
+        responses.tokens[written] = tokens
+        responses.logprobs[written] = logprobs
         cells += live
-        self.tokens[places] = tokens
-        live &= cells < self.ends[places]
+        self.tokens[slots] = tokens
+        live &= cells < self.ends[slots]
         if len(stops):
             live &= ~torch.isin(tokens, stops)
 
-    def next_cells(self, places: slice, responses: Responses) -> Tensor:
+    def next_cells(self, slots: slice, responses: Responses) -> Tensor:
         """Flat indices in Responses of the next tokens of some slots, [n] long."""
-        return torch.where(self.live[places], self.cells[places], responses.unwanted)
+        return torch.where(self.live[slots], self.cells[slots], responses.discarded)
 
-    def leave(self, responses: Responses) -> list[int]:
+    def remove_finished(self, responses: Responses) -> list[int]:
         """Remove finished rows and compact the others to the front; returns the removed rows."""
         live = self.live[: self.used].tolist()  # the only host synchronisation
         if all(live):
             return []
-        stay = [place for place, goes_on in enumerate(live) if goes_on]
-        ended = [place for place, goes_on in enumerate(live) if not goes_on]
-        gone = [self.rows[place] for place in ended]
-        places, names = to_device([ended, gone], self.tokens.device)  # [n] each
-        responses.counts[names] = self.cells[places] - responses.first_cell(names)
-        order = to_device(stay, self.tokens.device)
+        live_slots = [slot for slot, is_live in enumerate(live) if is_live]
+        ended_slots = [slot for slot, is_live in enumerate(live) if not is_live]
+        ended_rows = [self.rows[slot] for slot in ended_slots]
+        slots, rows = to_device([ended_slots, ended_rows], self.tokens.device)  # [n] each
+        responses.counts[rows] = self.cells[slots] - responses.first_cell(rows)
+        order = to_device(live_slots, self.tokens.device)
+        count = len(live_slots)
         for tensor in (self.tokens, self.spans, self.cells, self.ends, self.live):
-            tensor[: len(stay)] = tensor[order]
-        self.live[len(stay) :] = False
-        self.spans[len(stay) :] = self.no_row
-        self.rows = [self.rows[place] for place in stay]
-        return gone
+            tensor[:count] = tensor[order]
+        self.live[count:] = False
+        self.spans[count:] = self.empty_span
+        self.rows = [self.rows[slot] for slot in live_slots]
+        return ended_rows

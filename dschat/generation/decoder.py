@@ -15,10 +15,10 @@ from dschat.distributed import watchdog
 from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
 from dschat.generation.cpu.fused_modules import faster_forwards
 from dschat.generation.hf_cache_decoder import cache_mismatch, hf_cache_steps
-from dschat.generation.kv_pool import PooledModel
+from dschat.generation.kv_pool.pooled_model import PooledModel
+from dschat.generation.pool_decoder import PoolDecoder
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
-from dschat.generation.scheduler import Rollouts
 
 # Optimisations that can be disabled, for ablations and debugging.
 PARTS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
@@ -70,7 +70,7 @@ class Decoder:
         self.prefilled_tokens = 0
         self.decoded_rows = 0
         self._options = {"slots": slots, "memory_fraction": memory_fraction, "without": frozenset(without)}
-        self._rollouts: Rollouts | None = None
+        self._pool_decoder: PoolDecoder | None = None
         self._responses: Responses | None = None
         self._fixed_weights = False
         self._served: bool | None = None
@@ -84,9 +84,9 @@ class Decoder:
         Raises:
             ValueError: an empty prompt, a number out of range, or more tokens than the model has positions.
         """
-        wanted = Request(prompts=prompts, **request)
-        wanted.check(self.model.config)
-        return self.run(wanted)
+        checked = Request(prompts=prompts, **request)
+        checked.check(self.model.config)
+        return self.run(checked)
 
     def run(self, request: Request) -> Rollout:
         """Generate for a validated request."""
@@ -99,13 +99,13 @@ class Decoder:
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
         """Yield the tokens that generate() would return for this prompt as they are generated, EOS included."""
-        wanted = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
-        wanted.check(self.model.config)
-        responses, told = self._new_responses(wanted), 0
-        for drawn in self._steps(wanted, responses, streams=True):
-            responses.require_finite(told, drawn)
-            yield from responses.tokens[1 + told : 1 + drawn].tolist()
-            told = drawn
+        checked = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
+        checked.check(self.model.config)
+        responses, yielded = self._new_responses(checked), 0
+        for drawn in self._steps(checked, responses, streams=True):
+            responses.require_finite(yielded, drawn)
+            yield from responses.tokens[1 + yielded : 1 + drawn].tolist()
+            yielded = drawn
         self._responses = responses
 
     @property
@@ -124,12 +124,13 @@ class Decoder:
     def _steps(self, request: Request, responses: Responses, *, streams: bool = False) -> Iterator[int]:
         """Decode; yields the first row's token count after each host synchronisation."""
         if self._serves():
-            if self._rollouts is None:
-                self._rollouts = Rollouts(self._pooled, **self._options)
+            if self._pool_decoder is None:
+                self._pool_decoder = PoolDecoder(self._pooled, **self._options)
             # An open stream keeps the pool to itself, so a second request gets its own.
-            rollouts = Rollouts(self._pooled, **self._options) if self._rollouts.busy else self._rollouts
+            busy = self._pool_decoder.busy
+            pool_decoder = PoolDecoder(self._pooled, **self._options) if busy else self._pool_decoder
             weights = self._weight_addresses() if self._fixed_weights else None
-            yield from rollouts.steps(request, responses, self, weights=weights, streams=streams)
+            yield from pool_decoder.steps(request, responses, self, weights=weights, streams=streams)
         else:
             yield from hf_cache_steps(
                 self.model, request, responses, self, slots=self._options["slots"], cached=self._cached
@@ -143,10 +144,11 @@ class Decoder:
             if problem:
                 without_cache = cache_mismatch(self.model)
                 self._cached = without_cache is None
-                again = f": every token runs all columns again ({without_cache})"
+                recomputed = f": every token runs all columns again ({without_cache})"
                 warnings.warn(
-                    f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, decoding "
-                    f"is slow{'' if self._cached else again}. Prompts are not shared, and rows wait for their batch.",
+                    f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, but "
+                    f"decoding is slow{'' if self._cached else recomputed}. Samples of one prompt each hold a copy of "
+                    "its state, and waiting rows start only when the whole batch has ended.",
                     stacklevel=2,
                 )
         return self._served
@@ -164,7 +166,7 @@ class Decoder:
         for module, forward in self._faster.items():
             module.forward = forward
         for fused in self._fused:
-            fused.take()
+            fused.pack_weights()
 
     def _weight_addresses(self) -> tuple[int, ...]:
         """Addresses of all parameters, buffers and packed copies that a step reads."""
@@ -186,11 +188,11 @@ class Decoder:
 
     def _kept_bytes(self) -> float:
         """Bytes kept for the next request; infinite while a stream is open."""
-        if self._rollouts is None:
+        if self._pool_decoder is None:
             return 0
         responses = 0 if self._responses is None else self._responses.nbytes
-        return math.inf if self._rollouts.busy else self._rollouts.nbytes + responses
+        return math.inf if self._pool_decoder.busy else self._pool_decoder.nbytes + responses
 
     def release(self) -> None:
         """Free the pool, the captured steps and the response buffers."""
-        self._rollouts = self._responses = None
+        self._pool_decoder = self._responses = None

@@ -20,7 +20,7 @@ from dschat.tensors import position_ids
 
 # Removing finished rows saves their share of every later step but copies the remaining cache, about the cost of one
 # step. At a quarter, the copies of a whole rollout sum to at most four times its first cache.
-LEAVE_WHEN_FINISHED = 0.25
+COMPACT_WHEN_FINISHED = 0.25
 
 
 class LiveRows:
@@ -81,19 +81,19 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
     mask[1, :3] = False
     steps, most = 3, 1e-2 if model.dtype == torch.float32 else 0.1
     with short_windows(model):
-        whole = LiveRows(model, ids, mask, max_new_tokens=0, cached=False).next_logits()
+        expected = LiveRows(model, ids, mask, max_new_tokens=0, cached=False).next_logits()
         try:
             rows = LiveRows(model, ids[:, :-steps], mask[:, :-steps], max_new_tokens=steps, cached=True)
             rows.next_logits()
             rows.select(torch.tensor([0, 1], device=device))
             for column in range(TRIAL_TOKENS - steps, TRIAL_TOKENS):
                 rows.append(ids[:, column])
-                found = rows.next_logits()
+                logits = rows.next_logits()
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # anything the model's own code raises, which may need its own cache class
             return str(error)
-    off = distance(found, whole)
+    off = distance(logits, expected)
     return None if off < most else f"over transformers' cache its logits are off by {off:.2g} of their spread"
 
 
@@ -124,22 +124,22 @@ def _batch_steps(
     state = DecodeBatch.empty(len(rows), device)
     state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
     while True:
-        places = slice(0, state.used)
+        slots = slice(0, state.used)
         uniform = responses.uniforms
         if uniform is not None:
-            uniform = uniform[state.next_cells(places, responses)]
+            uniform = uniform[state.next_cells(slots, responses)]
         tokens, logprobs = draw_tokens(logits, uniform, request.sampling)
-        state.write(places, tokens, logprobs, responses, stops)
+        state.write(slots, tokens, logprobs, responses, stops)
         batch.append(tokens)
-        live = state.live[places]
-        going_on = int(live.sum())
-        if going_on <= (1 - LEAVE_WHEN_FINISHED) * state.used:
+        live = state.live[slots]
+        live_count = int(live.sum())
+        if live_count <= (1 - COMPACT_WHEN_FINISHED) * state.used:
             index = live.nonzero().squeeze(1)
-            state.leave(responses)
-            if going_on:
+            state.remove_finished(responses)
+            if live_count:
                 batch.select(index)
         yield first_row_tokens(state, responses)
-        if not going_on:
+        if not live_count:
             return
         counts.decoded_rows += state.used
         logits = batch.next_logits()  # [R, V]

@@ -51,8 +51,8 @@ class LayerwiseWeights:
         self.module = module
         self.device = next(p.device for source in sources for _, p in source.parameters)
         self.partitioned = any(hasattr(parameter, "ds_id") for source in sources for parameter in source.needed)
-        self._following = False
-        lent: dict[nn.Module, list[Weight]] = {}
+        self._runs_dummies = False
+        layers: dict[nn.Module, list[Weight]] = {}
         for source in sources:
             for name, parameter in source.parameters:
                 for path, _, leaf in (same.rpartition(".") for same in same_names.get(name, ())):
@@ -61,15 +61,15 @@ class LayerwiseWeights:
                     empty = blank.to(parameter.device, dtype(parameter))
                     placeholder = nn.Parameter(empty.expand(full_shape(parameter)), requires_grad=False)
                     weight = Weight(module.get_submodule(path), leaf, source, parameter, placeholder)
-                    lent.setdefault(module.get_submodule(layer_path(module, path)), []).append(weight)
+                    layers.setdefault(module.get_submodule(layer_path(module, path)), []).append(weight)
         self._handles = [module.register_forward_pre_hook(self._before_forward)]
-        for layer, weights in lent.items():
-            self._handles += _lend(layer, weights, convert)
+        for layer, weights in layers.items():
+            self._handles += _load_during_forward(layer, weights, convert)
 
     def problem(self) -> str | None:
         """Run a trial forward; returns what failed, or None. All ranks must call this."""
         ids = torch.arange(TRIAL_TOKENS, device=self.device).unsqueeze(0)
-        self._following = True
+        self._runs_dummies = True
         try:
             with torch.inference_mode():
                 logits = self.module(input_ids=ids, use_cache=False).logits
@@ -78,7 +78,7 @@ class LayerwiseWeights:
         except Exception as error:  # anything the model's own code raises on placeholder weights
             return f"{type(error).__name__}: {error}"
         finally:
-            self._following = False
+            self._runs_dummies = False
         return None if logits.isfinite().all() else "its logits are not finite, as they are where a weight is missing"
 
     def abandon(self) -> None:
@@ -89,18 +89,18 @@ class LayerwiseWeights:
     def release(self) -> None:
         """Run dummy forwards until no rank is generating, then remove the hooks."""
         try:
-            self._following = True
-            while self._someone_works(False):
+            self._runs_dummies = True
+            while self._any_rank_generates(False):
                 with torch.inference_mode():
                     self.module(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.device), use_cache=False)
         finally:
             self.abandon()
 
     def _before_forward(self, *_: Any) -> None:
-        if not self._following:
-            self._someone_works(True)
+        if not self._runs_dummies:
+            self._any_rank_generates(True)
 
-    def _someone_works(self, here: bool) -> bool:
+    def _any_rank_generates(self, here: bool) -> bool:
         if not self.partitioned:
             return here
         working = torch.tensor(int(here), device=self.device)
@@ -119,13 +119,13 @@ class Weight:
     placeholder: nn.Parameter
 
 
-def _lend(
+def _load_during_forward(
     layer: nn.Module, weights: list[Weight], convert: Callable[[WeightSource, nn.Parameter], Tensor]
 ) -> list[RemovableHandle]:
     """Hooks that set the weights of a layer before its forward and restore the placeholders after it."""
     held = ExitStack()
 
-    def take(*_: Any) -> None:
+    def load(*_: Any) -> None:
         # Gathering writes `.data` of training parameters, which must not become inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             held.enter_context(gathered([p for source in {id(w.source): w.source for w in weights}.values()
@@ -134,7 +134,7 @@ def _lend(
                 full = convert(weight.source, weight.parameter)
                 weight.owner._parameters[weight.leaf] = nn.Parameter(full, requires_grad=False)
 
-    def give_back(*_: Any) -> None:
+    def unload(*_: Any) -> None:
         for weight in weights:
             weight.owner._parameters[weight.leaf] = weight.placeholder
         with torch.inference_mode(False), torch.no_grad():
@@ -142,4 +142,4 @@ def _lend(
 
     for weight in weights:
         weight.owner._parameters[weight.leaf] = weight.placeholder
-    return [layer.register_forward_pre_hook(take), layer.register_forward_hook(give_back, always_call=True)]
+    return [layer.register_forward_pre_hook(load), layer.register_forward_hook(unload, always_call=True)]

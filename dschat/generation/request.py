@@ -111,7 +111,7 @@ class Responses:
         columns: T, the largest limit.
     """
 
-    unwanted = 0
+    discarded = 0
 
     def __init__(self, request: Request, device: torch.device, *, reuse: Responses | None = None) -> None:
         """Allocate empty buffers; reuse: an instance no longer in use, whose tensors are reused if large enough."""

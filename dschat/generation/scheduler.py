@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from dschat.generation.captured_steps import CapturedSteps
 from dschat.generation.decode_batch import DecodeBatch
-from dschat.generation.host_tensors import to_device
-from dschat.generation.kv_pool import KVPool, PooledModel
-from dschat.generation.memory import free_memory
+from dschat.generation.prefill import NewPrompt, PromptKey, prefill_batches
 from dschat.generation.request import Request, Responses
-from dschat.generation.step import GraphedStep, Step
 
-# Most prompt tokens (padding included) per prefill forward: enough to fill the device, bounded for activation memory.
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 32768}
-# Shortest prompt of a prefill batch as a share of its longest: limits the compute wasted on padding.
-PREFILL_ALIKE = {"cpu": 0.85, "cuda": 0.5}
+if TYPE_CHECKING:
+    from dschat.generation.pool_decoder import PoolDecoder
+
 # Slots are refilled once this share of them is free, so that one prefill batches several prompts.
 REFILL_SHARE = 1 / 8
 # Decoding steps between two host reads of which rows have ended: each read synchronises with the device.
 STEPS_PER_HOST_SYNC = {"cpu": 1, "cuda": 8}
-
-
-# Longest prompt that is prefilled packed with others, without padding.
-PACKED_PROMPT = 64
-NewPrompt = tuple[tuple[int, ...], tuple[int, list[int]]]  # sharing key; start in the pool, token ids
 
 
 class Counts(Protocol):
@@ -50,168 +39,39 @@ class Prompt:
     logits: Tensor  # [V] after its last token
 
 
-class Rollouts:
-    """Runs requests over a KV pool sized for each; reuses the pool and captured steps for the next where possible.
-
-    Args:
-        model: runs prefill and decoding steps.
-        slots, memory_fraction, without: see Decoder.
-    """
-
-    def __init__(
-        self, model: PooledModel, *, slots: int | None, memory_fraction: float, without: Collection[str]
-    ) -> None:
-        self.model, self.memory_fraction, self.without = model, memory_fraction, without
-        self.most_slots = slots
-        self.device = model.model.get_input_embeddings().weight.device
-        self.pool: KVPool | None = None
-        self.busy = False
-        self.captured = CapturedSteps()
-        # CUDA graphs share one memory pool: they never run concurrently.
-        self._graph_memory = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes kept allocated for the next request."""
-        pool = 0 if self.pool is None else self.pool.size * self.model.bytes_per_token
-        return pool + self.captured.nbytes
-
-    def steps(
-        self, request: Request, responses: Responses, counts: Counts, *, weights: Hashable = None, streams: bool = False
-    ) -> Iterator[int]:
-        """Decode all rows; yields the first row's token count after every host synchronisation.
-
-        If memory runs out, the unfinished rows restart with half the slots and produce the same tokens.
-
-        Args:
-            weights: fixed addresses of the weights, which allow steps to be captured; None: addresses may change.
-            streams: yield the actual count; otherwise yields 0, which saves a host synchronisation.
-
-        Raises:
-            torch.OutOfMemoryError: one row alone does not fit.
-        """
-        self.busy = True
-        try:
-            for count_first_row in self._steps(request, responses, counts, weights):
-                yield count_first_row() if streams else 0
-        finally:
-            self.busy = False
-
-    def _steps(
-        self, request: Request, responses: Responses, counts: Counts, weights: Hashable
-    ) -> Iterator[Callable[[], int]]:
-        waiting = queue_order(request)
-        slots = min(self.most_slots or len(waiting), len(waiting))
-        while waiting:
-            rollout = None
-            try:
-                rollout = _Rollout(self, request, responses, counts, waiting, slots, weights)
-                yield from rollout.steps()
-                return
-            except torch.OutOfMemoryError:
-                if slots == 1:
-                    raise
-                waiting = rollout.unfinished if rollout else waiting
-            del rollout
-            self.free()
-            slots = max(1, slots // 2)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def free(self) -> None:
-        """Free the pool and the captured steps that use it."""
-        self.pool = None
-        self.captured.clear()
-
-    def pool_for(self, request: Request, rows: list[int], slots: int) -> KVPool:
-        """A pool large enough for all rows that can be in flight at once, bounded by the available memory."""
-        limits = request.limits
-        lengths = {self.name(request, row): len(request.prompts[row]) for row in rows}
-        each = sorted((len(request.prompts[row]) + limits[row] for row in rows), reverse=True)
-        wanted = 1 + min(sum(lengths.values()) + sum(limits[row] for row in rows), sum(each[:slots]))
-        if self.pool is not None and self.pool.size >= wanted:
-            self.pool.clear()
-            return self.pool
-        self.free()  # before measuring the free memory
-        affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
-        if affordable <= each[0]:
-            raise torch.OutOfMemoryError(
-                f"the keys and values of one row take {each[0]} tokens x {self.model.bytes_per_token} bytes, but there "
-                f"is room for {affordable} tokens: shorten prompts or responses, or raise --generation_memory_fraction"
-            )
-        self.pool = KVPool(min(wanted, affordable), kernels="kernels" not in self.without)
-        return self.pool
-
-    def step_for(
-        self, request: Request, responses: Responses, pool: KVPool, *, slots: int, longest: int, weights: Hashable
-    ) -> tuple[Step, Callable[[int], None]]:
-        """A step over an empty decode batch and a callable that runs it, captured (and reused) where possible."""
-        captures = (
-            weights is not None and "graphs" not in self.without and can_capture(self.device) and self.model.captures
-        )
-        if captures:
-            longest = 1 << (longest - 1).bit_length()  # rounded up, so that other requests can reuse the graphs
-
-        def make() -> Step:
-            return Step(
-                self.model, pool, DecodeBatch.empty(slots, self.device), responses, request.sampling,
-                to_device(request.stops, self.device), longest, kernels="kernels" not in self.without,
-                allow_host_sync=not captures,
-            )  # fmt: skip
-
-        if not captures:
-            return (step := make()), step
-        graphed = self.captured.get(
-            (slots, longest, request.sampling, tuple(request.stops)), (weights, id(pool), responses.addresses),
-            lambda: GraphedStep(make(), memory=self._graph_memory),
-        )  # fmt: skip
-        graphed.step.slots.reset()
-        return graphed.step, graphed
-
-    def name(self, request: Request, row: int) -> tuple[int, ...]:
-        """Sharing key: rows with equal keys share their prompt's prefill, keys and values."""
-        prompt = tuple(request.prompts[row])
-        return (*prompt, -1 - row) if "sharing" in self.without else prompt
-
-
-def can_capture(device: torch.device) -> bool:
-    """Whether decoding steps can be captured on this device."""
-    return device.type in ("cpu", "cuda")
-
-
 def queue_order(request: Request) -> list[int]:
     """Rows by descending response limit, so that long rows start early; then by prompt length, equal ones adjacent."""
     limits, prompts = request.limits, request.prompts
     return sorted(range(len(request)), key=lambda row: (-limits[row], -len(prompts[row]), tuple(prompts[row])))
 
 
-def first_row_tokens(slots: DecodeBatch, responses: Responses) -> int:
+def first_row_tokens(batch: DecodeBatch, responses: Responses) -> int:
     """Tokens generated for a single-row request, in flight or ended; undefined for several rows."""
-    return int(slots.cells[0]) - 1 if slots.used else int(responses.counts[0])
+    return int(batch.cells[0]) - 1 if batch.used else int(responses.counts[0])
 
 
-class _Rollout:
+class Scheduler:
     """One pass over a queue of rows. After an exception, rows that are not in `finished` must be run again."""
 
     def __init__(
-        self, owner: Rollouts, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
+        self, decoder: PoolDecoder, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
         weights: Hashable,
     ) -> None:  # fmt: skip
-        self.owner, self.request, self.responses, self.counts = owner, request, responses, counts
-        self.model, self.device = owner.model, owner.device
-        self.pool = owner.pool_for(request, rows, slots)
+        self.decoder, self.request, self.responses, self.counts = decoder, request, responses, counts
+        self.model, self.device = decoder.model, decoder.device
+        self.pool = decoder.pool_for(request, rows, slots)
         self.rows, self.queue = rows, deque(rows)
         self.finished: set[int] = set()  # rows whose token count has been written
         self.limits = request.limits
-        self.prompts: dict[tuple[int, ...], Prompt] = {}
-        self.users = Counter(owner.name(request, row) for row in rows)  # unfinished rows per prompt
-        self.in_flight: Counter[tuple[int, ...]] = Counter()  # of these, rows with pool space allocated
-        self.places: dict[int, int] = {}  # row in flight → start of its response in the pool
-        self.step, self.run_step = owner.step_for(
+        self.prompts: dict[PromptKey, Prompt] = {}
+        self.users = Counter(decoder.prompt_key(request, row) for row in rows)  # unfinished rows per prompt
+        self.in_flight: Counter[PromptKey] = Counter()  # of these, rows with pool space allocated
+        self.response_starts: dict[int, int] = {}  # row in flight → start of its response in the pool
+        self.step, self.run_step = decoder.step_for(
             request, responses, self.pool, slots=slots, weights=weights,
             longest=max(len(request.prompts[row]) + self.limits[row] for row in rows),
         )  # fmt: skip
-        self.slots = self.step.slots
+        self.batch = self.step.batch
 
     @property
     def unfinished(self) -> list[int]:
@@ -219,25 +79,25 @@ class _Rollout:
 
     def steps(self) -> Iterator[Callable[[], int]]:
         """Decode; after each host synchronisation yields a callable that reads the first row's token count."""
-        steps_per_look = STEPS_PER_HOST_SYNC[self.device.type]
-        while self.queue or self.slots.used:
-            free = self.slots.count - self.slots.used
-            if self.queue and (free == self.slots.count or free >= max(1, REFILL_SHARE * self.slots.count)):
+        steps_per_sync = STEPS_PER_HOST_SYNC[self.device.type]
+        while self.queue or self.batch.used:
+            free = self.batch.count - self.batch.used
+            if self.queue and (free == self.batch.count or free >= max(1, REFILL_SHARE * self.batch.count)):
                 self.admit()
                 # Rows may end with their first token; if others are running, decoding those is cheaper than a sync.
-                if steps_per_look == 1 or free == self.slots.count:
-                    self.retire()
+                if steps_per_sync == 1 or free == self.batch.count:
+                    self.remove_finished()
             yield self.first_row_tokens
-            if not self.slots.used:
+            if not self.batch.used:
                 continue
-            for _ in range(steps_per_look):
-                self.counts.decoded_rows += self.slots.used
-                self.run_step(self.slots.used)
-            self.retire()
+            for _ in range(steps_per_sync):
+                self.counts.decoded_rows += self.batch.used
+                self.run_step(self.batch.used)
+            self.remove_finished()
         yield self.first_row_tokens
 
     def first_row_tokens(self) -> int:
-        return first_row_tokens(self.slots, self.responses)
+        return first_row_tokens(self.batch, self.responses)
 
     def admit(self) -> None:
         """Fill free slots from the queue while the pool has space; prompts not in the pool are prefilled together.
@@ -245,11 +105,12 @@ class _Rollout:
         Raises:
             torch.OutOfMemoryError: the next row does not fit although no row is in flight.
         """
-        rows, fresh = [], {}
-        while self.queue and len(rows) < self.slots.count - self.slots.used and self.reserve(self.queue[0], fresh):
+        rows, new_prompts = [], {}
+        free = self.batch.count - self.batch.used
+        while self.queue and len(rows) < free and self.reserve(self.queue[0], new_prompts):
             rows.append(self.queue.popleft())
         if not rows:
-            if not self.slots.used:
+            if not self.batch.used:
                 row = self.queue[0]
                 raise torch.OutOfMemoryError(
                     f"row {row} needs {len(self.request.prompts[row]) + self.limits[row]} tokens of keys and values, "
@@ -257,97 +118,73 @@ class _Rollout:
                     "--generation_memory_fraction"
                 )
             return
-        self.prefill(fresh)
-        prompts = [self.prompts[self.owner.name(self.request, row)] for row in rows]
-        spans = [(prompt.start, prompt.length, self.places[row]) for prompt, row in zip(prompts, rows, strict=True)]
-        places = self.slots.add(rows, spans, [self.limits[row] for row in rows], self.responses)
-        self.step.draw(places, torch.stack([prompt.logits for prompt in prompts]))
+        self.prefill(new_prompts)
+        prompts = [self.prompts[self.decoder.prompt_key(self.request, row)] for row in rows]
+        starts = [self.response_starts[row] for row in rows]
+        spans = [(prompt.start, prompt.length, start) for prompt, start in zip(prompts, starts, strict=True)]
+        slots = self.batch.add(rows, spans, [self.limits[row] for row in rows], self.responses)
+        self.step.draw(slots, torch.stack([prompt.logits for prompt in prompts]))
 
-    def reserve(self, row: int, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> bool:
+    def reserve(self, row: int, new_prompts: dict[PromptKey, NewPrompt]) -> bool:
         """Allocate pool space for a row; returns False, with nothing allocated, if there is none.
 
         Evicts prompts that no row in flight uses; later rows of such a prompt prefill it again.
 
         Args:
-            fresh: prompts to prefill, extended by this row's if it is not in the pool: key → start in the pool, ids.
+            new_prompts: prompts to prefill, extended by this row's if it is not in the pool.
         """
-        name, prompt, runs = self.owner.name(self.request, row), self.request.prompts[row], self.pool.runs
+        key, prompt, runs = self.decoder.prompt_key(self.request, row), self.request.prompts[row], self.pool.runs
         while True:
             response = runs.allocate(self.limits[row])
             if response is not None:
-                there = name in self.prompts or name in fresh
-                start = None if there else runs.allocate(len(prompt))
-                if there or start is not None:
+                has_prompt = key in self.prompts or key in new_prompts
+                start = None if has_prompt else runs.allocate(len(prompt))
+                if has_prompt or start is not None:
                     break
                 runs.free_run(response, self.limits[row])
-            if not self.evict(needed=name):
+            if not self.evict(needed=key):
                 return False
         if start is not None:
-            fresh[name] = (start, prompt)
-        self.places[row] = response
-        self.in_flight[name] += 1
+            new_prompts[key] = NewPrompt(start, prompt)
+        self.response_starts[row] = response
+        self.in_flight[key] += 1
         return True
 
-    def evict(self, *, needed: tuple[int, ...]) -> bool:
+    def evict(self, *, needed: PromptKey) -> bool:
         """Evict a prompt that no row in flight uses; False if there is none.
 
         The needed prompt is evicted only from an otherwise empty pool: its position may fragment the free space.
         """
-        idle = [name for name in self.prompts if not self.in_flight[name]]
-        others = [name for name in idle if name != needed]
+        idle = [key for key in self.prompts if not self.in_flight[key]]
+        others = [key for key in idle if key != needed]
         if others or (idle and not self.in_flight.total()):
-            self.drop((others or idle)[0])
+            self.free_prompt((others or idle)[0])
             return True
         return False
 
-    def drop(self, name: tuple[int, ...]) -> None:
+    def free_prompt(self, key: PromptKey) -> None:
         """Free a prompt's pool space."""
-        prompt = self.prompts.pop(name)
+        prompt = self.prompts.pop(key)
         self.pool.runs.free_run(prompt.start, prompt.length)
 
-    def prefill(self, fresh: dict[tuple[int, ...], tuple[int, list[int]]]) -> None:
-        """Prefill new prompts (key → start in the pool, ids), batched by similar length."""
-        waiting = sorted(fresh.items(), key=lambda item: -len(item[1][1]))
-        while waiting:
-            waiting = self.prefill_short(waiting)
-            if not waiting:
-                return
-            longest = len(waiting[0][1][1])
-            most = max(1, PREFILL_TOKENS[self.device.type] // longest)
-            alike = sum(len(prompt) >= PREFILL_ALIKE[self.device.type] * longest for _, (_, prompt) in waiting[:most])
-            part, waiting = waiting[:alike], waiting[alike:]
-            starts, prompts = zip(*(place for _, place in part), strict=True)
-            self.note(part, self.model.prefill(self.pool, prompts, starts))
+    def prefill(self, new_prompts: dict[PromptKey, NewPrompt]) -> None:
+        """Prefill new prompts and record each with the logits after its last token."""
+        packs = self.model.packs and "kernels" not in self.decoder.without
+        for keys, logits in prefill_batches(self.model, self.pool, new_prompts, device=self.device, packs=packs):
+            for key, last in zip(keys, logits, strict=True):
+                start, ids = new_prompts[key]
+                self.prompts[key] = Prompt(start, len(ids), last)
+                self.counts.prefilled_tokens += len(ids)
 
-    def prefill_short(self, waiting: list[NewPrompt]) -> list[NewPrompt]:
-        """Prefill the short ones of prompts sorted by descending length, packed; returns the remaining ones."""
-        if not self.model.packs or "kernels" in self.owner.without:
-            return waiting
-        long = sum(len(prompt) > PACKED_PROMPT for _, (_, prompt) in waiting)
-        short, waiting = waiting[long:], waiting[:long]
-        while short:
-            sizes = accumulate(len(prompt) for _, (_, prompt) in short)
-            count = max(1, sum(size <= PREFILL_TOKENS["cpu"] for size in sizes))
-            part, short = short[:count], short[count:]
-            starts, prompts = zip(*(place for _, place in part), strict=True)
-            self.note(part, self.model.prefill_packed(self.pool, prompts, starts))
-        return waiting
-
-    def note(self, part: list[NewPrompt], logits: Tensor) -> None:
-        """Record prefilled prompts with the logits [U, V] after their last tokens."""
-        for (name, (start, prompt)), last in zip(part, logits, strict=True):
-            self.prompts[name] = Prompt(start, len(prompt), last)
-            self.counts.prefilled_tokens += len(prompt)
-
-    def retire(self) -> None:
+    def remove_finished(self) -> None:
         """Remove finished rows from the batch and free their pool space."""
-        if "compaction" in self.owner.without and bool(self.slots.live[: self.slots.used].any()):
+        if "compaction" in self.decoder.without and bool(self.batch.live[: self.batch.used].any()):
             return
-        for row in self.slots.leave(self.responses):
+        for row in self.batch.remove_finished(self.responses):
             self.finished.add(row)
-            self.pool.runs.free_run(self.places.pop(row), self.limits[row])
-            name = self.owner.name(self.request, row)
-            self.in_flight[name] -= 1
-            self.users[name] -= 1
-            if not self.users[name]:
-                self.drop(name)
+            self.pool.runs.free_run(self.response_starts.pop(row), self.limits[row])
+            key = self.decoder.prompt_key(self.request, row)
+            self.in_flight[key] -= 1
+            self.users[key] -= 1
+            if not self.users[key]:
+                self.free_prompt(key)

@@ -14,7 +14,8 @@ from dschat.generation.cuda import graph
 from dschat.generation.cuda.graph import CapturedGraph
 from dschat.generation.decode_batch import DecodeBatch
 from dschat.generation.draw import draw_tokens
-from dschat.generation.kv_pool import KVPool, PooledModel
+from dschat.generation.kv_pool.pool import KVPool
+from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.generation.request import Responses
 from dschat.generation.sampling import SamplingParams
 
@@ -28,7 +29,7 @@ class Step:
     """Generates one token for each active slot: forward, sample, store, update ended rows, all on the device.
 
     Attributes:
-        model, pool, slots, responses: the state read and written.
+        model, pool, batch, responses: the state read and written.
         sampling, stops: sampling parameters; [n] long ids that end a row.
         longest: upper bound of the context length.
         kernels: use the C++ or Triton kernels where available.
@@ -37,7 +38,7 @@ class Step:
 
     model: PooledModel
     pool: KVPool
-    slots: DecodeBatch
+    batch: DecodeBatch
     responses: Responses
     sampling: SamplingParams
     stops: Tensor
@@ -47,19 +48,19 @@ class Step:
 
     def __call__(self, count: int) -> None:
         """Run the first `count` slots; empty ones run a dummy token whose output is ignored."""
-        tokens, spans = self.slots.advance(count)
+        tokens, spans = self.batch.advance(count)
         logits = self.model.decode(self.pool, tokens, spans, longest=self.longest)  # [R, V]
         self.draw(slice(0, count), logits)
 
-    def draw(self, places: slice, logits: Tensor) -> None:
+    def draw(self, slots: slice, logits: Tensor) -> None:
         """Sample the next token of some slots from logits [n, V]."""
         uniform = None
         if self.responses.uniforms is not None:
-            uniform = self.responses.uniforms[self.slots.next_cells(places, self.responses)]
+            uniform = self.responses.uniforms[self.batch.next_cells(slots, self.responses)]
         tokens, logprobs = draw_tokens(
             logits, uniform, self.sampling, kernels=self.kernels, allow_host_sync=self.allow_host_sync
         )
-        self.slots.write(places, tokens, logprobs, self.responses, self.stops)
+        self.batch.write(slots, tokens, logprobs, self.responses, self.stops)
 
 
 def graph_batch_sizes(most: int) -> list[int]:
@@ -67,10 +68,10 @@ def graph_batch_sizes(most: int) -> list[int]:
 
     A batch is padded to the next size: padding rows are cheap next to reading the weights, captures are not.
     """
-    rungs = [4]
-    while rungs[-1] < most:
-        rungs.append(rungs[-1] + max(4, rungs[-1] // 32 * 8))
-    return [rung for rung in rungs if rung < most] + [most]
+    sizes = [4]
+    while sizes[-1] < most:
+        sizes.append(sizes[-1] + max(4, sizes[-1] // 32 * 8))
+    return [size for size in sizes if size < most] + [most]
 
 
 class GraphedStep:
@@ -87,7 +88,7 @@ class GraphedStep:
     def __init__(self, step: Step, *, memory: object = None) -> None:
         """Wrap a step; memory: the CUDA graph memory pool, see graph.capture."""
         self.step = step
-        self._sizes = graph_batch_sizes(step.slots.count)
+        self._sizes = graph_batch_sizes(step.batch.count)
         self._uncaptured_runs: Counter[int] = Counter()  # per batch size
         self._graphs: dict[int, CapturedGraph | Recording] = {}
         self._records = True
@@ -102,7 +103,7 @@ class GraphedStep:
         size = next(size for size in self._sizes if size >= count)
         if size in self._graphs:
             self._replay(size)
-        elif self.step.slots.tokens.is_cuda:
+        elif self.step.batch.tokens.is_cuda:
             self._run_or_capture(size)
         else:
             self._run_or_record(size)

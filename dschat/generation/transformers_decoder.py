@@ -43,7 +43,7 @@ class TokenChooser(LogitsProcessor):
         watchdog.progress()
         position = input_ids.shape[1] - self.prompt_length
         live, responses = self.live, self.responses
-        cells = torch.where(live, responses.first_cell(self.rows) + position, responses.unwanted)
+        cells = torch.where(live, responses.first_cell(self.rows) + position, responses.discarded)
         uniform = None if responses.uniforms is None else responses.uniforms[cells]
         tokens, logprobs = sample_tokens(scores, uniform, self.sampling)
         responses.tokens[cells] = tokens
@@ -77,14 +77,14 @@ class TransformersDecoder:
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
         """Generate one response per prompt; arguments and result as in Decoder.generate."""
-        wanted = Request(prompts=prompts, **request)
-        wanted.check(self.model.config)
+        checked = Request(prompts=prompts, **request)
+        checked.check(self.model.config)
         device = self.model.get_input_embeddings().weight.device
-        ids, mask = left_pad(prompts, pad_token_id=wanted.pad_token_id, device=device)  # [B, P]
-        responses = Responses(wanted, device)
+        ids, mask = left_pad(prompts, pad_token_id=checked.pad_token_id, device=device)  # [B, P]
+        responses = Responses(checked, device)
         for rows in torch.arange(len(ids), device=device).split(self.slots or len(ids)):
-            self._write(ids[rows], mask[rows], rows, wanted, responses)
-        return responses.rollout(wanted)
+            self._write(ids[rows], mask[rows], rows, checked, responses)
+        return responses.rollout(checked)
 
     def _write(self, ids: Tensor, mask: Tensor, rows: Tensor, request: Request, responses: Responses) -> None:
         """Generate some rows, ids and mask [R, P], and write them into `responses`."""

@@ -15,8 +15,8 @@ def takes(model: PreTrainedModel, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
+def distance(logits: Tensor, expected: Tensor) -> float:
     """Relative error of logits [R, V]: L2 distance over the norm of the expected logits, centred over V."""
     expected = expected.float()
     spread = (expected - expected.mean(-1, keepdim=True)).norm()
-    return float((found.float() - expected).norm() / spread)
+    return float((logits.float() - expected).norm() / spread)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from dschat.models.layer_weights import full_layers
 from dschat.models.weights import full_shape, gathered, is_partitioned
+from dschat.models.windows import short_windows
 from dschat.tensors import logprobs_of
 
 TRIAL_TOKENS = 12
@@ -24,9 +25,10 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
     """Compare TokenLogprobs on unpadded, left-padded and right-padded rows with the model's own logits of one row.
 
-    Weights are gathered and cast to float32 one layer at a time, so that differences are not caused by rounding. A
-    model that cannot run this way is gathered as a whole and compared in its own dtype. A collective under ZeRO-3.
-    Models on the meta device are not checked.
+    Attention windows are shortened, since padding may matter only beyond their length. Weights are gathered and cast to
+    float32 one layer at a time, so that differences are not caused by rounding. A model that cannot run this way is
+    gathered as a whole and compared in its own dtype. A collective under ZeRO-3. Models on the meta device are not
+    checked.
 
     Args:
         model: as it will be trained; its train/eval mode is restored.
@@ -41,7 +43,8 @@ def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
     was_training = ours.training, model.training
     ours.eval()
     try:
-        problem = _problem_by_layers(model, ours)
+        with short_windows(model):
+            problem = _problem_by_layers(model, ours)
     finally:
         ours.train(was_training[0])
         model.train(was_training[1])

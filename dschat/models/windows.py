@@ -1,4 +1,4 @@
-"""Shortens attention windows for trial runs, whose sequences would otherwise be shorter than the window."""
+"""Shortens attention windows and blocks for trial runs, whose sequences would otherwise be shorter than these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from transformers import PreTrainedModel
 
 SHORT = 5
 # Suffixes of the attribute names that hold windows in configs and layers.
-WINDOWS = ("window", "window_size", "attention_chunk_size")
+WINDOWS = ("window", "window_size", "attention_chunk_size", "index_block_size")
+# Names of the same in layers only: many configs have a block size that is no part of attention.
+LAYER_WINDOWS = (*WINDOWS, "block_size")
 
 
 @contextmanager
@@ -22,20 +24,20 @@ def short_windows(model: PreTrainedModel) -> Iterator[bool]:
         Whether the model has any windows.
     """
     config = model.config.get_text_config()
-    windows = {name: value for name, value in vars(config).items() if _is_window(name, value)}
-    changed: list[tuple[object, str, int]] = []
-    for place in (config, *model.modules()):
-        for name, value in list(vars(place).items()):
-            if _is_window(name, value) and value in windows.values():
-                changed.append((place, name, value))
+    windows = {name: value for name, value in vars(config).items() if _is_window(name, value, WINDOWS)}
+    changed = [(config, name, value) for name, value in windows.items()]
+    for layer in model.modules():
+        for name, value in vars(layer).items():
+            if _is_window(name, value, LAYER_WINDOWS) and value in windows.values():
+                changed.append((layer, name, value))
     try:
-        for place, name, _ in changed:
-            setattr(place, name, SHORT)
+        for owner, name, _ in changed:
+            setattr(owner, name, SHORT)
         yield bool(windows)
     finally:
-        for place, name, value in changed:
-            setattr(place, name, value)
+        for owner, name, value in changed:
+            setattr(owner, name, value)
 
 
-def _is_window(name: str, value: object) -> bool:
-    return name.endswith(WINDOWS) and isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _is_window(name: str, value: object, suffixes: tuple[str, ...]) -> bool:
+    return name.endswith(suffixes) and isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -131,8 +131,6 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
     """Settings of step 3 that are valid but probably not intended."""
     models, rollouts, ppo, rewards = settings.models, settings.rollouts, settings.ppo, settings.rewards
     warnings = []
-    if rollouts.pin_generation_buffers and not rollouts.uses_hybrid_engine:
-        warnings.append("--pin_generation_buffers has no effect: transformers generates, which keeps no buffers")
     if ppo.kl_in == "loss" and ppo.kl_coef and ppo.kl_estimator == "k1":
         warnings.append(
             "--kl_in loss with --kl_estimator k1 does not limit KL: the gradient of k1 is 0 on average; choose k2 or "

@@ -109,18 +109,17 @@ def test_flags_that_only_work_together(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("values", "hybrid"),
+    ("values", "engine"),
     [
-        ({}, True),
-        ({"enable_hybrid_engine": False}, False),
-        ({"rollout_engine": "hybrid"}, True),
-        ({"rollout_engine": "transformers"}, False),
-        ({"rollout_engine": "transformers", "enable_hybrid_engine": False}, False),
+        ({}, "hybrid"),
+        ({"enable_hybrid_engine": False}, "transformers"),
+        ({"rollout_engine": "hybrid"}, "hybrid"),
+        ({"rollout_engine": "transformers"}, "transformers"),
+        ({"rollout_engine": "transformers", "enable_hybrid_engine": False}, "transformers"),
     ],
 )
-def test_the_rollout_engine_is_selected_by_name_or_by_enable_hybrid_engine(values, hybrid):
-    rollouts = arguments.RolloutArguments(**values)
-    assert rollouts.uses_hybrid_engine is hybrid
+def test_the_rollout_engine_is_selected_by_name_or_by_enable_hybrid_engine(values, engine):
+    assert arguments.RolloutArguments(**values).engine == engine
 
 
 def test_correction_flags_without_effect_warn(tmp_path, capsys):

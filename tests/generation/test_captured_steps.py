@@ -13,7 +13,7 @@ from dschat.generation.captured_steps import MOST_KINDS, CapturedSteps
 from dschat.generation.cpu import step_recording
 from dschat.generation.cpu.step_recording import record
 from dschat.generation.cuda import graph
-from dschat.generation.kv_pool import KVPool
+from dschat.generation.kv_pool.pool import KVPool
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": EOS, "pad_token_id": 0, "seed": 3}
 
@@ -51,7 +51,7 @@ def test_rollouts_of_the_same_kind_are_recorded_once(recordings, pinned):
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_sampled_and_greedy_rollouts_in_turn_keep_each_their_own(recordings, pinned):
+def test_alternating_sampled_and_greedy_rollouts_keep_their_own_recordings(recordings, pinned):
     """As ReMax alternates: several samples of each prompt, then one greedy response to it."""
     actor = HybridEngine(tiny_llama(), pin_buffers=pinned)
     several = [prompt for prompt in PROMPTS for _ in range(3)]
@@ -80,7 +80,7 @@ def test_weights_that_moved_are_recorded_anew(recordings):
 
 
 @pytest.mark.parametrize("why", ["size", "copies", "an open stream"])
-def test_what_is_not_pinned_is_kept_only_where_it_is_small_and_no_copy(monkeypatch, why):
+def test_unpinned_buffers_are_kept_only_if_small_and_if_weights_are_no_copies(monkeypatch, why):
     model = with_lora(tiny_llama()) if why == "copies" else tiny_llama()
     if why == "size":
         monkeypatch.setattr(decoder, "KEPT_BYTES", 1000)
@@ -90,16 +90,16 @@ def test_what_is_not_pinned_is_kept_only_where_it_is_small_and_no_copy(monkeypat
         stream = actor.stream([5, 6], max_new_tokens=3, eos_token_ids=None)
         if why == "an open stream":
             next(stream)
-    assert actor._decoder._rollouts is None and actor._decoder._responses is None
+    assert actor._decoder._pool_decoder is None and actor._decoder._responses is None
     kept = HybridEngine(tiny_llama(), pin_buffers=why == "size")
     rollout(kept)
     inside = kept._decoder
-    assert inside._rollouts.pool is not None
-    pool = inside._rollouts.pool.size * inside._pooled.bytes_per_token
+    assert inside._pool_decoder.pool is not None
+    pool = inside._pool_decoder.pool.size * inside._pooled.bytes_per_token
     assert inside._kept_bytes() > pool + 12 * len(PROMPTS) * (8 + 4 + 4), "pool, tables and recordings"
 
 
-def test_a_few_kinds_are_kept_and_the_one_unused_for_longest_goes():
+def test_the_least_recently_used_kind_of_captured_steps_is_evicted():
     steps = CapturedSteps()
     first = steps.get(0, "here", object)
     kept = [steps.get(kind, "here", object) for kind in range(1, MOST_KINDS)]
@@ -158,7 +158,7 @@ class Cuda:
 
 
 @pytest.mark.parametrize("fails", ["begin", "inside", "end"])
-def test_a_capture_that_fails_gives_the_stream_back(fails):
+def test_a_failed_capture_restores_the_current_stream(fails):
     cuda = Cuda(fails=fails)
     ran = []
 
@@ -176,7 +176,7 @@ def test_a_capture_that_fails_gives_the_stream_back(fails):
     assert cuda.stream == "of training"
 
 
-def test_out_of_memory_in_a_capture_is_not_taken_for_a_model_that_cannot_be_captured():
+def test_out_of_memory_during_capture_does_not_disable_capturing():
     class Broken(Cuda):
         @contextlib.contextmanager
         def graph(self, graph, pool):
@@ -213,7 +213,7 @@ def captured_as_on_cuda(monkeypatch, cuda: Cuda) -> None:
     monkeypatch.setattr(step.GraphedStep, "_run_or_record", step.GraphedStep._run_or_capture)
 
 
-def test_a_size_is_captured_once_it_has_run_often_enough_and_then_launched(monkeypatch):
+def test_a_batch_size_is_captured_after_enough_uncaptured_runs_and_then_replayed(monkeypatch):
     cuda = Cuda()
     captured_as_on_cuda(monkeypatch, cuda)
     model = tiny_llama()
@@ -231,7 +231,7 @@ def test_a_size_is_captured_once_it_has_run_often_enough_and_then_launched(monke
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_a_model_that_cannot_be_captured_goes_on_uncaptured_and_is_not_tried_again(monkeypatch, pinned):
+def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(monkeypatch, pinned):
     cuda = Cuda(fails="end")
     monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that nothing but the model remembers
     captured_as_on_cuda(monkeypatch, cuda)
@@ -266,38 +266,38 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("slots", [None, 4])
-def test_the_host_waits_once_a_look_and_streaming_alone_asks_for_more(monkeypatch, slots):
+def test_the_host_synchronises_once_every_eight_steps_unless_it_streams(monkeypatch, slots):
     monkeypatch.setitem(scheduler.STEPS_PER_HOST_SYNC, "cpu", 8)
     prompts = [[token] for token in range(16)]
     plain = Decoder(tiny("llama"), slots=slots)
     settings = {"max_new_tokens": 41, "eos_token_ids": None}
     expected = sampled(plain, prompts, **settings).responses()
-    looks, admissions, held = [], [], []
-    usual_steps, usual_admit = scheduler._Rollout.retire, scheduler._Rollout.admit
+    syncs, admissions, held = [], [], []
+    usual_remove_finished, usual_admit = scheduler.Scheduler.remove_finished, scheduler.Scheduler.admit
 
-    def retire(self):
-        looks.append(1)
+    def remove_finished(self):
+        syncs.append(1)
         held.extend(
-            [self.slots.live, self.slots.cells, self.slots.tokens, self.responses.tokens, self.responses.counts]
+            [self.batch.live, self.batch.cells, self.batch.tokens, self.responses.tokens, self.responses.counts]
         )
         waits.of = {tensor.untyped_storage().data_ptr() for tensor in held}
-        return usual_steps(self)
+        return usual_remove_finished(self)
 
     def admit(self):
         admissions.append(1)
         return usual_admit(self)
 
-    monkeypatch.setattr(scheduler._Rollout, "retire", retire)
-    monkeypatch.setattr(scheduler._Rollout, "admit", admit)
+    monkeypatch.setattr(scheduler.Scheduler, "remove_finished", remove_finished)
+    monkeypatch.setattr(scheduler.Scheduler, "admit", admit)
     with Waits(of=[]) as waits:
         assert sampled(plain, prompts, **settings).responses() == expected
     groups = 1 if slots is None else 4
-    assert len(looks) == groups * (1 + 5), "40 steps of each group after its first token, a look every 8 of them"
+    assert len(syncs) == groups * (1 + 5), "40 steps of each group after its first token, a host sync every 8 of them"
     # Besides the host syncs: the checks of the finished rollout, and its size.
-    assert waits.count <= len(looks) + 4
+    assert waits.count <= len(syncs) + 4
 
 
-def test_a_prefill_waits_for_the_device_no_more_often_with_more_layers():
+def test_host_syncs_of_a_prefill_do_not_grow_with_the_layers():
     counts = {}
     for layers in (2, 6):
         pooled = Decoder(tiny_llama(num_hidden_layers=layers).eval())._pooled

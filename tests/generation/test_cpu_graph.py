@@ -51,7 +51,7 @@ def test_an_operation_of_several_results_and_one_without_an_out_form():
     torch.testing.assert_close(sorted_x, torch.nn.functional.silu(values))
 
 
-def test_a_tensor_made_of_a_constant_is_made_anew():
+def test_a_constant_tensor_is_created_again_in_every_replay():
     out = torch.empty(3)
 
     def run(out):
@@ -77,7 +77,7 @@ def test_our_kernels_are_part_of_a_recording():
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (8,), weight, eps=1e-6))
 
 
-def test_what_reads_a_number_or_makes_too_much_has_run_and_is_not_recorded(monkeypatch):
+def test_runs_that_read_values_or_allocate_too_much_are_executed_but_not_recorded(monkeypatch):
     x = torch.ones(3)
     for read in (float, int, bool, Tensor.item, Tensor.tolist, lambda x: len(x.view(1)[x.view(1) > 0])):
         x.fill_(1)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from dschat.generation import SamplingParams
-from dschat.generation.attention import decode_attention, plain_attention
-from dschat.generation.cpu import cpp_kernels
+from dschat.generation.cpu import cpp_build, cpp_kernels
+from dschat.generation.kv_pool.attention import Contexts, Scoring, decode_attention, plain_attention
 from dschat.generation.sampling import sample_tokens
 
 # Contexts of 1 to 73 tokens; the first two rows share a prompt, the fifth has none.
@@ -52,7 +52,8 @@ def test_attention_equals_the_definition(dtype, width, value_width, heads, kv_he
     key, value = torch.randn(6, kv_heads, width, generator=generator), torch.randn(6, kv_heads, value_width)
     key, value, spans, others = key.to(dtype), value.to(dtype), torch.tensor(SPANS), keys.clone()
     settings = {"scale": width**-0.5, "window": window, "softcap": softcap}
-    out = decode_attention(query, key, value, keys, values, spans, longest=80, kernels=by_kernel, **settings)
+    contexts, scoring = Contexts(keys, values, spans, longest=80), Scoring(**settings)
+    out = decode_attention(query, key, value, contexts, scoring, kernels=by_kernel)
     newest = spans[:, 2] + spans[:, 3] - 1
     assert torch.equal(keys[newest], key) and torch.equal(values[newest], value)
     others[newest] = key
@@ -69,8 +70,8 @@ def test_what_lies_beyond_a_context_is_never_read(kernels):
     for prompt, prompt_length, response, response_length in SPANS:
         for start, length in ((prompt, prompt_length), (response, response_length)):
             keys[start : start + length] = values[start : start + length] = 1.0
-    spans, ones = torch.tensor(SPANS), torch.ones(6, 1, 8)
-    out = kernels.decode_attention(ones, ones, ones, keys, values, spans, scale=1.0)
+    contexts, ones = Contexts(keys, values, torch.tensor(SPANS), longest=80), torch.ones(6, 1, 8)
+    out = kernels.decode_attention(ones, ones, ones, contexts, Scoring(scale=1.0))
     torch.testing.assert_close(out, torch.ones(6, 1, 8))
 
 
@@ -84,10 +85,9 @@ def test_shapes_that_do_not_fit_are_refused(kernels):
         {"pool": pool.transpose(0, 1)},
     ):
         given = {"query": query, "key": key, "pool": pool, "spans": spans} | bad
+        contexts = Contexts(given["pool"], given["pool"], given["spans"], longest=80)
         with pytest.raises(ValueError, match="do not fit together"):
-            kernels.decode_attention(
-                given["query"], given["key"], key, given["pool"], given["pool"], given["spans"], scale=1.0
-            )
+            kernels.decode_attention(given["query"], given["key"], key, contexts, Scoring(scale=1.0))
     with pytest.raises(ValueError, match="there are 2 rows of logits"):
         kernels.sample_tokens(torch.zeros(2, 5), torch.rand(3), SamplingParams())
 
@@ -115,7 +115,7 @@ def test_drawn_tokens_are_those_of_sample_tokens(kernels, dtype, vocabulary, par
     )
 
 
-def test_impossible_tokens_are_never_drawn_and_nan_shows(kernels):
+def test_impossible_tokens_are_never_drawn_and_nan_reaches_the_logprob(kernels):
     logits = torch.full((50, 3000), -torch.inf)
     logits[:, [5, 2047, 2999]] = torch.tensor([0.0, 1.0, 2.0])
     uniform = torch.linspace(2**-24, 1 - 2**-24, 50)
@@ -132,7 +132,7 @@ def test_greedy_takes_the_lowest_of_equals(kernels):
     torch.testing.assert_close(logprobs, torch.tensor([[0.0, 2.0, 2.0]]).log_softmax(-1)[:, 1])
 
 
-def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path):
+def test_without_a_compiler_there_are_no_kernels_and_a_warning(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.warns(UserWarning, match="cannot be built.*no-such-compiler"):
@@ -146,10 +146,10 @@ def test_without_a_compiler_decoding_goes_on_and_says_so(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_library_that_others_may_have_written_is_built_anew(monkeypatch, tmp_path):
+def test_a_library_that_others_may_have_written_is_built_again(monkeypatch, tmp_path):
     """It has the right name, in a folder of ours, but its mode lets others write to it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    library = cpp_kernels._folder() / f"cpu_kernels-{cpp_kernels._identity()}.so"
+    library = cpp_build._folder() / f"cpu_kernels-{cpp_build._identity()}.so"
     library.write_bytes(b"not ours")
     library.chmod(0o666)
     loaded = cpp_kernels.load.__wrapped__()
@@ -159,7 +159,10 @@ def test_a_library_that_others_may_have_written_is_built_anew(monkeypatch, tmp_p
 
 def test_plain_attention_takes_any_bound_of_the_context():
     query, pool, spans = torch.randn(6, 2, 8), torch.randn(300, 2, 8), torch.tensor(SPANS)
-    short, long = (plain_attention(query, pool, pool, spans, scale=1.0, longest=longest) for longest in (73, 500))
+    short, long = (
+        plain_attention(query, Contexts(pool, pool, spans, longest=longest), Scoring(scale=1.0))
+        for longest in (73, 500)
+    )
     torch.testing.assert_close(short, long)
 
 

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
 
 
 def graphed(actor: HybridEngine) -> GraphedStep:
-    return next(reversed(actor._decoder._rollouts.captured._kinds.values()))
+    return next(reversed(actor._decoder._pool_decoder.captured._kinds.values()))
 
 
 def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):
@@ -53,7 +53,7 @@ def test_captured_fused_and_plain_steps_draw_the_same_tokens(without, sampling):
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_recordings_outlive_a_context_and_see_the_weights_of_their_moment(lora, dtype):
+def test_recordings_are_reused_in_later_contexts_with_the_current_weights(lora, dtype):
     model = (with_lora(tiny("llama")) if lora else tiny("llama")).to(dtype)
     actor = HybridEngine(model, pin_buffers=True)
     first = rollout(actor)
@@ -67,7 +67,7 @@ def test_recordings_outlive_a_context_and_see_the_weights_of_their_moment(lora, 
     assert second.responses() == rollout(HybridEngine(model, without=["graphs"])).responses() != first.responses()
 
 
-def test_other_requests_and_larger_ones_are_not_served_by_an_old_recording():
+def test_a_recording_is_not_reused_for_other_or_larger_requests():
     model = tiny("llama")
     actor = HybridEngine(model, pin_buffers=True)
     for changes in (
@@ -95,7 +95,7 @@ def test_a_step_that_reads_a_number_is_not_recorded(monkeypatch):
     torch.testing.assert_close(found.logprobs, expected.logprobs)
 
 
-def test_the_ladder_reaches_every_count_in_few_rungs():
+def test_a_few_graph_batch_sizes_cover_every_count():
     assert graph_batch_sizes(1) == [1] and graph_batch_sizes(4) == [4] and graph_batch_sizes(10) == [4, 8, 10]
     for most in (31, 64, 512):
         rungs = graph_batch_sizes(most)
@@ -103,7 +103,7 @@ def test_the_ladder_reaches_every_count_in_few_rungs():
         assert all(after - before <= max(4, before / 4) for before, after in zip(rungs, rungs[1:], strict=False))
 
 
-def test_a_stream_that_is_open_and_a_rollout_do_not_meet():
+def test_an_open_stream_and_a_rollout_do_not_affect_each_other():
     actor = HybridEngine(tiny("llama"))
     settings = {"max_new_tokens": 12, "eos_token_ids": None, "seed": 3}
     with actor.generation():
@@ -115,7 +115,7 @@ def test_a_stream_that_is_open_and_a_rollout_do_not_meet():
 
 
 @pytest.mark.parametrize("case", ["lora", "dtype", "tied"])
-def test_layer_by_layer_says_what_whole_weights_say(case):
+def test_layerwise_weights_give_the_tokens_of_whole_weights(case):
     model = tiny("llama" if case != "tied" else "opt")
     model = with_lora(model) if case == "lora" else model
     dtype = None if case == "lora" else torch.bfloat16
@@ -130,7 +130,7 @@ def test_layer_by_layer_says_what_whole_weights_say(case):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in lent.modules())
 
 
-def test_copies_that_do_not_fit_come_layer_by_layer(monkeypatch):
+def test_copies_that_do_not_fit_are_materialised_layer_by_layer(monkeypatch):
     from dschat.generation import generation_module
 
     model = with_lora(tiny("llama"))
@@ -142,7 +142,7 @@ def test_copies_that_do_not_fit_come_layer_by_layer(monkeypatch):
             assert (actor._generation_module.layerwise is not None) == layerwise
 
 
-def test_a_weight_read_outside_its_layer_shows_as_not_a_number():
+def test_placeholders_of_layerwise_weights_are_nan():
     """A model may compute with another layer's weight; placeholders must not pass for numbers."""
     model = with_lora(tiny("llama"))
     actor = HybridEngine(model, layerwise=True)
@@ -151,7 +151,7 @@ def test_a_weight_read_outside_its_layer_shows_as_not_a_number():
         assert weight.isnan().all() and weight.untyped_storage().nbytes() == weight.element_size()
 
 
-def test_flat_copies_lie_apart_and_stay_where_they_are_while_pinned():
+def test_flat_copies_do_not_overlap_and_keep_their_addresses_while_pinned():
     model = with_lora(tiny("llama"))
     for pinned in (False, True):
         actor = HybridEngine(model, pin_buffers=pinned)

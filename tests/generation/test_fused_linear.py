@@ -20,7 +20,7 @@ def names_of(model: nn.Module, groups: list[list[nn.Linear]]) -> list[list[str]]
     return [[names[layer] for layer in group] for group in groups]
 
 
-def test_watching_a_forward_finds_the_layers_that_share_an_input():
+def test_a_traced_forward_finds_the_layers_that_share_an_input():
     model = tiny("llama")
     layer = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert names_of(model, shared_inputs(model)) == [*layer, *layer, ["lm_head"]]
@@ -30,14 +30,14 @@ def test_watching_a_forward_finds_the_layers_that_share_an_input():
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_parts_equal_the_layers_and_come_fresh_for_every_input(bias):
+def test_fused_outputs_equal_the_layers_and_are_recomputed_for_every_input(bias):
     torch.manual_seed(0)
     layers = [nn.Linear(32, size, bias=bias).bfloat16() for size in (48, 16, 8)]
     with torch.inference_mode():
         first, second = torch.randn(5, 1, 32).bfloat16(), torch.randn(7, 1, 32).bfloat16()
         expected = [[layer(x) for layer in layers] for x in (first, second)]
         fused = FusedLinears(layers, LIBRARY)
-        fused.take()
+        fused.pack_weights()
         for x, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
             for layer, part in zip(layers, wanted, strict=True):
                 torch.testing.assert_close(layer(x), part, atol=0.02, rtol=0.02)
@@ -51,7 +51,7 @@ def test_parts_equal_the_layers_and_come_fresh_for_every_input(bias):
     assert all("forward" not in vars(layer) for layer in layers)
 
 
-def test_fused_rollouts_say_what_plain_ones_say_and_the_model_stays_as_it_was():
+def test_fused_rollouts_equal_plain_ones_and_leave_the_model_unchanged():
     model = tiny("qwen2").bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     assert fusable(model) and not fusable(tiny("llama"))
@@ -75,7 +75,7 @@ def test_fused_rollouts_say_what_plain_ones_say_and_the_model_stays_as_it_was():
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-def test_new_weights_are_packed_anew(pinned):
+def test_changed_weights_are_packed_again(pinned):
     model = tiny("llama").bfloat16()
     actor = HybridEngine(model, pin_buffers=pinned)
     settings = {"max_new_tokens": 6, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}

@@ -77,7 +77,7 @@ def test_random_states_stay_as_they_are():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_norm_with_another_epsilon_is_told_apart():
+def test_a_norm_with_another_epsilon_is_not_replaced():
     class Norm(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from dschat.generation import Decoder, SamplingParams, scheduler
-from dschat.generation.kv_pool import PooledModel
+from dschat.generation import Decoder, SamplingParams, pool_decoder
+from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.models.causal_lm import TokenLogprobs
 
 COMMON = {
@@ -187,7 +187,7 @@ def test_samples_of_one_prompt_share_one_prefill(llama):
     assert together.responses()[:4] == alone
 
 
-def test_finished_rows_leave_the_batch_and_the_others_never_notice(llama):
+def test_removing_finished_rows_does_not_change_the_others(llama):
     prompts = [[token] for token in range(16)]
     decoder = Decoder(llama)
     settings = {"max_new_tokens": 45, "eos_token_ids": list(range(0, 97, 24))}
@@ -199,7 +199,7 @@ def test_finished_rows_leave_the_batch_and_the_others_never_notice(llama):
     assert sampled(Decoder(llama, slots=1), prompts, **settings).responses() == rollout.responses()
 
 
-def test_a_batch_whose_rows_all_end_at_once_stops_there(llama):
+def test_decoding_stops_when_all_rows_have_ended(llama):
     greedy = transformers_greedy(llama, [[5, 6, 7]], 12)[0]
     decoder = Decoder(llama)
     rollout = sampled(decoder, [[5, 6, 7]] * 3, sampling=GREEDY, eos_token_ids=greedy[0])
@@ -209,7 +209,7 @@ def test_a_batch_whose_rows_all_end_at_once_stops_there(llama):
     assert decoder.decoded_rows == 0
 
 
-def test_a_response_may_be_longer_than_the_room_first_made_for_it(llama):
+def test_a_response_may_be_longer_than_the_first_cache_buffer(llama):
     """The cache grows several times on the way to 60 tokens."""
     assert sampled(Decoder(llama), [[5], [6, 7]], sampling=GREEDY, max_new_tokens=60).responses() == (
         transformers_greedy(llama, [[5], [6, 7]], 60)
@@ -234,8 +234,8 @@ def test_results_can_enter_a_graph_and_gradients_stay_on_while_streaming(llama):
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("name, reason", [("mamba", "whose state is no keys and values.*all columns again")])
-def test_a_model_the_pool_cannot_serve_says_so_once(name, reason):
+@pytest.mark.parametrize("name, reason", [("mamba", "whose state is not only keys and values.*all columns again")])
+def test_a_model_that_the_pool_does_not_support_warns_once(name, reason):
     decoder = Decoder(tiny(name))
     with pytest.warns(UserWarning, match=f"decoded by a plain loop.*{reason}"):
         sampled(decoder)
@@ -272,13 +272,13 @@ def test_without_sharing_every_row_runs_its_own_prompt(llama):
     assert decoder.prefilled_tokens == 13
 
 
-def test_samples_of_a_prompt_that_come_to_slots_later_find_its_prefill(llama):
+def test_later_samples_of_a_prompt_reuse_its_prefill(llama):
     decoder = Decoder(llama, slots=2)
     sampled(decoder, [[5, 6, 7]] * 8)
     assert decoder.prefilled_tokens == 3
 
 
-def test_a_small_memory_makes_rows_wait_and_changes_nothing(llama, monkeypatch):
+def test_rows_that_wait_for_memory_give_the_same_tokens(llama, monkeypatch):
     whole = sampled(Decoder(llama), eos_token_ids=EOS).responses()
     decoder = Decoder(llama, memory_fraction=1.0)
     sampled(decoder)
@@ -286,11 +286,11 @@ def test_a_small_memory_makes_rows_wait_and_changes_nothing(llama, monkeypatch):
     # One layer keeps 2 heads of 8 numbers twice, in 4 bytes each; there are two layers.
     assert per_token == 2 * 2 * 8 * 2 * 4
     rooms = []
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: rooms.append(1) or 30 * per_token)
+    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: rooms.append(1) or 30 * per_token)
     decoder.release()
     assert sampled(decoder, eos_token_ids=EOS).responses() == whole
-    assert rooms and decoder._rollouts.pool.size == 30
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: 20 * per_token)
+    assert rooms and decoder._pool_decoder.pool.size == 30
+    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: 20 * per_token)
     decoder.release()
     with pytest.raises(torch.OutOfMemoryError, match="21 tokens x 256 bytes.*--generation_memory_fraction"):
         sampled(decoder)
@@ -334,7 +334,7 @@ def test_two_hundred_rollouts_take_no_more_memory(llama):
     assert process.memory_info().rss - before < 16 * 2**20
 
 
-def test_bad_calls_say_what_is_wrong(llama):
+def test_invalid_requests_name_the_problem(llama):
     decoder = Decoder(llama)
     with pytest.raises(ValueError, match=r"prompts \[1\] hold no token.*BOS"):
         sampled(decoder, [[5], [], [6]])

@@ -105,7 +105,7 @@ def test_dropout_and_checkpointing_of_training_stay_out_of_generation():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_whole_weights_are_lent_without_a_copy_and_all_are_given_back(tied):
+def test_unpartitioned_weights_are_aliased_and_released(tied):
     model = tiny_llama(tie_word_embeddings=tied)
     actor = HybridEngine(model)
     lent = actor._generation_module.module
@@ -145,7 +145,7 @@ def test_a_hundred_switches_leave_weights_with_adapters_bit_identical(dtype):
     assert torch.equal(rollouts[0].logprobs, rollouts[-1].logprobs)
 
 
-def test_each_context_generates_with_the_weights_of_its_moment():
+def test_each_context_generates_with_the_current_weights():
     model = with_lora(tiny_llama())
     actor = HybridEngine(model)
     answers = []
@@ -179,7 +179,7 @@ def test_generation_may_run_in_another_dtype():
     assert_bit_identical(model, before)
 
 
-def test_an_exception_inside_gives_the_weights_back_and_the_next_context_works():
+def test_an_exception_inside_releases_the_weights_and_the_next_context_works():
     actor = HybridEngine(tiny_llama())
     with pytest.raises(KeyError), actor.generation():
         raise KeyError("whatever")
@@ -188,7 +188,7 @@ def test_an_exception_inside_gives_the_weights_back_and_the_next_context_works()
         assert actor.generate(PROMPTS, **GREEDY).response_mask.all()
 
 
-def test_wrong_use_says_what_to_do():
+def test_generating_outside_or_twice_inside_the_context_is_refused():
     actor = HybridEngine(tiny_llama())
     with pytest.raises(RuntimeError, match=r"with engine.generation\(\)"):
         actor.generate(PROMPTS, **GREEDY)
@@ -204,7 +204,7 @@ def test_wrong_use_says_what_to_do():
         HybridEngine(nn.Linear(2, 2))
 
 
-def test_a_model_that_is_no_longer_what_its_config_says_is_refused():
+def test_a_model_that_differs_from_its_config_is_refused():
     model = tiny_llama()
     actor = HybridEngine(model)
     model.model.layers[0].mlp.extra = nn.Linear(2, 2)
@@ -298,7 +298,7 @@ def train_once(engine: nn.Module) -> None:
     engine.step()
 
 
-def test_two_ranks_of_every_zero_stage_roll_out_what_one_process_does(tmp_path):
+def test_two_ranks_of_every_zero_stage_generate_what_one_process_generates(tmp_path):
     import socket
 
     with socket.socket() as free:

@@ -5,10 +5,11 @@ import random
 import pytest
 from test_generation import ARCHITECTURES, tiny
 
-from dschat.generation.kv_pool import KVAllocator, PooledModel
+from dschat.generation.kv_pool.allocator import KVAllocator
+from dschat.generation.kv_pool.pooled_model import PooledModel
 
 
-def test_runs_never_overlap_and_all_room_comes_back():
+def test_allocated_runs_never_overlap_and_freed_ones_merge():
     chooser, runs, held = random.Random(3), KVAllocator(1, 200), {}
     for _ in range(3000):
         if held and chooser.random() < 0.5:
@@ -36,10 +37,11 @@ def test_architectures_that_are_served(name):
     assert (problem is None) == (name != "mamba"), problem
 
 
-def test_a_layer_that_slides_without_telling_its_attention_is_not_served(monkeypatch):
+def test_a_window_that_attention_does_not_receive_is_not_supported(monkeypatch):
     """On a dozen tokens a window of thousands looks like none."""
     pooled = PooledModel(tiny("gemma2"))
     assert pooled.mismatch() is None
-    assert "layers [0] do not tell" in pooled._window_mismatch({0: None, 1: None}, False), "no window to shorten"
+    problem = pooled._window_mismatch({0: None, 1: None}, False)  # no window that the trial could shorten
+    assert "layers [0] do not pass the windows" in problem
     monkeypatch.setattr(pooled.model.config, "layer_types", ["chunked_attention", "full_attention"])
     assert "layers of chunked_attention" in pooled._window_mismatch({}, True)

@@ -59,7 +59,7 @@ def test_the_tightest_limit_of_a_container_counts_and_file_cache_does_not(monkey
     assert memory.free_memory(CPU) == 0
 
 
-def test_inside_a_container_its_own_group_is_the_root_of_what_is_mounted():
+def test_inside_a_container_its_own_cgroup_is_the_root():
     memory.OWN_CGROUPS.write_text("4:memory:/outside/of/view\n0::/\n")
     write_group(memory.CGROUPS / "memory", 6 * GIB, 2 * GIB, GIB, version=1)
     assert memory.free_memory(CPU) == 5 * GIB

@@ -8,9 +8,11 @@ import torch
 from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
 from test_hybrid_engine import tiny_llama
 
-from dschat.generation import Decoder, HybridEngine, SamplingParams, scheduler
+from dschat.generation import Decoder, HybridEngine, SamplingParams, pool_decoder
 from dschat.generation.decode_batch import DecodeBatch
-from dschat.generation.kv_pool import KVPool, PooledModel
+from dschat.generation.kv_pool.pool import KVPool
+from dschat.generation.kv_pool.pooled_model import PooledModel
+from dschat.generation.pool_decoder import PoolDecoder
 from dschat.generation.request import Request, Responses
 from dschat.generation.step import Step
 
@@ -44,9 +46,9 @@ PLACES = [
     *[(PooledModel, "decode", call) for call in (0, 3)],
     *[(Step, "draw", call) for call in (0, 1, 4)],
     *[(DecodeBatch, "add", call) for call in (0, 1)],
-    *[(DecodeBatch, "leave", call) for call in (0, 1, 2, 5)],
+    *[(DecodeBatch, "remove_finished", call) for call in (0, 1, 2, 5)],
     *[(KVPool, "update", call) for call in (0, 1, 2)],
-    (scheduler.Rollouts, "pool_for", 0),
+    (PoolDecoder, "pool_for", 0),
 ]
 
 
@@ -67,7 +69,7 @@ def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, ca
 
 
 @pytest.mark.parametrize(("owner", "name", "call"), PLACES)
-def test_any_other_fault_ends_the_rollout_and_the_next_one_is_whole(llama, monkeypatch, owner, name, call):
+def test_other_exceptions_end_the_rollout_and_the_next_one_is_complete(llama, monkeypatch, owner, name, call):
     whole = sampled(Decoder(llama), **SETTINGS)
     decoder = Decoder(llama, slots=3)
     sampled(decoder, **SETTINGS)
@@ -79,7 +81,7 @@ def test_any_other_fault_ends_the_rollout_and_the_next_one_is_whole(llama, monke
     assert sampled(decoder, **SETTINGS).responses() == whole.responses()
 
 
-def test_a_row_without_an_end_is_never_handed_out(llama):
+def test_a_rollout_with_an_unfinished_row_is_never_returned(llama):
     request = Request(prompts=PROMPTS, max_new_tokens=[2, 2, 1, 2, 2], eos_token_ids=9, pad_token_id=0)
     responses = Responses(request, torch.device("cpu"))
     responses.counts[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
@@ -88,14 +90,14 @@ def test_a_row_without_an_end_is_never_handed_out(llama):
         responses.rollout(request)
 
 
-def test_a_prompt_that_waits_for_a_later_row_gives_way(monkeypatch):
+def test_a_prompt_kept_for_a_later_row_is_evicted_when_space_is_needed(monkeypatch):
     """Endless before: the first row's prompt stays for the third, and the second finds no room beside it."""
     model = tiny("llama")
     prompts, limits = [[5] * 6, [9] * 6, [5] * 6], [9, 8, 7]
     whole = sampled(Decoder(model), prompts, max_new_tokens=limits)
     decoder = Decoder(model, slots=1)
     sampled(decoder, prompts[:1])
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: 20 * decoder._pooled.bytes_per_token)
+    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: 20 * decoder._pooled.bytes_per_token)
     decoder.release()
     prefilled = decoder.prefilled_tokens
     assert sampled(decoder, prompts, max_new_tokens=limits).responses() == whole.responses()
@@ -132,11 +134,11 @@ def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
             super().__init__(size, kernels=kernels)
             self.owned = torch.zeros(size, dtype=torch.long)
 
-    monkeypatch.setattr(scheduler, "KVPool", Pool)
-    monkeypatch.setattr(scheduler, "free_memory", lambda device: size)
+    monkeypatch.setattr(pool_decoder, "KVPool", Pool)
+    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: size)
     request = Request(prompts=prompts, max_new_tokens=limits, eos_token_ids=None, pad_token_id=0, sampling=GREEDY)
     responses = Responses(request, torch.device("cpu"))
-    rollouts = scheduler.Rollouts(Pooled(), slots=slots, memory_fraction=1.0, without=())
+    rollouts = PoolDecoder(Pooled(), slots=slots, memory_fraction=1.0, without=())
     counts = Decoder.__new__(Decoder)
     counts.prefilled_tokens = counts.decoded_rows = 0
     most = 10 + 4 * sum(limits) + 4 * len(prompts)
@@ -146,7 +148,7 @@ def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
     responses.rollout(request)
 
 
-def test_rows_of_any_limits_prompts_and_room_all_come_to_an_end(monkeypatch):
+def test_random_requests_over_tight_pools_all_finish_or_name_the_memory_needed(monkeypatch):
     """300 random requests over pools that are as tight as they may be: all rows come, or the memory needed is named."""
     chooser, refused = random.Random(5), 0
     for _ in range(300):
@@ -156,7 +158,7 @@ def test_rows_of_any_limits_prompts_and_room_all_come_to_an_end(monkeypatch):
         largest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
         size = largest + chooser.choice([0, 1, 1, 2, 3, 8, 20])
         order = chooser.choice([sorted(range(len(prompts)), key=lambda row: -limits[row]), [*range(len(prompts))]])
-        monkeypatch.setattr(scheduler, "queue_order", lambda request, order=order: order)  # it may be any
+        monkeypatch.setattr(pool_decoder, "queue_order", lambda request, order=order: order)  # it may be any
         try:
             simulated(monkeypatch, size=size, slots=chooser.randint(1, 6), prompts=prompts, limits=limits)
         except torch.OutOfMemoryError as error:
@@ -196,7 +198,7 @@ def with_head_bias(model: torch.nn.Module, value: float, tokens: slice) -> torch
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=5), SamplingParams(0.8, top_k=5, top_p=0.9)]
 )
-def test_logits_that_are_not_finite_are_never_sampled_in_silence(sampling, value, without):
+def test_logits_that_are_not_finite_raise(sampling, value, without):
     model = tiny_llama().eval()
     decoder = Decoder(model, without=without)
     assert decoder._serves()
@@ -246,7 +248,7 @@ def _kernel_sample(logits, uniform, params):
     return cpp_kernels.load().sample_tokens(logits, uniform, params)
 
 
-def test_an_engine_is_whole_after_a_rollout_that_was_not_finite():
+def test_an_engine_generates_again_after_a_rollout_that_was_not_finite():
     model = tiny_llama()
     weight = model.model.embed_tokens.weight
     settings = {"max_new_tokens": 4, "eos_token_ids": None, "pad_token_id": 0, "sampling": GREEDY}

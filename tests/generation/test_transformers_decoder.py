@@ -38,25 +38,25 @@ def test_rollouts_equal_our_decoders_token_by_token(name, sampling):
 
 
 @pytest.mark.parametrize("eos", [None, [], 3, [3, 0]])
-def test_any_way_to_name_the_eos_and_a_pad_token_that_is_one(eos):
+def test_eos_ids_in_any_form_and_a_pad_token_equal_to_the_eos(eos):
     assert_equal(*both("llama", eos_token_ids=eos, sampling=SamplingParams(3.0)))
 
 
-def test_small_batches_names_of_samples_and_iterations_draw_the_same_numbers():
+def test_batch_size_does_not_change_the_numbers_drawn_for_a_sample_and_iteration():
     ids = torch.tensor([2**40, 7, 9, 8, 0])
     ours, theirs = both("llama", sampling=SamplingParams(1.4), slots=2, sample_ids=ids, iteration=3)
     assert_equal(ours, theirs)
     assert ours.responses() != both("llama", sampling=SamplingParams(1.4))[1].responses()
 
 
-def test_rows_with_limits_of_their_own():
+def test_each_row_has_its_own_limit():
     limits = [3, 1, 12, 7, 5]
     ours, theirs = both("llama", max_new_tokens=limits, eos_token_ids=None)
     assert_equal(ours, theirs)
     assert ours.response_mask.sum(1).tolist() == limits
 
 
-def test_sampling_leaves_torchs_generator_alone_and_a_models_habits_out():
+def test_sampling_ignores_torchs_generator_and_the_models_generation_config():
     model = tiny_causal_lm("llama").eval()
     expected = TransformersDecoder(model).generate(PROMPTS, max_new_tokens=8, eos_token_ids=None, pad_token_id=0)
     model.generation_config.repetition_penalty = 50.0
@@ -68,7 +68,7 @@ def test_sampling_leaves_torchs_generator_alone_and_a_models_habits_out():
     assert_equal(expected, found)
 
 
-def test_it_serves_a_hybrid_engine():
+def test_every_rollout_engine_gives_the_same_rollout():
     model = tiny_causal_lm("gpt2")
     rollouts = []
     for make in ROLLOUT_ENGINES.values():

@@ -10,6 +10,7 @@ import torch
 from repository import ROOT
 
 from dschat.generation.cuda import triton_kernels
+from dschat.generation.kv_pool.attention import Contexts, Scoring
 
 CASES = Path(__file__).with_name("triton_kernel_cases.py")
 
@@ -73,13 +74,15 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("TRITON_INTERPRET=1 replaces the compiler")
-    from dschat.generation.cuda import attention, sampling
+    from dschat.generation.cuda import attention, kv_writes, sampling
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches: list = []
-    for module, names in ((attention, "_attend _combine _write"), (sampling, "_measure_blocks _draw")):
-        for name in names.split():
-            monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
+    for module, name in (
+        (attention, "_attend"), (attention, "_combine"), (kv_writes, "_write"), (sampling, "_measure_blocks"),
+        (sampling, "_draw"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     spans = torch.zeros(2, 4, dtype=torch.long)
     for dtype, kv_heads, group, width, splits in [
         (torch.bfloat16, 2, 4, 128, 1),
@@ -92,10 +95,9 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
         query = torch.zeros(2, kv_heads * group, width, dtype=dtype)
         pool = torch.zeros(9, kv_heads, width, dtype=dtype)
         softcap = 50.0 if width == 256 else None
-        attention.decode_attention(
-            query, pool, pool, spans, longest=9, scale=0.1, splits=splits, softcap=softcap, window=5
-        )
-    attention.write_kv(pool, pool, query, query, spans[:, 0])
+        contexts, scoring = Contexts(pool, pool, spans, longest=9), Scoring(scale=0.1, softcap=softcap, window=5)
+        attention.decode_attention(query, contexts, scoring, splits=splits)
+    kv_writes.write_kv(pool, pool, query, query, spans[:, 0])
     for dtype, vocabulary, temperature in [(torch.bfloat16, 151_936, 0.7), (torch.float32, 50_257, 0)]:
         sampling.sample(torch.zeros(2, vocabulary, dtype=dtype), torch.zeros(2), temperature=temperature)
     assert len(launches) == 6 + 2 + 1 + 4

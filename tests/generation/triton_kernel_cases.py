@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dschat.generation.cuda.attention import choose_splits, decode_attention, write_kv
+from dschat.generation.cuda import attention
+from dschat.generation.cuda.attention import choose_splits
+from dschat.generation.cuda.kv_writes import write_kv
 from dschat.generation.cuda.sampling import sample
+from dschat.generation.kv_pool.attention import Contexts, Scoring
 from dschat.generation.sampling import SamplingParams, sample_tokens
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -70,6 +73,11 @@ def plain_attention(query, keys, values, spans, *, scale, window=None, softcap=N
             logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             result[row, head] = logits.softmax(0) @ values[tokens, head // group].double()
     return result
+
+
+def decode_attention(query, keys, values, spans, *, longest, scale, window=None, softcap=None, **options) -> Tensor:
+    contexts, scoring = Contexts(keys, values, spans, longest), Scoring(scale, window, softcap)
+    return attention.decode_attention(query, contexts, scoring, **options)
 
 
 def check(tensors, *, splits, tolerance=None, **law) -> None:

@@ -41,7 +41,7 @@ CALLED_OTHERWISE = [
 
 
 @pytest.mark.parametrize("kind", CALLED_OTHERWISE)
-def test_modules_that_are_called_otherwise_than_in_the_trial_run_their_own_code(kind):
+def test_modules_called_with_other_arguments_than_in_the_trial_run_their_own_code(kind):
     assert_equals_generate(tiny_architecture(kind))
 
 
@@ -55,7 +55,7 @@ def test_residuals_in_float32_beside_weights_in_bfloat16(kind):
     torch.testing.assert_close(fused.logprobs[:, 0], plain.logprobs[:, 0], atol=0.05, rtol=0)
 
 
-def test_a_kernel_is_called_for_what_the_trial_covered_and_nothing_else():
+def test_a_kernel_runs_only_for_calls_that_the_trial_covered():
     calls = []
     forward = OneInput(
         lambda *args, **kwargs: calls.append((args, kwargs)), lambda x: "kernel", width=4, dtype=torch.float32
@@ -126,12 +126,13 @@ REFUSED = {
     "rwkv": "left-padded",
     "recurrent_gemma": "left-padded",
     "deepseek_v4": "left-padded",
+    "minimax_m3_vl_text": "left-padded",  # blocks of keys begin at the first column, padding or not
 }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_models_that_read_the_future_or_let_padding_in_are_refused_with_the_reason(kind, dtype):
+def test_models_that_attend_to_later_tokens_or_padding_are_refused_with_the_reason(kind, dtype):
     model = tiny_architecture(kind).to(dtype).train()
     weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ValueError, match=f"{type(model).__name__}.*({REFUSED[kind]})"):
@@ -162,7 +163,7 @@ BY_LAYERS = ["jamba", "mamba", "bamba", "falcon_h1", "lfm2", "qwen3_next", "dbrx
 
 
 @pytest.mark.parametrize("kind", BY_LAYERS)
-def test_weights_layer_by_layer_give_what_whole_weights_give(kind):
+def test_layerwise_weights_give_the_logprobs_of_whole_weights(kind):
     model = tiny_architecture(kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*one layer's weights")
@@ -172,7 +173,7 @@ def test_weights_layer_by_layer_give_what_whole_weights_give(kind):
     torch.testing.assert_close(found.logprobs[:, 0], whole.logprobs[:, 0], atol=0.05, rtol=0)
 
 
-def test_a_model_that_reads_weights_outside_of_its_layers_is_gathered_whole_and_says_so(monkeypatch):
+def test_a_model_that_reads_weights_outside_its_layers_is_gathered_whole_with_a_warning(monkeypatch):
     model = tiny_architecture("llama")
     expected = rollout(model, dtype=torch.bfloat16)
     body = type(model.model)
@@ -202,7 +203,7 @@ GATHERED = [
 
 
 @pytest.mark.parametrize("kind", GATHERED)
-def test_models_whose_attention_is_not_ours_are_decoded_over_the_pool(kind):
+def test_models_with_their_own_attention_are_decoded_over_the_pool(kind):
     model = tiny_architecture(kind)
     assert_equals_generate(model)
     decoder = Decoder(model, slots=2)
@@ -214,14 +215,14 @@ def test_models_whose_attention_is_not_ours_are_decoded_over_the_pool(kind):
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3n_text", "olmo3"])
-def test_windows_that_attention_is_told_are_decoded_by_our_kernels(kind):
+def test_windows_passed_to_attention_are_decoded_by_our_kernels(kind):
     model = tiny_architecture(kind)
     assert_equals_generate(model)
     decoder = Decoder(model)
     assert decoder._serves() and not decoder._pooled.gathers
 
 
-def test_a_trial_is_left_with_the_windows_as_they_were():
+def test_windows_are_restored_after_a_trial():
     model = tiny_architecture("mistral", sliding_window=40)
     with short_windows(model) as has_windows:
         assert has_windows and model.config.sliding_window < 12
@@ -231,7 +232,7 @@ def test_a_trial_is_left_with_the_windows_as_they_were():
     assert model.config.sliding_window == 40
 
 
-def test_a_window_in_the_mask_alone_is_found_though_it_is_longer_than_the_trial():
+def test_a_window_that_is_only_in_the_mask_is_detected_though_longer_than_the_trial():
     """The window begins to matter at the 40th token, the trial has 12."""
     model = tiny_architecture("phimoe", sliding_window=40)
     expected = generate_each_alone(model, PROMPTS[:3], 60)
@@ -239,16 +240,23 @@ def test_a_window_in_the_mask_alone_is_found_though_it_is_longer_than_the_trial(
     assert Decoder(model).generate(PROMPTS[:3], **settings).responses() == expected
 
 
+def test_moshi_is_decoded_as_its_full_forward_computes_it():
+    """transformers' cache of Moshi drops the tokens before the window, which the full forward attends to."""
+    model = tiny_architecture("moshi")
+    model.generation_config.use_cache = False
+    assert_equals_generate(model)
+
+
 @pytest.mark.parametrize(
     "kind, reason",
     [
-        ("qwen3_next", "layers of linear_attention, whose state.*rows wait for their batch"),
+        ("qwen3_next", "layers of linear_attention, whose state.*rows start only when the whole batch has ended"),
         ("mamba", "every token runs all columns again"),
         ("minimax", "cache of its own"),
     ],
 )
 @pytest.mark.filterwarnings("default:.*decoded by a plain loop")
-def test_models_that_the_pool_cannot_serve_say_once_what_it_costs_and_why(kind, reason):
+def test_models_that_the_pool_does_not_support_warn_once_with_the_cost_and_the_reason(kind, reason):
     model = tiny_architecture(kind)
     decoder = Decoder(model)
     with pytest.warns(UserWarning, match=f"{type(model).__name__} is decoded by a plain loop.*{reason}"):

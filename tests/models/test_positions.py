@@ -3,10 +3,10 @@
 import pytest
 import torch
 import transformers
-from architectures import tiny_architecture, tiny_config
+from architectures import generate_each_alone, tiny_architecture, tiny_config
 from tiny_models import tiny_causal_lm, tiny_tokenizer
 
-from dschat.generation import Decoder
+from dschat.generation import Decoder, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
 from dschat.runs.validation import model_problems
@@ -34,8 +34,44 @@ def test_a_rollout_that_would_change_the_frequencies_of_other_rows_is_refused():
     model = tiny_architecture("phi3", **LONGROPE)
     settings = {"eos_token_ids": None, "pad_token_id": 0}
     assert Decoder(model).generate([[5] * 8], max_new_tokens=9, **settings).response_mask.all()
-    with pytest.raises(ValueError, match="8 tokens, with max_new_tokens 10 that is 18.*16 positions until longrope"):
+    with pytest.raises(ValueError, match="max_new_tokens 10 that is 18.*16 positions until longrope.*copy long_factor"):
         Decoder(model).generate([[5] * 8], max_new_tokens=10, **settings)
+
+
+def assert_equals_generate(model, prompts, new_tokens):
+    rollout = Decoder(model).generate(
+        prompts, max_new_tokens=new_tokens, eos_token_ids=None, pad_token_id=0, sampling=SamplingParams(0)
+    )
+    assert rollout.responses() == generate_each_alone(model, prompts, new_tokens)
+
+
+def test_longrope_with_equal_factors_has_all_its_positions():
+    factors = {**LONGROPE["rope_parameters"], "short_factor": [4.0] * 4}
+    model = tiny_architecture("phi3", **{**LONGROPE, "rope_parameters": factors})
+    assert position_limit(model.config) == (128, "positions")
+    assert_equals_generate(model, [[5, 6, 7] * 6, [9, 4]], 12)
+
+
+def test_padding_decides_between_the_tied_scores_of_a_sparse_indexer():
+    """Two ReLUs are both 0 for a quarter of all tokens: beyond index_topk, padding decides which of them are chosen."""
+    model = tiny_architecture("deepseek_v32", index_topk=8)
+    tokens = torch.arange(30).unsqueeze(0) * 7919 % 97
+    padded = torch.cat([tokens[:, :13], tokens], dim=1)
+    mask = (torch.arange(43) >= 13).long().unsqueeze(0)
+    with torch.no_grad():
+        alone = model(tokens, attention_mask=torch.ones_like(tokens)).logits[0]
+        beside = model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[0, 13:]
+    torch.testing.assert_close(beside[:8], alone[:8], atol=1e-4, rtol=1e-4)
+    assert (beside - alone).abs().max() > 0.1
+
+
+@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
+def test_a_sparse_indexer_is_served_while_it_chooses_all_tokens(kind):
+    latent = {"num_key_value_heads": 4}
+    with pytest.raises(ValueError, match="that is 10, but the model has 8 tokens until its sparse indexer.*index_topk"):
+        assert_equals_generate(tiny_architecture(kind, index_topk=8, **latent), [[5, 6, 7], [9, 4]], 7)
+    assert_equals_generate(tiny_architecture(kind, index_topk=40, **latent), [[5, 6, 7] * 6, [9, 4], [30]], 20)
 
 
 def test_lengths_are_checked_against_the_text_part_before_anything_is_loaded(tmp_path):

@@ -53,7 +53,7 @@ _OWN = {
     },
     "deepseek_v2": _LATENT,
     "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1},
-    "deepseek_v32": _LATENT,
+    "deepseek_v32": {**_LATENT, "index_topk": 64},
     "falcon": {"alibi": True},
     "gemma2": {"layer_types": _PAIRS},
     "gemma3_text": {"layer_types": _PAIRS},
@@ -76,6 +76,7 @@ _OWN = {
     "longcat_flash": {**_LATENT, "zero_expert_num": 2},
     "mamba2": {"num_heads": 8, "expand": 2},
     "minicpm3": _LATENT,
+    "minimax_m3_vl_text": {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2},
     "modernbert-decoder": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "moe"]},
     "prophetnet": {

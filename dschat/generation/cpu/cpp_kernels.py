@@ -1,31 +1,29 @@
-"""C++ kernels of a decoding step on a CPU, compiled with g++ on first use (takes seconds)."""
+"""C++ kernels of a decoding step on a CPU; see cpp_build for how they are compiled."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
 import subprocess
-import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dschat.distributed.private_folder import is_private_file, private_folder
+from dschat.generation.cpu.cpp_build import built_library
 from dschat.generation.sampling import SamplingParams
 
-SOURCE = Path(__file__).with_name("cpp_kernels.cpp")
-FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+if TYPE_CHECKING:
+    from dschat.generation.kv_pool.attention import Contexts, Scoring
+
 DTYPES = (torch.float32, torch.bfloat16)
 # Logits per call below which sampling runs in a single thread, as waking others would cost more than it saves.
-THREAD_WORTH = 1 << 15
-# The same threshold for elementwise kernels, and for the number of weights of a linear layer.
-PASS_WORTH = 1 << 15
+SINGLE_THREAD_LOGITS = 1 << 15
+# The same for the numbers of an elementwise kernel, and for the weights of a linear layer.
+SINGLE_THREAD_NUMBERS = 1 << 15
 
 
 class CPUKernels:
@@ -64,19 +62,10 @@ class CPUKernels:
         self._rotate.restype = None
 
     def decode_attention(
-        self,
-        query: Tensor,
-        new_key: Tensor,
-        new_value: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        spans: Tensor,
-        *,
-        scale: float,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, new_key: Tensor, new_value: Tensor, contexts: Contexts, scoring: Scoring
     ) -> Tensor:
-        """Write each row's newest key and value to the pool, then attend; see attention.decode_attention."""
+        """Write each row's newest key and value to the pool, then attend; see kv_pool.attention.decode_attention."""
+        keys, values, spans = contexts.keys, contexts.values, contexts.spans
         rows, heads, width = query.shape
         kv_heads, value_width = values.shape[1:]
         query, new_key, new_value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, new_key, new_value))
@@ -92,11 +81,11 @@ class CPUKernels:
         out = query.new_empty(rows, heads, value_width)
         sizes = (ctypes.c_int64 * 12)(
             rows, heads, kv_heads, width, value_width, *query.stride()[:2], *new_key.stride()[:2],
-            *new_value.stride()[:2], window or 0,
+            *new_value.stride()[:2], scoring.window or 0,
         )  # fmt: skip
         self._run(
             self._attention, out.data_ptr(), query.data_ptr(), new_key.data_ptr(), new_value.data_ptr(),
-            keys.data_ptr(), values.data_ptr(), spans.data_ptr(), sizes, scale, softcap or 0.0,
+            keys.data_ptr(), values.data_ptr(), spans.data_ptr(), sizes, scoring.scale, scoring.softcap or 0.0,
             query.dtype == torch.bfloat16, torch.get_num_threads() if rows * heads * width > 4096 else 1,
         )  # fmt: skip
         return out
@@ -116,7 +105,7 @@ class CPUKernels:
             self._draw, tokens.data_ptr(), logprobs.data_ptr(), logits.data_ptr(),
             None if uniform is None else uniform.data_ptr(), rows, vocabulary, logits.stride(0), params.top_k,
             params.top_p, params.temperature, logits.dtype == torch.bfloat16,
-            torch.get_num_threads() if rows * vocabulary > THREAD_WORTH else 1,
+            torch.get_num_threads() if rows * vocabulary > SINGLE_THREAD_LOGITS else 1,
         )  # fmt: skip
         return tokens, logprobs
 
@@ -148,7 +137,7 @@ class CPUKernels:
         self._run(
             self._linear, out.data_ptr(), x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(),
             rows, in_features, out_features, in_features,
-            torch.get_num_threads() if in_features * out_features > PASS_WORTH else 1,
+            torch.get_num_threads() if in_features * out_features > SINGLE_THREAD_NUMBERS else 1,
         )  # fmt: skip
         return out
 
@@ -216,51 +205,15 @@ class CPUKernels:
 
 def _threads(numbers: int) -> int:
     """Number of threads for an elementwise kernel over this many elements."""
-    return torch.get_num_threads() if numbers > PASS_WORTH else 1
+    return torch.get_num_threads() if numbers > SINGLE_THREAD_NUMBERS else 1
 
 
 @functools.cache
 def load() -> CPUKernels | None:
     """Load the kernels, compiling them if needed; None, with a warning, if they cannot be built."""
     try:
-        library = _folder() / f"cpu_kernels-{_identity()}.so"
-        if not is_private_file(library):
-            library.unlink(missing_ok=True)
-            _build(library)
-        return CPUKernels(library)
+        return CPUKernels(built_library())
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         warnings.warn(f"the CPU kernels of generation cannot be built, decoding is slower ({reason})", stacklevel=2)
         return None
-
-
-def _folder() -> Path:
-    """A private folder below torch's extension directory (see distributed.launch), or below the temporary directory."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        chosen = os.path.join(sys.prefix, "torch_extensions")
-    return private_folder([*([chosen] if chosen else []), tempfile.gettempdir()])
-
-
-def _identity() -> str:
-    """Hash of source, flags, compiler and CPU features: -march=native code may crash on another CPU that shares the
-    folder."""
-    info = Path("/proc/cpuinfo")
-    flags = next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "") \
-        if info.exists() else ""  # fmt: skip
-    parts = [SOURCE.read_text(encoding="utf-8"), *FLAGS, _compiler(), flags]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
-
-
-def _build(library: Path) -> None:
-    """Compile in a temporary directory and rename: ranks may build concurrently, and a killed build leaves no file."""
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        built = Path(folder, library.name)
-        command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(built)]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        built.chmod(0o700)  # whatever the umask: others must not be able to change what is loaded
-        built.rename(library)
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")

@@ -36,7 +36,7 @@ class FusedLinears:
         self.input: Tensor | None = None
         self.parts: dict[int, Tensor] = {}
 
-    def take(self) -> None:
+    def pack_weights(self) -> None:
         """Pack the current weights and replace the layers' forwards."""
         weights = [layer.weight for layer in self.layers]
         self.packed = self.library.pack(weights[0] if len(weights) == 1 else torch.cat(weights), self.packed)
@@ -47,7 +47,7 @@ class FusedLinears:
             layer.forward = self._forward_of(place)
 
     def release(self, *, keep: bool = False) -> None:
-        """Restore the layers' own forwards; keep: keep the buffers for the next `take`."""
+        """Restore the layers' own forwards; keep: keep the buffers for the next `pack_weights`."""
         self.input, self.parts = None, {}
         if not keep:
             self.packed = self.bias = None
@@ -87,20 +87,20 @@ def fusable(model: PreTrainedModel) -> CPUKernels | None:
 @torch.inference_mode()
 def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
     """The nn.Linear layers of a model, grouped by the input tensor they receive in a traced forward."""
-    met: list[tuple[nn.Linear, Any]] = []  # inputs are kept alive, so that ids are unique
+    calls: list[tuple[nn.Linear, Any]] = []  # inputs are kept alive, so that ids are unique
 
-    def note(layer: nn.Linear, inputs: tuple[Any, ...]) -> None:
-        met.append((layer, inputs[0] if inputs else object()))  # keyword inputs are not grouped
+    def record_input(layer: nn.Linear, inputs: tuple[Any, ...]) -> None:
+        calls.append((layer, inputs[0] if inputs else object()))  # keyword inputs are not grouped
 
     layers = [module for module in model.modules() if type(module) is nn.Linear]
-    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    hooks = [layer.register_forward_pre_hook(record_input) for layer in layers]
     try:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     finally:
         for hook in hooks:
             hook.remove()
     groups: dict[tuple[int, bool], list[nn.Linear]] = {}
-    for layer, given in met:
-        groups.setdefault((id(given), layer.bias is None), []).append(layer)
-    once = {layer for layer in layers if sum(other is layer for other, _ in met) == 1}  # layers called once
+    for layer, x in calls:
+        groups.setdefault((id(x), layer.bias is None), []).append(layer)
+    once = {layer for layer in layers if sum(other is layer for other, _ in calls) == 1}  # layers called once
     return [group for group in groups.values() if once.issuperset(group)]

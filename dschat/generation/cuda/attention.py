@@ -1,4 +1,4 @@
-"""Triton kernels for decoding attention of one new token per row over the KV pool, and for writing it to the pool.
+"""Triton kernels for decoding attention of one new token per row over the KV pool.
 
 The pool of a layer holds the tokens of all rows; a row uses two spans of it, its prompt's (which other rows may share)
 and its response's. Importing this module needs triton: check triton_kernels.available() first.
@@ -9,10 +9,15 @@ Dao 2023, algorithm 1 (arXiv:2307.08691), for the running maximum and sum of a s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dschat.generation.cuda.kv_writes import require_contiguous_vectors
+from dschat.generation.kv_pool.attention import Contexts, Scoring
 
 # Elements per block of keys, by element size. In half precision, two blocks in flight of keys and values use 64 KiB of
 # shared memory, which every GPU since Ampere has (an H100 three times). Float32 uses no tensor cores; its products stay
@@ -28,17 +33,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    *,
-    longest: int,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    splits: int | None = None,
-    out: Tensor | None = None,
+    query: Tensor, contexts: Contexts, scoring: Scoring, *, splits: int | None = None, out: Tensor | None = None
 ) -> Tensor:
     """Attend from one token of each row to that row's context; H = KVH·G query heads, G per KV head.
 
@@ -48,14 +43,9 @@ def decode_attention(
 
     Args:
         query: [R, H, D] float16, bfloat16 or float32.
-        keys: [N, KVH, D], values: [N, KVH, Dv], in one dtype: the pool of a layer, in tokens. The last dimension of
-            these and of query is contiguous; the others have any stride.
-        spans: [R, 4] long: prompt start, prompt length, response start, response length, in tokens of the pool. Either
-            length may be 0; a row with neither gets zeros.
-        longest: upper bound of the context lengths. Used only to choose the number of splits.
-        scale: multiplies query·key.
-        window: sliding window: attend only to the last `window` tokens of the context; None: all.
-        softcap: logits become softcap·tanh(logits / softcap); None: unchanged.
+        contexts: keys [N, KVH, D] and values [N, KVH, Dv] in one dtype. The last dimension of these and of query is
+            contiguous; the others have any stride. Either length of a span may be 0; a row with neither gets zeros.
+            `longest` is used only to choose the number of splits.
         splits: number of parts of each row's context processed in parallel; None: choose_splits().
         out: [R, H, Dv] to write into, last dimension contiguous; None: a new tensor in the query's dtype.
 
@@ -65,33 +55,30 @@ def decode_attention(
     Raises:
         ValueError: shapes, dtypes or strides that do not fit, or a window or number of splits below 1.
     """
+    keys, values, spans = contexts.keys, contexts.values, contexts.spans
     (rows, heads, width), (kv_heads, value_width) = query.shape, values.shape[1:]
     if out is None:
         out = query.new_empty(rows, heads, value_width)
-    _check(query, keys, values, spans, out, window, splits)
-    group = heads // kv_heads
-    window = window or UNLIMITED
+    _check(query, contexts, out, scoring.window, splits)
+    window = scoring.window or UNLIMITED
     if splits is None:
-        splits = choose_splits(rows, kv_heads, longest=min(longest, window), processors=_processors(query.device))
-
-    # Tensor cores multiply tiles of at least 16, and tiles are powers of two: heads and widths are padded up.
-    key_tile, value_tile = (max(16, triton.next_power_of_2(w)) for w in (width, value_width))
-    widest = max(key_tile, value_tile)
-    head_tile = 32 if group > 16 and widest <= 128 and keys.element_size() == 2 else 16
-    token_tile = min(128, max(16, TILE_NUMBERS[keys.element_size()] // widest))
-    common = {"SPLITS": splits, "TOKEN_TILE": token_tile, "VALUE_WIDTH": value_width, "VALUE_TILE": value_tile}
-
+        attended = min(contexts.longest, window)
+        splits = choose_splits(rows, kv_heads, longest=attended, processors=_processors(query.device))
+    tiles = Tiles.of(heads // kv_heads, width, value_width, keys.element_size())
+    common = {
+        "SPLITS": splits, "TOKEN_TILE": tiles.tokens, "VALUE_WIDTH": value_width, "VALUE_TILE": tiles.value_width,
+    }  # fmt: skip
     partial = statistics = out  # unused if there is nothing to combine
     if splits > 1:
         partial = query.new_empty(rows, heads, splits, value_width, dtype=torch.float32)
         statistics = query.new_empty(rows, heads, splits, 2, dtype=torch.float32)  # maximum and sum
     # Rows are the first grid dimension, so samples of one prompt run concurrently and share its keys in the L2 cache.
-    _attend[(rows, kv_heads * triton.cdiv(group, head_tile), splits)](
+    _attend[(rows, kv_heads * triton.cdiv(heads // kv_heads, tiles.heads), splits)](
         query, keys, values, spans, out, partial, statistics,
         query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
         spans.stride(0), out.stride(0), out.stride(1),
-        float(scale), window, SOFTCAP=float(softcap or 0), GROUP=group, WIDTH=width, KEY_TILE=key_tile,
-        HEAD_TILE=head_tile, **common, num_warps=4, num_stages=3 if widest <= 256 else 2,
+        float(scoring.scale), window, SOFTCAP=float(scoring.softcap or 0), GROUP=heads // kv_heads, WIDTH=width,
+        KEY_TILE=tiles.width, HEAD_TILE=tiles.heads, **common, num_warps=4, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows, heads)](
@@ -99,6 +86,36 @@ def decode_attention(
             SPLIT_TILE=triton.next_power_of_2(splits), **common, num_warps=4,
         )  # fmt: skip
     return out
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Sizes of the blocks that a program works on: tensor cores multiply tiles of at least 16, in powers of two.
+
+    Attributes:
+        width, value_width: of a head's keys and values, padded up.
+        heads: query heads of one group; tokens: of the context.
+        stages: blocks of tokens in flight.
+    """
+
+    width: int
+    value_width: int
+    heads: int
+    tokens: int
+    stages: int
+
+    @classmethod
+    def of(cls, group: int, width: int, value_width: int, element_size: int) -> Tiles:
+        """The tiles for `group` query heads per key-value head, and keys and values of these widths and bytes."""
+        key_tile, value_tile = (max(16, triton.next_power_of_2(w)) for w in (width, value_width))
+        widest = max(key_tile, value_tile)
+        return cls(
+            width=key_tile,
+            value_width=value_tile,
+            heads=32 if group > 16 and widest <= 128 and element_size == 2 else 16,
+            tokens=min(128, max(16, TILE_NUMBERS[element_size] // widest)),
+            stages=3 if widest <= 256 else 2,
+        )
 
 
 def choose_splits(rows: int, kv_heads: int, *, longest: int, processors: int) -> int:
@@ -111,38 +128,10 @@ def choose_splits(rows: int, kv_heads: int, *, longest: int, processors: int) ->
     return min(triton.next_power_of_2(min(wanted, triton.cdiv(longest, SMALLEST_SPLIT))), MOST_SPLITS)
 
 
-def write_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, destination: Tensor) -> None:
-    """Write one token of each row into the pool, in place: keys[destination[r]] = new_keys[r], likewise the values.
-
-    Args:
-        keys: [N, KVH, D], values: [N, KVH, Dv]: the pool of a layer.
-        new_keys: [R, KVH, D], new_values: [R, KVH, Dv]; the last dimension of all four is contiguous.
-        destination: [R] long, in [0, N), all different.
-
-    Raises:
-        ValueError: shapes or strides that do not fit.
-    """
-    (rows, kv_heads, width), value_width = new_keys.shape, new_values.shape[2]
-    fits = keys.shape[1:] == new_keys.shape[1:] and values.shape[1:] == (kv_heads, value_width)
-    if not fits or new_values.shape[:2] != (rows, kv_heads) or destination.shape != (rows,):
-        raise ValueError(
-            f"new_keys {tuple(new_keys.shape)}, new_values {tuple(new_values.shape)} and destination "
-            f"{tuple(destination.shape)} do not fit keys {tuple(keys.shape)} and values {tuple(values.shape)}: a pool "
-            "[N, KVH, D] takes [R, KVH, D] at [R]."
-        )
-    _require_contiguous_vectors(keys=keys, values=values, new_keys=new_keys, new_values=new_values)
-    _write[(rows, kv_heads)](
-        keys, values, new_keys, new_values, destination,
-        keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-        new_keys.stride(0), new_keys.stride(1), new_values.stride(0), new_values.stride(1), destination.stride(0),
-        WIDTH=width, VALUE_WIDTH=value_width, TILE=triton.next_power_of_2(max(width, value_width)), num_warps=1,
-    )  # fmt: skip
-
-
-def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, out: Tensor, window: int | None,
-           splits: int | None) -> None:  # fmt: skip
+def _check(query: Tensor, contexts: Contexts, out: Tensor, window: int | None, splits: int | None) -> None:
     """Validate the arguments of decode_attention; raises one ValueError listing all problems."""
     problems = []
+    keys, values, spans = contexts.keys, contexts.values, contexts.spans
     (rows, heads, width), (tokens, kv_heads, _) = query.shape, keys.shape
     if keys.shape[2] != width or heads % kv_heads or values.shape[:2] != (tokens, kv_heads):
         problems.append(
@@ -161,13 +150,7 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, out: Tens
         problems.append(f"splits is {splits}, but it counts the parts of a context: use ≥ 1, or None to choose")
     if problems:
         raise ValueError("; ".join(problems) + ".")
-    _require_contiguous_vectors(query=query, keys=keys, values=values, out=out)
-
-
-def _require_contiguous_vectors(**tensors: Tensor) -> None:
-    for name, x in tensors.items():
-        if x.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {x.stride(-1)} in its last dimension, but it must be 1: .contiguous()")
+    require_contiguous_vectors(query=query, keys=keys, values=values, out=out)
 
 
 def _processors(device: torch.device) -> int:
@@ -280,21 +263,3 @@ def _combine(
     result = tl.sum(weighted * factor[:, None], axis=0) / (total + (total == 0.0))
     place = row * out_row_stride + head * out_head_stride + dv
     tl.store(out + place, result.to(out.dtype.element_ty), mask=dv < VALUE_WIDTH)
-
-
-@triton.jit
-def _write(
-    keys, values, new_keys, new_values, destination,
-    key_stride, key_head_stride, value_stride, value_head_stride,
-    new_key_stride, new_key_head_stride, new_value_stride, new_value_head_stride, destination_stride,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write one head of one row."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    token = tl.load(destination + row * destination_stride)
-    d = tl.arange(0, TILE)
-    key = tl.load(new_keys + row * new_key_stride + head * new_key_head_stride + d, mask=d < WIDTH)
-    value = tl.load(new_values + row * new_value_stride + head * new_value_head_stride + d, mask=d < VALUE_WIDTH)
-    tl.store(keys + token * key_stride + head * key_head_stride + d, key.to(keys.dtype.element_ty), mask=d < WIDTH)
-    place = token * value_stride + head * value_head_stride + d
-    tl.store(values + place, value.to(values.dtype.element_ty), mask=d < VALUE_WIDTH)

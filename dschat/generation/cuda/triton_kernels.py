@@ -1,8 +1,9 @@
 """Availability check for the decoder's Triton kernels, to be called before importing them.
 
-attention.py and sampling.py in this package import triton, an optional dependency; this module does not:
+attention.py, kv_writes.py and sampling.py in this package import triton, an optional dependency; this module does
+not:
 
-    if triton_kernels.available(query, keys):
+    if triton_kernels.available(query):
         from dschat.generation.cuda.attention import decode_attention
 
 Triton cannot compile during CUDA graph capture: run each call once before capturing it.

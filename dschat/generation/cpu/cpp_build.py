@@ -1,0 +1,60 @@
+"""Compiles the C++ kernels with g++ on first use, which takes seconds, into a folder that others cannot write."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dschat.distributed.private_folder import is_private_file, private_folder
+
+SOURCE = Path(__file__).with_name("cpp_kernels.cpp")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-std=c++17", "-shared", "-fPIC")
+
+
+def built_library() -> Path:
+    """The compiled kernels, which are compiled first where they are missing or others could have written them.
+
+    Raises:
+        OSError, subprocess.SubprocessError: they cannot be compiled.
+    """
+    library = _folder() / f"cpu_kernels-{_identity()}.so"
+    if not is_private_file(library):
+        library.unlink(missing_ok=True)
+        _build(library)
+    return library
+
+
+def _folder() -> Path:
+    """A private folder below torch's extension directory (see distributed.launch), or below the temporary directory."""
+    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        chosen = os.path.join(sys.prefix, "torch_extensions")
+    return private_folder([*([chosen] if chosen else []), tempfile.gettempdir()])
+
+
+def _identity() -> str:
+    """Hash of source, flags, compiler and CPU features: -march=native code may crash on another CPU that shares the
+    folder."""
+    info = Path("/proc/cpuinfo")
+    flags = next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), "") \
+        if info.exists() else ""  # fmt: skip
+    parts = [SOURCE.read_text(encoding="utf-8"), *FLAGS, _compiler(), flags]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def _build(library: Path) -> None:
+    """Compile in a temporary directory and rename: ranks may build concurrently, and a killed build leaves no file."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        built = Path(folder, library.name)
+        command = [_compiler(), *FLAGS, str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+        built.chmod(0o700)  # whatever the umask: others must not be able to change what is loaded
+        built.rename(library)
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
