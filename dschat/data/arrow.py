@@ -28,11 +28,11 @@ from dschat.checkpoints.verified_folder import folder_problems, written_folder
 from dschat.distributed import watchdog
 
 from .encoding import FEATURES, Encoded, Encoder
-from .files import SourceRow
 from .mixing import assign
 from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
-from .sources import Source
+from .sources.data_path import Source
+from .sources.files import SourceRow
 
 _FORMAT = 3  # increment when the encoding of the same rows changes: old folders are then ignored
 

@@ -12,11 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
-from .hub_datasets import hub_dataset
 from .mixing import mixed_rows, parse_data_split
 from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
-from .sources import Source, load_source, parse_data_path
+from .sources.data_path import Source, load_source, parse_data_path
+from .sources.hub_datasets import hub_dataset
 
 PHASES = {"sft": 1, "preference": 2, "prompt": 3}
 

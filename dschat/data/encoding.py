@@ -15,7 +15,7 @@ from datasets import Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import encode_answer, encode_conversation, encode_prompt, encode_text, end_of_turn_id
-from .control_tokens import control_tokens, strings_in
+from .chat_template.control_tokens import control_tokens, strings_in
 
 _IDS = Sequence(Value("int32"))
 FEATURES = {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dschat.data.marked_answers import last_tagged
-from dschat.data.reasoning import entry_of, task_of
+from dschat.data.sources.reasoning_gym import entry_of, task_of
 from dschat.rewards.guarded_scorers import guard_scorers
 
 _NO_ANSWERS = ("", "I do not know.")

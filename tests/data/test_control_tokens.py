@@ -9,7 +9,6 @@ from tiny_tokenizers import CHATML, CORPUS, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from dschat.data.chat_rendering import ChatRenderer
 from dschat.data.chat_template import (
     encode_answer,
     encode_conversation,
@@ -18,7 +17,8 @@ from dschat.data.chat_template import (
     ensure_chat_template,
     stop_token_ids,
 )
-from dschat.data.control_tokens import control_tokens
+from dschat.data.chat_template.control_tokens import control_tokens
+from dschat.data.chat_template.rendering import ChatRenderer
 from dschat.data.datasets import DataOptions, build_dataset
 from dschat.rewards.reward_model import conversation_ids
 

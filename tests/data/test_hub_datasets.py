@@ -8,10 +8,10 @@ from tiny_tokenizers import make_tokenizer
 
 from dschat.data.chat_template import ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset
-from dschat.data.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
 from dschat.data.marked_answers import last_boxed
 from dschat.data.records import parse_record
-from dschat.data.sources import load_source
+from dschat.data.sources.data_path import load_source
+from dschat.data.sources.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
 
 
 def chat(*texts):

@@ -7,8 +7,7 @@ from test_chat_families import FAMILIES, TOOL_CHAT, TOOLS, TURNS, tokenizer_of
 from test_chat_template import TOKENIZERS
 from tiny_tokenizers import CHATML, make_tokenizer
 
-from dschat.data import assistant_turns
-from dschat.data.chat_template import encode_answer, encode_conversation
+from dschat.data.chat_template import assistant_turns, encode_answer, encode_conversation
 from dschat.data.datasets import DataOptions, build_dataset
 
 AWKWARD = ["  5.\n", "Assistant: no", "<|im_end|> </s>", "user", "\n\n", "x", "Again? Again?", "é 漢 🙂"]

@@ -10,8 +10,8 @@ pytest.importorskip("reasoning_gym")
 from dschat.data.chat_template import ensure_chat_template  # noqa: E402
 from dschat.data.collators import collate_prompts  # noqa: E402
 from dschat.data.datasets import DataOptions, build_dataset, data_problems  # noqa: E402
-from dschat.data.reasoning import entry_of, row_of, task_of  # noqa: E402
-from dschat.data.sources import load_source, parse_data_path  # noqa: E402
+from dschat.data.sources.data_path import load_source, parse_data_path  # noqa: E402
+from dschat.data.sources.reasoning_gym import entry_of, row_of, task_of  # noqa: E402
 from dschat.rewards.reasoning_gym import answer_of, reasoning_score  # noqa: E402
 from dschat.rewards.weighted_sum import prompt_text  # noqa: E402
 

@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from dschat.data.sources import load_source, parse_data_path
+from dschat.data.sources.data_path import load_source, parse_data_path
 
 DATA = Path(__file__).parent / "samples"
 ROWS = [{"prompt": f"q{i}", "n": i} for i in range(5)]

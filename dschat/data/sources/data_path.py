@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from .files import SUFFIXES, SourceRow, file_rows
 from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
-from .reasoning import PREFIX, ReasoningTask, reasoning_task
+from .reasoning_gym import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # in order of preference
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}

@@ -15,7 +15,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from .chat_rendering import ChatRenderer, Message
+from .rendering import ChatRenderer, Message
 
 RENDERED_TURNS = 8  # up to this many answers, every prompt is rendered
 _NONCE = secrets.token_hex(8)
