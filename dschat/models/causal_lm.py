@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat.data.chat_template import stop_token_ids
-from dschat.models.loading import load_pretrained, load_tokenizer
+from dschat.models.loading import LoadOptions, load_pretrained
 from dschat.models.packed_attention import packed_attention
+from dschat.models.tokenizer import load_tokenizer
 from dschat.models.verification import verify_logprobs
 from dschat.tensors import linear_logprobs, position_ids
 
@@ -42,11 +43,10 @@ def load_causal_lm(
         trust_remote_code: run Python code that comes with the folder or hub repository.
 
     Raises:
-        ValueError: no model or weights at the path, invalid dropout, or a head that TokenLogprobs does not support.
+        ValueError: no model or weights at the path, missing or not finite weights, invalid dropout, or a head that
+            TokenLogprobs does not support.
     """
-    model = load_pretrained(
-        AutoModelForCausalLM,
-        path,
+    options = LoadOptions(
         dtype=dtype,
         tokenizer=tokenizer,
         dropout=dropout,
@@ -54,6 +54,7 @@ def load_causal_lm(
         deepspeed_config=deepspeed_config,
         trust_remote_code=trust_remote_code,
     )
+    model = load_pretrained(AutoModelForCausalLM, path, options)
     if tokenizer is not None:
         set_generation_tokens(model, tokenizer)
     verify_head(model)

@@ -25,6 +25,7 @@ from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import trainable_engine
 from dschat.distributed.terminal import printable
 from dschat.models.causal_lm import load_tokenizer
+from dschat.models.custom_code import CustomCodeError, custom_code_refused
 from dschat.models.folder_check import (
     causal_problems,
     json_problems,
@@ -32,7 +33,7 @@ from dschat.models.folder_check import (
     shape_problems,
     template_problems,
 )
-from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
+from dschat.models.loading import WEIGHT_FILES
 from dschat.models.lora import add_lora, optimizer_groups
 from dschat.models.positions import position_limit
 from dschat.models.weight_files import weight_problems
