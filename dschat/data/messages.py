@@ -55,7 +55,7 @@ def _message(message: Any, name: str) -> Message:
     if role == "assistant" and "tool_calls" in extra and content is None:
         content = ""
     if role not in ROLES:
-        raise ValueError(f"{name} has role {role!r}; known are {', '.join(ROLES)}")
+        raise ValueError(f"{name} has role {role!r}; use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
     if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:

@@ -137,17 +137,17 @@ def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
     """{"cut": indices of these answers that were truncated when sampled}; {} if none was."""
-    cut = [place for place, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
+    cut = [index for index, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
     return {"cut": cut} if cut else {}
 
 
 def _ended(value: Any, name: str) -> bool:
     if value in (None, ""):
         return True
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if str(value).lower() not in known:
+    spellings = {"true": True, "1": True, "false": False, "0": False}
+    if str(value).lower() not in spellings:
         raise ValueError(f"{name} {value!r} is neither true nor false")
-    return known[str(value).lower()]
+    return spellings[str(value).lower()]
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:

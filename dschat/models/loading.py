@@ -128,14 +128,14 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
     """
     if not 0 <= dropout < 1:
         raise ValueError(f"--dropout {dropout} is no probability in [0, 1): 0 switches dropout off, 0.1 is common.")
-    found = False
+    has_dropout = False
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in list(vars(part).items()):
             is_probability = isinstance(value, (int, float)) and not isinstance(value, bool)
             if is_probability and ("dropout" in name or name.endswith("pdrop")):
                 setattr(part, name, dropout)
-                found = True
-    if not found:
+                has_dropout = True
+    if not has_dropout:
         logger.warning("--dropout %s has no effect: %s has no dropout", dropout, config.model_type)
 
 

@@ -65,7 +65,7 @@ def load_tokenizer(
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("%s has no pad token, its EOS %r is used: padding is known by masks", path, tokenizer.pad_token)
+        logger.info("%s has no pad token, its EOS %r is used: masks mark the padding", path, tokenizer.pad_token)
     ensure_chat_template(tokenizer)
     return tokenizer
 

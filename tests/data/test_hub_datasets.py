@@ -183,7 +183,7 @@ def test_labels_decide_which_answer_is_chosen_and_ties_are_left_out(name, row, c
         ("HuggingFaceH4/MATH-500", {"problem": "a", "solution": "no box"}, "no boxed answer"),
     ],
 )
-def test_rows_that_give_nothing_are_left_out(name, row, reason):
+def test_rows_without_anything_to_train_on_are_skipped(name, row, reason):
     with pytest.raises(NothingToLearn, match=reason):
         our_fields(row, HUB_DATASETS[name], {})
 

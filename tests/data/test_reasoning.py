@@ -106,7 +106,7 @@ def test_an_entry_survives_the_way_through_json_and_scores_its_expected_answer_w
 
 
 @pytest.mark.parametrize("task", ["game_of_life_halting", "countdown", "arc_agi", "fraction_simplification"])
-def test_a_text_without_an_answer_earns_nothing_where_the_task_pays_for_it(task):
+def test_a_response_without_an_answer_scores_zero_even_if_the_task_scores_it(task):
     name = f"reasoning_gym:{task}?size=3&seed=7"
     entries = [task_of(name)[i] for i in range(3)]
     texts = ("", "zzz junk", "I am not sure")

@@ -146,7 +146,7 @@ def _with_responses(
     if spans and all(thought is None or goes_on_with(thought, tokenizer.decode(ids[i:j])) for i, j in spans):
         return ids[: spans[-1][1]], spans  # text after the last end token ("\n" in ChatML) is never generated
     if messages[-1].get("tool_calls"):
-        raise ValueError("the chat template writes tool calls in a way that cannot be told from their prompt")
+        raise ValueError("the chat template writes tool calls where they cannot be separated from the prompt")
     prompt = renderer.ids(opening)
     ids = prompt + renderer.ids(_last_response_text(renderer, messages)) + [tokenizer.eos_token_id]
     return ids, [(len(prompt), len(ids))]

@@ -131,7 +131,7 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
 
 def _file_source(path: str, file: Path) -> Source:
     if file.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: the suffix {file.suffix!r} is not known; use one of {', '.join(SUFFIXES)}.")
+        raise ValueError(f"{path}: the suffix {file.suffix!r} is not supported; use one of {', '.join(SUFFIXES)}.")
     if file.stat().st_size == 0:
         raise ValueError(f"{path} is empty (0 bytes): it must hold at least one row.")
     return Source(path, {"train": [file]})

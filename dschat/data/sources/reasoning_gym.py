@@ -147,9 +147,9 @@ def _value(text: Any, hint: Any) -> Any:
     raise ValueError("it cannot be given as text")
 
 
-def _nearest(word: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}."
+def _nearest(word: str, names: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, names, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(names))}."
 
 
 def _plain(value: Any) -> Any:
