@@ -27,8 +27,8 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.arguments.script_inputs import PORTS, exit_on_mistake, number_type
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.terminal import printable
-from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
+from dschat.models.tokenizer import load_tokenizer
 from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
 from dschat.rewards.reward_model import longest_sequence
 from dschat.rewards.server.connections import serve

@@ -28,11 +28,11 @@ from dschat.checkpoints.verified_folder import folder_problems, written_folder
 from dschat.distributed import watchdog
 
 from .encoding import FEATURES, Encoded, Encoder
-from .files import SourceRow
 from .mixing import assign
 from .records import MissingColumn, parse_record
 from .report import SourceReport, refuse_many_bad
-from .sources import Source
+from .sources.data_path import Source
+from .sources.files import SourceRow
 
 _FORMAT = 3  # increment when the encoding of the same rows changes: old folders are then ignored
 
@@ -71,17 +71,17 @@ def encoded_source(
     Raises:
         ValueError: too many bad rows, or no usable row.
     """
-    place = Path(folder) / f"{encoder.kind}-{_fingerprint(source, encoder, plan)}"
-    if not is_prepared(place, verify=verify):
-        with written_folder(place) as unfinished:
+    path = Path(folder) / f"{encoder.kind}-{_fingerprint(source, encoder, plan)}"
+    if not is_prepared(path, verify=verify):
+        with written_folder(path) as unfinished:
             _write(unfinished, source, encoder, plan)
-    report = SourceReport(**json.loads((place / "report.json").read_text(encoding="utf-8")))
-    train, evaluation = (Dataset.from_file(str(place / f"{split}.arrow")) for split in ("train", "eval"))
+    report = SourceReport(**json.loads((path / "report.json").read_text(encoding="utf-8")))
+    train, evaluation = (Dataset.from_file(str(path / f"{split}.arrow")) for split in ("train", "eval"))
     if plan.eval_fraction and not len(evaluation) and len(train) > 1:  # a small source still gives one evaluation row
         last = len(train) - 1
         train, evaluation = train.select(range(last)), train.select([last])
         report = replace(report, train=last, eval=1)
-    return EncodedSource(place.name, train, evaluation, report)
+    return EncodedSource(path.name, train, evaluation, report)
 
 
 def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any] | None:
@@ -99,13 +99,13 @@ def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any]
         return None
 
 
-def is_prepared(place: Path, *, verify: bool) -> bool:
+def is_prepared(path: Path, *, verify: bool) -> bool:
     """Whether a folder of prepared rows can be used; logs a damaged one."""
-    if not place.exists():
+    if not path.exists():
         return False
-    problems = folder_problems(place) if verify else []
+    problems = folder_problems(path) if verify else []
     if problems:
-        text = f"warning: {place} is damaged and made again ({'; '.join(problems[:3])})"
+        text = f"warning: {path} is damaged and made again ({'; '.join(problems[:3])})"
         print(text, file=sys.stderr, flush=True)
     return not problems
 
@@ -162,9 +162,9 @@ def _encoded_rows(
 def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
     """Whether an equal record was read before; stores digests, not texts."""
     digest = hashlib.blake2b(json.dumps(record, sort_keys=True).encode(), digest_size=12).digest()
-    known = digest in seen
+    is_duplicate = digest in seen
     seen.add(digest)
-    return known
+    return is_duplicate
 
 
 def _encode(
@@ -172,14 +172,14 @@ def _encode(
 ) -> list[Encoded]:
     """The encoded rows of a record; the reasons for skipped rows are counted in the report."""
     try:
-        found = encoder.encode(record, row.fields, row_index)
+        encoded_rows = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
         report.add_bad(row.where, str(reason), missing_column=False)
         return []
-    for encoded in found:
+    for encoded in encoded_rows:
         if encoded.features is None:
             report.add_dropped(encoded.dropped)
-    kept = [encoded for encoded in found if encoded.features is not None]
+    kept = [encoded for encoded in encoded_rows if encoded.features is not None]
     if kept and (spelled := encoder.control_tokens(record)):
         report.add_control_tokens(row.where, spelled)
     return kept
@@ -187,8 +187,8 @@ def _encode(
 
 def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
     """Raises ValueError if no row is left for a split that the source must provide."""
-    wanted = "train" if "train" in source.splits else "eval"
-    if report.train or (wanted == "eval" and report.eval):
+    required_split = "train" if "train" in source.splits else "eval"
+    if report.train or (required_split == "eval" and report.eval):
         return
     report.refuse_other_columns()
     if report.rows == 0:
@@ -198,7 +198,7 @@ def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None
         advice = f": --data_split leaves nothing for step {plan.phase}, so bring more rows or another split"
     elif report.dropped:
         advice += ": raise the length limit, or cut over-long rows instead of dropping them"
-    raise ValueError(f"No row is left for {wanted}: {report.line()}{advice}.")
+    raise ValueError(f"No row is left for {required_split}: {report.line()}{advice}.")
 
 
 def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:

@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
 
 from .arrow import EncodedSource, RowPlan, encoded_source, parse_row
 from .encoding import Encoder
-from .hub_datasets import hub_dataset
 from .mixing import mixed_rows, parse_data_split
+from .options import DataOptions, check_options
 from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
-from .sources import Source, load_source, parse_data_path
+from .sources.data_path import Source, load_source, parse_data_path
 
-PHASES = {"sft": 1, "preference": 2, "prompt": 3}
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Options that determine the rows of a step.
-
-    Args:
-        data_path: entries "PATH_OR_NAME[:WEIGHT]"; a weight is the fraction of the mixed epoch (see mixed_rows).
-        output_path: folder for the Arrow files.
-        run_path: the run's own output folder, which no data folder may contain; None: there is none.
-        max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
-        data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
-        phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
-        seed: for the split, the held-out rows and the mixture.
-        eval_data_path: entries whose rows are all used for evaluation; then nothing is held out.
-        eval_fraction: share held out of sources without an evaluation split.
-        overlong: "truncate" or "drop".
-        max_bad_rows: more bad rows than this, over all sources, stop the run. The default tolerates a few damaged
-            lines, not a wrong file.
-        train_on_prompt: SFT on every token, not on responses only.
-        columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
-        drop_duplicates: keep the first of equal records of a source.
-        parse_special_tokens: encode control-token strings in contents as control tokens; by default as plain text.
-        packing: pack several conversations into SFT rows of up to max_tokens (see packing.py).
-    """
-
-    data_path: Sequence[str]
-    output_path: str
-    max_tokens: int
-    data_split: str | None = None
-    phase: int | None = None
-    seed: int = 1234
-    eval_data_path: Sequence[str] = ()
-    eval_fraction: float = 0.05
-    overlong: str = "truncate"
-    max_bad_rows: int = 10
-    train_on_prompt: bool = False
-    columns: Mapping[str, str] = field(default_factory=dict)
-    drop_duplicates: bool = False
-    packing: bool = False
-    parse_special_tokens: bool = False
-    run_path: str | None = None
+PHASES = {"sft": 1, "preference": 2, "unpaired": 2, "prompt": 3}
 
 
 @dataclass(frozen=True)
@@ -81,7 +37,7 @@ def build_dataset(
     template (ensure_chat_template).
 
     Args:
-        kind: "sft", "preference" or "prompt".
+        kind: "sft", "preference", "unpaired" or "prompt".
         verify: check the files on disk against their checksums and rebuild damaged ones; False where another process
             of this machine has just done so.
 
@@ -89,7 +45,7 @@ def build_dataset(
         ValueError: options out of range, sources that are missing, empty or lack required columns (all are listed),
             too many bad rows, a source without rows for training.
     """
-    _check(options)
+    check_options(options)
     encoder = Encoder.for_kind(
         kind,
         tokenizer,
@@ -98,12 +54,32 @@ def build_dataset(
         train_on_prompt=options.train_on_prompt,
         parse_special_tokens=options.parse_special_tokens,
     )
+    parts = _encoded_sources(kind, encoder, options, verify=verify)
+    reports = [part.report for part in parts]
+    refuse_unknown_columns(reports, options.columns)
+    refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
     paths, weights = parse_data_path(options.data_path)
-    eval_paths = _eval_paths(options)
-    entries = [(path, False) for path in paths] + [(path, True) for path in eval_paths]
+    epoch_rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
+    train = [
+        part.train if weights is None else part.train.select(rows)
+        for part, rows in zip(parts, epoch_rows, strict=False)
+    ]
+    splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
+    if options.packing:
+        names = [part.name for part in parts]
+        splits = {name: _packed(rows, options, [name, names, weights], verify) for name, rows in splits.items()}
+    report = DataReport(
+        reports, [len(rows) for rows in epoch_rows], packed_rows=len(splits["train"]) if options.packing else None,
+        parses_special_tokens=options.parse_special_tokens,
+    )  # fmt: skip
+    return DataSplits(**splits, report=report)
+
+
+def _encoded_sources(kind: str, encoder: Encoder, options: DataOptions, *, verify: bool) -> list[EncodedSource]:
+    """The encoded sources of --data_path, then those of --eval_data_path; raises ValueError that lists all problems."""
     parts: list[EncodedSource] = []
     problems: list[str] = []
-    for path, for_eval in entries:
+    for path, for_eval in _entries(options):
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
             source = _with_role(source, options, for_eval)
@@ -113,20 +89,14 @@ def build_dataset(
             problems.append(str(problem))
     if problems:
         raise ValueError("\n".join(problems))
-    reports = [part.report for part in parts]
-    refuse_unknown_columns(reports, options.columns)
-    refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
-    rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
-    train = [part.train if weights is None else part.train.select(r) for part, r in zip(parts, rows, strict=False)]
-    splits = {"train": concatenate_datasets(train), "eval": concatenate_datasets([part.eval for part in parts])}
-    if options.packing:
-        names = [part.name for part in parts]
-        splits = {name: _packed(rows, options, [name, names, weights], verify) for name, rows in splits.items()}
-    report = DataReport(
-        reports, [len(r) for r in rows], packed_rows=len(splits["train"]) if options.packing else None,
-        parses_special_tokens=options.parse_special_tokens,
-    )  # fmt: skip
-    return DataSplits(**splits, report=report)
+    return parts
+
+
+def _entries(options: DataOptions) -> list[tuple[str, bool]]:
+    """(path, whether it is for evaluation only) of each source."""
+    eval_entries = options.eval_data_path
+    eval_paths = parse_data_path(eval_entries, flag="--eval_data_path")[0] if eval_entries else []
+    return [(path, False) for path in parse_data_path(options.data_path)[0]] + [(path, True) for path in eval_paths]
 
 
 def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -> Dataset:
@@ -140,11 +110,11 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
     """Problems of the sources, judged by their first rows: a check before models are loaded."""
     problems = []
     try:
-        _check(options)
-        paths, eval_paths = parse_data_path(options.data_path)[0], _eval_paths(options)
+        check_options(options)
+        entries = _entries(options)
     except ValueError as problem:
         return [str(problem)]
-    for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
+    for path, for_eval in entries:
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
             report = SourceReport(path)
@@ -158,53 +128,6 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
             refuse_many_bad(report.bad, options.max_bad_rows)
         except ValueError as problem:
             problems.append(str(problem))
-    return problems
-
-
-def _eval_paths(options: DataOptions) -> list[str]:
-    return parse_data_path(options.eval_data_path, flag="--eval_data_path")[0] if options.eval_data_path else []
-
-
-def _check(options: DataOptions) -> None:
-    """Raises ValueError that lists all invalid options."""
-    problems = []
-    if options.data_split is not None:
-        try:
-            shares = parse_data_split(options.data_split)
-            if options.phase in (1, 2, 3) and shares[options.phase - 1] == 0:
-                problems.append(f"--data_split {options.data_split}: step {options.phase} gets no rows.")
-        except ValueError as problem:
-            problems.append(str(problem))
-    if options.phase not in (None, 1, 2, 3):
-        problems.append(f"phase {options.phase}: it must be 1, 2 or 3.")
-    if not 0 <= options.eval_fraction < 1:
-        problems.append(f"--eval_fraction {options.eval_fraction}: it must be at least 0 and less than 1.")
-    if options.max_bad_rows < 0:
-        problems.append(f"--max_bad_rows {options.max_bad_rows}: it must not be negative.")
-    problems += _outputs_among_rows(options)
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _outputs_among_rows(options: DataOptions) -> list[str]:
-    """Output folders inside a data folder: a later or resumed run would read their files as data."""
-    problems = []
-    outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
-    for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
-        for path in parse_data_path(entries, flag=flag)[0] if entries else []:
-            folder = Path(hub_dataset(path)[1]).expanduser()
-            if not folder.is_dir():
-                continue
-            inside = [
-                f"{name} {output}"
-                for name, output in outputs.items()
-                if output is not None and Path(output).resolve().is_relative_to(folder.resolve())
-            ]
-            if inside:
-                problems.append(
-                    f"{' and '.join(inside)}: lies inside {flag} {path}, so the files of this run would be read as its "
-                    "data when it is resumed: write to another folder, or name the data files themselves."
-                )
     return problems
 
 

@@ -15,7 +15,7 @@ from datasets import Features, Sequence, Value
 from transformers import PreTrainedTokenizerBase
 
 from .chat_template import encode_answer, encode_conversation, encode_prompt, encode_text, end_of_turn_id
-from .control_tokens import control_tokens, strings_in
+from .chat_template.control_tokens import control_tokens, strings_in
 
 _IDS = Sequence(Value("int32"))
 FEATURES = {
@@ -99,7 +99,7 @@ class Encoder:
         if self.kind == "prompt":
             return [self._encode_prompt(record, row, row_index)]
         if self.kind == "unpaired":
-            return [self._encode_unpaired(record, place) for place in range(len(record["answers"]))]
+            return [self._encode_unpaired(record, index) for index in range(len(record["answers"]))]
         return [self._encode_sft(record) if self.kind == "sft" else self._encode_preference(record)]
 
     def control_tokens(self, record: Mapping[str, Any]) -> list[str]:
@@ -180,9 +180,9 @@ class Encoder:
         }
         return Encoded(features, cut)
 
-    def _encode_unpaired(self, record: Mapping[str, Any], place: int) -> Encoded:
-        answer, desirable = record["answers"][place]
-        prompt, response = self._answered(record, {place: answer})
+    def _encode_unpaired(self, record: Mapping[str, Any], index: int) -> Encoded:
+        answer, desirable = record["answers"][index]
+        prompt, response = self._answered(record, {index: answer})
         cut = len(prompt) + len(response) > self.max_tokens
         if cut and self.drop_overlong:
             return Encoded(None, dropped="too long")
@@ -198,17 +198,17 @@ class Encoder:
 
         An answer that was cut off by a length limit gets no end-of-turn token.
         """
-        found: list[list[int]] = []
-        for place, answer in answers.items():
+        encoded: list[list[int]] = []
+        for index, answer in answers.items():
             prompt, response = encode_answer(
                 self.tokenizer, record["prompt"], answer, end_id=self.end_id, tools=record.get("tools"),
                 parse_special_tokens=self.parse_special_tokens,
             )  # fmt: skip
-            response = response[:-1] if place in record.get("cut", ()) else response
-            found += [response] if found else [prompt, response]
-        if not found[0]:
+            response = response[:-1] if index in record.get("cut", ()) else response
+            encoded += [response] if encoded else [prompt, response]
+        if not encoded[0]:
             raise ValueError("the prompt has no tokens")
-        return found
+        return encoded
 
     def _prompt_room(self, prompt: int, response: int) -> int:
         """Tokens left for the prompt when prompt and response together exceed max_tokens.

@@ -49,8 +49,8 @@ def next_other(values: list[bytes]) -> list[int]:
             "--preference_loss kto estimates a KL from responses to other prompts, but all rows have one prompt: bring "
             "rows of several prompts."
         )
-    found = [0] * (2 * count)  # two cycles, so that the scan from the end wraps around
-    for place in range(2 * count - 2, -1, -1):
-        after = (place + 1) % count
-        found[place] = after if values[after] != values[place % count] else found[place + 1]
-    return found[:count]
+    following = [0] * (2 * count)  # two cycles, so that the scan from the end wraps around
+    for index in range(2 * count - 2, -1, -1):
+        after = (index + 1) % count
+        following[index] = after if values[after] != values[index % count] else following[index + 1]
+    return following[:count]

@@ -88,12 +88,12 @@ def mixed_rows(counts: Sequence[int], weights: Sequence[float] | None, *, seed: 
         raise ValueError(f"Source {list(counts).index(0) + 1} of --data_path has a weight but no usable rows.")
     total = sum(counts)
     exact = [total * weight / sum(weights) for weight in weights]
-    wanted = [int(x) for x in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: wanted[i] - exact[i])
-    for i in by_remainder[: total - sum(wanted)]:
-        wanted[i] += 1
+    row_counts = [int(x) for x in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: row_counts[i] - exact[i])
+    for i in by_remainder[: total - sum(row_counts)]:
+        row_counts[i] += 1
     rows = []
-    for n, (count, want) in enumerate(zip(counts, wanted, strict=True)):
-        part = np.random.default_rng([seed, n]).permutation(count)[: want % count]
-        rows.append(np.sort(np.concatenate([np.tile(np.arange(count), want // count), part])).astype(np.int64))
+    for n, (count, row_count) in enumerate(zip(counts, row_counts, strict=True)):
+        part = np.random.default_rng([seed, n]).permutation(count)[: row_count % count]
+        rows.append(np.sort(np.concatenate([np.tile(np.arange(count), row_count // count), part])).astype(np.int64))
     return rows

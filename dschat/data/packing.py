@@ -59,11 +59,11 @@ def packed(
         verify: False where another process of this machine has just verified it.
     """
     decisive = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])
-    place = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}"
-    if not is_prepared(place, verify=verify):
-        with written_folder(place) as unfinished:
+    path = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}"
+    if not is_prepared(path, verify=verify):
+        with written_folder(path) as unfinished:
             _write(unfinished / "rows.arrow", conversations, capacity, seed)
-    return Dataset.from_file(str(place / "rows.arrow"))
+    return Dataset.from_file(str(path / "rows.arrow"))
 
 
 def _write(file: Path, conversations: Dataset, capacity: int, seed: int) -> None:

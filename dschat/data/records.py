@@ -17,16 +17,13 @@ format of DeepSpeed-Chat's data sets).
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from dschat.arguments.strict_json import parse_json
-
 from .chat_template import Message
+from .messages import parse_messages, parse_tools, with_system
 
 KINDS = ("prompt", "sft", "preference", "unpaired")
-ROLES = ("system", "user", "assistant", "tool")
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that fits the float32 loss
 COLUMNS = {
     "prompt": "prompt, or messages",
@@ -61,15 +58,15 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
     record = readers[kind](row)
     for name in ("prompt", "messages"):
         if name in record:
-            record[name] = _with_system(row.get("system"), record[name])
-    return record | ({"tools": _tools(row["tools"])} if row.get("tools") and "text" not in record else {})
+            record[name] = with_system(row.get("system"), record[name])
+    return record | ({"tools": parse_tools(row["tools"])} if row.get("tools") and "text" not in record else {})
 
 
 def _prompt_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if _has(row, "prompt"):
-        prompt = _messages(row["prompt"], "prompt", speaker="user")
+        prompt = parse_messages(row["prompt"], "prompt", speaker="user")
     elif _has(row, "messages"):
-        prompt = _messages(row["messages"], "messages", speaker="user")
+        prompt = parse_messages(row["messages"], "messages", speaker="user")
         prompt = prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
     elif _has(row, "chosen", "rejected"):
         prompt = _preference_record(row)["prompt"]
@@ -81,12 +78,12 @@ def _prompt_record(row: Mapping[str, Any]) -> dict[str, Any]:
 def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = next((name for name in ("response", "chosen") if _has(row, name)), None)
     if _has(row, "messages"):
-        messages = _messages(row["messages"], "messages", speaker="user")
+        messages = parse_messages(row["messages"], "messages", speaker="user")
     elif answer and _has(row, "prompt"):
-        prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
+        prompt = _checked_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
         messages = prompt + [{"role": "assistant", "content": _answer(row[answer], answer, prompt)}]
     elif answer == "chosen":
-        messages = _messages(row["chosen"], "chosen", speaker="assistant")
+        messages = parse_messages(row["chosen"], "chosen", speaker="assistant")
     elif _has(row, "text"):
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise ValueError("text must be a string that is not empty")
@@ -105,9 +102,9 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if not _has(row, "chosen", "rejected"):
         raise _missing(row, "preference")
     if _has(row, "prompt"):
-        prompt = _messages(row["prompt"], "prompt", speaker="user")
+        prompt = parse_messages(row["prompt"], "prompt", speaker="user")
     else:
-        chosen, rejected = (_messages(row[name], name, speaker="assistant") for name in ("chosen", "rejected"))
+        chosen, rejected = (parse_messages(row[name], name, speaker="assistant") for name in ("chosen", "rejected"))
         if len(chosen) == 1 and len(rejected) == 1:
             raise MissingColumn("no prompt: neither a column of that name, nor shared by chosen and rejected")
         shared = 0
@@ -129,7 +126,7 @@ def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if answer and _has(row, "prompt", "label"):
         if row["label"] not in (0, 1):
             raise ValueError(f"label {row['label']!r} is neither true (desirable) nor false")
-        prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
+        prompt = _checked_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
         return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
     if _has(row, "chosen", "rejected"):
         pair = _preference_record(row)
@@ -140,22 +137,22 @@ def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
     """{"cut": indices of these answers that were truncated when sampled}; {} if none was."""
-    cut = [place for place, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
+    cut = [index for index, name in enumerate(names) if not _ended(row.get(f"{name}_ended"), f"{name}_ended")]
     return {"cut": cut} if cut else {}
 
 
 def _ended(value: Any, name: str) -> bool:
     if value in (None, ""):
         return True
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if str(value).lower() not in known:
+    spellings = {"true": True, "1": True, "false": False, "0": False}
+    if str(value).lower() not in spellings:
         raise ValueError(f"{name} {value!r} is neither true nor false")
-    return known[str(value).lower()]
+    return spellings[str(value).lower()]
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:
     """The text of the one assistant message that `value` adds to the prompt."""
-    messages = _messages(value, name, speaker="assistant")
+    messages = parse_messages(value, name, speaker="assistant")
     if messages[: len(prompt)] == prompt:
         messages = messages[len(prompt) :]
     elif len(messages) > 1 and messages[0]["role"] != "assistant":
@@ -173,69 +170,6 @@ def _checked_prompt(prompt: list[Message]) -> list[Message]:
     if prompt[-1]["role"] == "assistant":
         raise ValueError("the prompt ends with an assistant message: nothing is left to answer")
     return prompt
-
-
-def _messages(value: Any, name: str, *, speaker: str) -> list[Message]:
-    """A field as messages; a plain string becomes one message with the role `speaker`."""
-    if isinstance(value, str):
-        if not value.strip():
-            raise ValueError(f"{name} is empty")
-        return _transcript(value) or [{"role": speaker, "content": value}]
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a string or a list of messages, not {_kind_of(value)}")
-    return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
-
-
-def _message(message: Any, name: str) -> Message:
-    """Role, content and optional tool fields; content may be empty in an assistant message with tool calls."""
-    if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
-        raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
-    extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
-    role, content = message["role"], message.get("content")
-    if role == "assistant" and "tool_calls" in extra and content is None:
-        content = ""
-    if role not in ROLES:
-        raise ValueError(f"{name} has role {role!r}; known are {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
-    if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
-        raise ValueError(f"{name} ({role}) is empty")
-    return {"role": role, "content": content, **extra}
-
-
-def _with_system(system: Any, messages: list[Message]) -> list[Message]:
-    if not system or messages[0]["role"] == "system":
-        return messages
-    if not isinstance(system, str):
-        raise ValueError(f"system must be text, not {_kind_of(system)}")
-    return [{"role": "system", "content": system}, *messages]
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    """Tools in the format of chat templates; many datasets store them as JSON text."""
-    try:
-        tools = parse_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise ValueError(f"tools is {error}") from error
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise ValueError("tools must be a list of JSON objects")
-    return tools
-
-
-def _transcript(text: str) -> list[Message] | None:
-    """The turns of "Human: a\\n\\nAssistant: b\\n\\nHuman: c\\n\\nAssistant:"; None if the text is no transcript."""
-    if not re.match(r"\s*Human:", text) or "\n\nAssistant:" not in text:
-        return None
-    parts = re.split(r"(?:^|\n\n)(Human|Assistant):", "\n\n" + text.lstrip())
-    roles = ["user" if speaker == "Human" else "assistant" for speaker in parts[1::2]]
-    contents = [part.strip() for part in parts[2::2]]
-    if contents[-1] == "" and roles[-1] == "assistant":  # the generation prompt at the end
-        roles, contents = roles[:-1], contents[:-1]
-    if "" in contents:
-        raise ValueError("a turn of the Human/Assistant transcript is empty")
-    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
 
 
 def _margin(value: Any) -> float | None:
@@ -259,7 +193,3 @@ def _has(row: Mapping[str, Any], *names: str) -> bool:
 def _missing(row: Mapping[str, Any], kind: str) -> MissingColumn:
     there = ", ".join(str(name) for name in row if row[name] is not None) or "none"
     return MissingColumn(f"no usable column: a {kind} row needs {COLUMNS[kind]}; it has {there}")
-
-
-def _kind_of(value: Any) -> str:
-    return "null" if value is None else type(value).__name__

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat.data.chat_template import stop_token_ids
-from dschat.models.loading import load_pretrained, load_tokenizer
+from dschat.models.loading import LoadOptions, load_pretrained
 from dschat.models.packed_attention import packed_attention
+from dschat.models.tokenizer import load_tokenizer
 from dschat.models.verification import verify_logprobs
 from dschat.tensors import linear_logprobs, position_ids
 
@@ -42,11 +43,10 @@ def load_causal_lm(
         trust_remote_code: run Python code that comes with the folder or hub repository.
 
     Raises:
-        ValueError: no model or weights at the path, invalid dropout, or a head that TokenLogprobs does not support.
+        ValueError: no model or weights at the path, missing or not finite weights, invalid dropout, or a head that
+            TokenLogprobs does not support.
     """
-    model = load_pretrained(
-        AutoModelForCausalLM,
-        path,
+    options = LoadOptions(
         dtype=dtype,
         tokenizer=tokenizer,
         dropout=dropout,
@@ -54,6 +54,7 @@ def load_causal_lm(
         deepspeed_config=deepspeed_config,
         trust_remote_code=trust_remote_code,
     )
+    model = load_pretrained(AutoModelForCausalLM, path, options)
     if tokenizer is not None:
         set_generation_tokens(model, tokenizer)
     verify_head(model)
@@ -165,16 +166,16 @@ class TokenLogprobs(nn.Module):
         """
         hidden = self.hidden_states(input_ids, attention_mask, packed_positions).flatten(0, 1)  # [B·S, H]
         # The first real token of a row has no prediction, or one from padding: it is excluded.
-        wanted = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
-        tokens = wanted.flatten().nonzero().squeeze(1)  # [N]
+        selected = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
+        tokens = selected.flatten().nonzero().squeeze(1)  # [N]
         labels = input_ids.flatten()[tokens]
         # tokens - 1: the hidden state one column earlier predicts a token; same row, since column 0 is excluded.
-        found = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
+        outputs = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
 
         def spread(values: Tensor) -> Tensor:
-            return values.new_zeros(wanted.numel()).index_copy(0, tokens, values).view_as(wanted)  # [B, S]
+            return values.new_zeros(selected.numel()).index_copy(0, tokens, values).view_as(selected)  # [B, S]
 
-        return (spread(found[0]), spread(found[1])) if with_entropy else spread(found)
+        return (spread(outputs[0]), spread(outputs[1])) if with_entropy else spread(outputs)
 
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor, packed_positions: Tensor | None = None
@@ -184,8 +185,8 @@ class TokenLogprobs(nn.Module):
         mask: Tensor | None = attention_mask.long()
         if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
             mask = packed_attention(packed_positions, self.model.dtype) if self.packs_by_mask else None
-        taken = {"position_ids": positions} if self.takes_positions else {}
-        out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **taken)
+        position_arguments = {"position_ids": positions} if self.takes_positions else {}
+        out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **position_arguments)
         return out.last_hidden_state
 
 

@@ -36,9 +36,9 @@ def json_problems(folder: Path) -> list[str]:
 def causal_problems(config: PreTrainedConfig) -> list[str]:
     """Why a model of this config does not continue text; [] if it may."""
     names = config.architectures or []
-    foreign = [name for name in names if any(kind in name for kind in _NO_GENERATORS)]
-    if foreign:
-        return [f"is a {foreign[0]}, which does not continue text: name a causal language model"]
+    non_causal = [name for name in names if any(kind in name for kind in _NO_GENERATORS)]
+    if non_causal:
+        return [f"is a {non_causal[0]}, which does not continue text: name a causal language model"]
     custom = getattr(config, "auto_map", None)
     if config.is_encoder_decoder or (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not custom):
         return [f"{config.model_type} models are no decoders that continue text: name a causal language model"]
@@ -105,5 +105,5 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]]:
 
 
 def _stored_layers(shapes: dict[str, list[int]]) -> int:
-    found = [re.search(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.", name) for name in shapes]
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = [re.search(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.", name) for name in shapes]
+    return max((int(match[1]) + 1 for match in matches if match), default=0)

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dschat.models.loading import load_pretrained, read_config
+from dschat.models.loading import LoadOptions, load_pretrained, read_config
 from dschat.models.weights import full_shape, gathered
 from dschat.tensors import position_ids
 
@@ -67,17 +67,15 @@ def load_scalar_head(
         ValueError: no model or weights at the path, or a classifier with more than one output.
     """
     had_head = has_scalar_head(path, trust_remote_code=trust_remote_code)
-    model = load_pretrained(
-        AutoModelForSequenceClassification,
-        path,
+    options = LoadOptions(
         dtype=dtype,
         tokenizer=tokenizer,
         dropout=dropout,
         gradient_checkpointing=gradient_checkpointing,
         deepspeed_config=deepspeed_config,
-        new_head=not had_head,
         trust_remote_code=trust_remote_code,
     )
+    model = load_pretrained(AutoModelForSequenceClassification, path, options, new_head=not had_head)
     if tokenizer is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     if had_head:

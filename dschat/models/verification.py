@@ -85,10 +85,10 @@ def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str 
     # Logits are rounded relative to their magnitude (2⁻⁸ in bf16, TF32 sums in fp32), in some models twice.
     tolerance = max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
     rows, mask = _padded_rows(tokens)
-    found = ours(rows, mask, mask).float()  # [3, n]
-    whole = found[0, 1:] - own
-    left = found[1, 1 - PREFIX_TOKENS :] - own[: PREFIX_TOKENS - 1]
-    right = found[2, 1:PREFIX_TOKENS] - own[: PREFIX_TOKENS - 1]
+    logprobs = ours(rows, mask, mask).float()  # [3, n]
+    whole = logprobs[0, 1:] - own
+    left = logprobs[1, 1 - PREFIX_TOKENS :] - own[: PREFIX_TOKENS - 1]
+    right = logprobs[2, 1:PREFIX_TOKENS] - own[: PREFIX_TOKENS - 1]
     problem = None
     if not _small(whole, tolerance, dtype) or not _small(right, tolerance, dtype):
         prefix, _ = _own_logprobs(model, tokens[:, :PREFIX_TOKENS])
@@ -101,7 +101,7 @@ def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str 
             worst = max(whole.abs().max().item(), right.abs().max().item())
             problem = (
                 f"log-probs from hidden states differ from the model's own logits by {worst:.3g} "
-                f"(tolerance {tolerance:.3g}), so it changes its logits in a way this suite does not know: "
+                f"(tolerance {tolerance:.3g}), so it changes its logits in a way that this suite does not implement: "
                 "add it to head_transform in dschat/models/causal_lm.py."
             )
     elif not _small(left, tolerance, dtype):

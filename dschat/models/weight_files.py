@@ -1,10 +1,12 @@
-"""Validation and digests of weight files, without loading them."""
+"""Weight files: validation and digests without loading a model from them, and which tensors are not finite."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import cached_file
 
@@ -40,6 +42,26 @@ def weight_problems(folder: str | Path) -> list[str]:
         for path in sorted(pickles):
             problems += pickle_problems(path)
     return problems
+
+
+def nonfinite_tensors(folder: Path) -> list[tuple[str, str, str]]:
+    """(file, tensor, "NaN" or "infinite") of every tensor in a model's weight files that is not finite."""
+    problems = []
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("pytorch_model*.bin")):
+        for name, tensor in _tensors_of(path):
+            if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                problems.append((path.name, name, "NaN" if tensor.float().isnan().any() else "infinite"))
+            watchdog.progress()
+    return problems
+
+
+def _tensors_of(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    if path.suffix == ".bin":
+        yield from torch.load(path, map_location="cpu", weights_only=True).items()
+        return
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            yield name, file.get_tensor(name)
 
 
 def weights_digest(path: str) -> str:

@@ -160,8 +160,8 @@ def _names_to_keep(model: PreTrainedModel) -> set[str]:
     copies = set(model.all_tied_weights_keys)
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        known = names.setdefault(id(parameter), name)
-        if plain_name(known) in copies and plain_name(name) not in copies:
+        first_name = names.setdefault(id(parameter), name)
+        if plain_name(first_name) in copies and plain_name(name) not in copies:
             names[id(parameter)] = name
     return set(names.values())
 

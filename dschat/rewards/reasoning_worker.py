@@ -9,7 +9,7 @@ import math
 
 import reasoning_gym  # noqa: F401  imported once, before processes are forked
 
-from dschat.data.reasoning import entry_of, task_of
+from dschat.data.sources.reasoning_gym import entry_of, task_of
 from dschat.rewards import worker_loop
 from dschat.rewards.guarded_scorers import guard_scorers
 

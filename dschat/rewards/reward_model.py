@@ -14,8 +14,8 @@ from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout
-from dschat.models.loading import load_tokenizer
 from dschat.models.positions import position_limit
+from dschat.models.tokenizer import load_tokenizer
 
 
 def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:

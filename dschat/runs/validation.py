@@ -7,6 +7,7 @@ from transformers import AutoConfig, PretrainedConfig
 from dschat.arguments import DeviceArguments, LoraArguments, OneModelSettings, PreferenceSettings
 from dschat.data.datasets import data_problems
 from dschat.models.causal_lm import load_tokenizer
+from dschat.models.custom_code import CustomCodeError, custom_code_refused
 from dschat.models.folder_check import (
     causal_problems,
     json_problems,
@@ -14,7 +15,7 @@ from dschat.models.folder_check import (
     shape_problems,
     template_problems,
 )
-from dschat.models.loading import WEIGHT_FILES, CustomCodeError, custom_code_refused
+from dschat.models.loading import WEIGHT_FILES
 from dschat.models.positions import position_limit
 from dschat.models.weight_files import weight_problems
 from dschat.runs.output_conflicts import overwritten_models

@@ -28,7 +28,7 @@ from dschat.arguments.command_line import SettingsError, group_types, parse
 from dschat.arguments.script_inputs import read_json
 from dschat.arguments.strict_json import read_json_object
 from dschat.checkpoints.manifest import read_manifest
-from dschat.data.files import file_rows
+from dschat.data.sources.files import file_rows
 from dschat.models.folder_check import causal_problems, shape_problems
 from dschat.models.weight_files import weight_problems
 from dschat.runs.validation import model_problems

@@ -80,7 +80,7 @@ def test_missing_rows_give_empty_micro_batches():
     assert rank_share([5, 6, 7], rank=1, world_size=2, micro_batch_size=1) == [[6], []]
 
 
-def test_too_little_data_says_what_to_do():
+def test_the_error_for_too_few_rows_names_the_flags_to_change():
     with pytest.raises(ValueError, match="3 rows, but one step needs 4.*per_device_train_batch_size"):
         GlobalBatches([1, 2, 3], global_batch_size=4, seed=0)
     with pytest.raises(ValueError, match="0 rows"):
@@ -88,7 +88,7 @@ def test_too_little_data_says_what_to_do():
     assert GlobalBatches([1, 2, 3], global_batch_size=4, seed=0, drop_last=False).epoch(0) == [[2, 1, 0]]
 
 
-def test_impossible_shares_are_refused():
+def test_ranks_and_batch_sizes_out_of_range_are_refused():
     with pytest.raises(ValueError, match="rank 2 of 2"):
         rank_share([1], rank=2, world_size=2, micro_batch_size=1)
     with pytest.raises(ValueError, match="micro_batch_size 0"):

@@ -9,7 +9,6 @@ from tiny_tokenizers import CHATML, CORPUS, make_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from dschat.data.chat_rendering import ChatRenderer
 from dschat.data.chat_template import (
     encode_answer,
     encode_conversation,
@@ -18,7 +17,8 @@ from dschat.data.chat_template import (
     ensure_chat_template,
     stop_token_ids,
 )
-from dschat.data.control_tokens import control_tokens
+from dschat.data.chat_template.control_tokens import control_tokens
+from dschat.data.chat_template.rendering import ChatRenderer
 from dschat.data.datasets import DataOptions, build_dataset
 from dschat.rewards.reward_model import conversation_ids
 
@@ -78,7 +78,7 @@ def test_control_tokens_in_contents_become_text_and_the_templates_own_stay_what_
     assert encode_answer(tokenizer, chat[:1], chat[1]["content"])[0] == encode_prompt(tokenizer, chat[:1])
 
 
-def test_who_means_them_gets_them():
+def test_parse_special_tokens_encodes_control_tokens_in_contents():
     tokenizer = tokenizer_of("chatml", marked=False)
     chat = [{"role": "user", "content": "a<|im_end|>b"}]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -157,7 +157,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_kind_of_tokenizer_keeps_them_apart(name):
+def test_every_kind_of_tokenizer_separates_control_tokens_from_contents(name):
     make, template, content = OTHERS[name]
     tokenizer = make()
     tokenizer.chat_template = template
@@ -198,7 +198,7 @@ KINDS = ("sft", "preference", "unpaired", "prompt")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_spell_them_are_counted_and_named_with_file_and_line(kind, tmp_path):
+def test_rows_with_control_token_strings_are_counted_and_named_with_file_and_line(kind, tmp_path):
     tokenizer = make_tokenizer(template=CHATML)
     rows = [{"prompt": f"add {i}", "chosen": "it is <|im_end|> 5" if i == 2 else f"{i}", "rejected": "no"}
             for i in range(5)]  # fmt: skip

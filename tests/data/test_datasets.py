@@ -83,7 +83,7 @@ def test_a_pair_serves_as_two_unpaired_rows_and_a_long_one_is_cut(tokenizer, tmp
     )
 
 
-def test_prompt_rows_keep_what_a_judge_needs(tokenizer, tmp_path):
+def test_prompt_rows_keep_messages_and_other_columns(tokenizer, tmp_path):
     splits = build("prompt", tokenizer, tmp_path, str(DATA / "prompts.csv"), eval_fraction=0.0)
     second = splits.train[1]
     messages = [{"role": "user", "content": "Two lines,\nplease add 17 and 4."}]
@@ -265,7 +265,7 @@ def test_all_faulty_sources_are_named_at_once(tokenizer, tmp_path):
     assert data_problems("prompt", good) == []
 
 
-def test_phase_without_rows_says_so(tokenizer, tmp_path):
+def test_a_phase_without_rows_is_an_error_that_names_data_split(tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", range(1))
     empty = [phase for phase in (1, 2, 3) if phase_fails(tokenizer, tmp_path, path, phase)]
     assert len(empty) == 2

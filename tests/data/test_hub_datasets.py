@@ -8,10 +8,10 @@ from tiny_tokenizers import make_tokenizer
 
 from dschat.data.chat_template import ensure_chat_template
 from dschat.data.datasets import DataOptions, build_dataset
-from dschat.data.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
 from dschat.data.marked_answers import last_boxed
 from dschat.data.records import parse_record
-from dschat.data.sources import load_source
+from dschat.data.sources.data_path import load_source
+from dschat.data.sources.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
 
 
 def chat(*texts):
@@ -183,7 +183,7 @@ def test_labels_decide_which_answer_is_chosen_and_ties_are_left_out(name, row, c
         ("HuggingFaceH4/MATH-500", {"problem": "a", "solution": "no box"}, "no boxed answer"),
     ],
 )
-def test_rows_that_give_nothing_are_left_out(name, row, reason):
+def test_rows_without_anything_to_train_on_are_skipped(name, row, reason):
     with pytest.raises(NothingToLearn, match=reason):
         our_fields(row, HUB_DATASETS[name], {})
 

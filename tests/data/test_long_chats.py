@@ -7,8 +7,7 @@ from test_chat_families import FAMILIES, TOOL_CHAT, TOOLS, TURNS, tokenizer_of
 from test_chat_template import TOKENIZERS
 from tiny_tokenizers import CHATML, make_tokenizer
 
-from dschat.data import assistant_turns
-from dschat.data.chat_template import encode_answer, encode_conversation
+from dschat.data.chat_template import assistant_turns, encode_answer, encode_conversation
 from dschat.data.datasets import DataOptions, build_dataset
 
 AWKWARD = ["  5.\n", "Assistant: no", "<|im_end|> </s>", "user", "\n\n", "x", "Again? Again?", "é 漢 🙂"]
@@ -108,6 +107,29 @@ def test_work_grows_with_the_number_of_turns(family, monkeypatch):
     before = counted.messages
     encode_answer(tokenizer, long_chat(400)[:-1], "fine")
     assert counted.messages - before <= 3 * 800, "a reward model's reading does not depend on the turns before"
+
+
+@pytest.mark.parametrize("name", ["chatml", "shows thoughts after the last question only"])
+def test_rendering_is_linear_under_a_template_that_rewrites_earlier_answers(name, monkeypatch):
+    tokenizer = make_tokenizer(template=TEMPLATES.get(name, CHATML))
+    counted = Counted(tokenizer, monkeypatch)
+    for turns in (50, 200):
+        before = counted.messages
+        encode_conversation(tokenizer, long_chat(turns, ("add", "<think>b</think>c")))
+        assert counted.messages - before <= 8 * 2 * turns, "a few renderings of the whole"
+
+
+def test_where_every_prompt_is_rendered_encoding_is_linear_and_the_cost_is_logged_once(monkeypatch, caplog):
+    tokenizer = make_tokenizer(template=TEMPLATES["rewrites contents"])
+    counted = Counted(tokenizer, monkeypatch)
+    characters = []
+    for turns in (40, 160, 160):
+        before = counted.characters
+        encode_conversation(tokenizer, long_chat(turns, ("add", "b")))
+        characters.append(counted.characters - before)
+    assert characters[1] <= 4 * 1.3 * characters[0]
+    (warning,) = [record.message for record in caplog.records if "rendered one by one" in record.message]
+    assert "conversation of 320 messages" in warning and "grows with the square" in warning
 
 
 def test_a_pair_after_many_turns_has_the_prompt_and_ends_of_the_whole(tmp_path):

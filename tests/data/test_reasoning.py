@@ -10,8 +10,8 @@ pytest.importorskip("reasoning_gym")
 from dschat.data.chat_template import ensure_chat_template  # noqa: E402
 from dschat.data.collators import collate_prompts  # noqa: E402
 from dschat.data.datasets import DataOptions, build_dataset, data_problems  # noqa: E402
-from dschat.data.reasoning import entry_of, row_of, task_of  # noqa: E402
-from dschat.data.sources import load_source, parse_data_path  # noqa: E402
+from dschat.data.sources.data_path import load_source, parse_data_path  # noqa: E402
+from dschat.data.sources.reasoning_gym import entry_of, row_of, task_of  # noqa: E402
 from dschat.rewards.reasoning_gym import answer_of, reasoning_score  # noqa: E402
 from dschat.rewards.reasoning_worker import score  # noqa: E402
 from dschat.rewards.weighted_sum import prompt_text  # noqa: E402
@@ -107,7 +107,7 @@ def test_an_entry_survives_the_way_through_json_and_scores_its_expected_answer_w
 
 
 @pytest.mark.parametrize("task", ["game_of_life_halting", "countdown", "arc_agi", "fraction_simplification"])
-def test_a_text_without_an_answer_earns_nothing_where_the_task_pays_for_it(task):
+def test_a_response_without_an_answer_scores_zero_even_if_the_task_scores_it(task):
     name = f"reasoning_gym:{task}?size=3&seed=7"
     entries = [task_of(name)[i] for i in range(3)]
     texts = ("", "zzz junk", "I am not sure")

@@ -64,7 +64,7 @@ def test_unpaired_responses(row, answers):
     assert parse_record(row, "unpaired") == {"prompt": [user("a")], "answers": answers}
 
 
-def test_unpaired_rows_need_a_label_that_says_yes_or_no():
+def test_unpaired_rows_need_a_true_or_false_label():
     with pytest.raises(MissingColumn, match="prompt \\+ response \\+ label"):
         parse_record({"prompt": "a", "response": "b"}, "unpaired")
     for label in ("true", 2, 0.5):
@@ -123,7 +123,7 @@ def test_margin_that_is_no_finite_number_is_bad(margin):
         ("preference", {"chosen": TURN, "rejected": [user("z"), assistant("c")]}, "prompt is empty"),
     ],
 )
-def test_bad_rows_say_why(kind, row, reason):
+def test_bad_rows_are_refused_with_the_reason(kind, row, reason):
     with pytest.raises(ValueError, match=reason) as caught:
         parse_record(row, kind)
     assert not isinstance(caught.value, MissingColumn)
@@ -133,7 +133,7 @@ def test_bad_rows_say_why(kind, row, reason):
     ("kind", "row"),
     [("prompt", {"text": "a"}), ("sft", {"prompt": "a"}), ("preference", {"prompt": "a", "chosen": "b"})],
 )
-def test_missing_columns_are_told_apart_and_named(kind, row):
+def test_missing_columns_are_an_error_type_of_their_own_that_names_them(kind, row):
     with pytest.raises(MissingColumn, match=f"a {kind} row needs .*; it has {', '.join(row)}"):
         parse_record(row, kind)
 
@@ -181,7 +181,7 @@ def test_tools_are_a_list_or_its_json():
             parse_record({"prompt": "a", "tools": bad}, "prompt")
 
 
-def test_answers_that_were_cut_are_known_where_the_row_says_so():
+def test_answers_marked_as_not_ended_are_recorded_as_cut():
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     assert "cut" not in parse_record(pair | {"chosen_ended": True, "rejected_ended": "true"}, "preference")
     for false in (False, 0, "false", "False"):

@@ -6,7 +6,7 @@ import pyarrow.parquet
 import pytest
 from datasets import Dataset, DatasetDict
 
-from dschat.data.sources import load_source, parse_data_path
+from dschat.data.sources.data_path import load_source, parse_data_path
 
 DATA = Path(__file__).parent / "samples"
 ROWS = [{"prompt": f"q{i}", "n": i} for i in range(5)]
@@ -83,7 +83,7 @@ def test_items_of_an_array_carry_their_line(tmp_path):
         ("a.json", b'[{"n": "\xff"}]', "not valid UTF-8 at byte 9"),
         ("a.parquet", b"PAR1 no table", "not a readable parquet file"),
         ("a.jsonl", b"", "is empty"),
-        ("a.txt", b"hi", "suffix '.txt' is not known"),
+        ("a.txt", b"hi", "suffix '.txt' is not supported"),
     ],
 )
 def test_files_that_cannot_be_read_at_all_are_errors(tmp_path, name, content, message):

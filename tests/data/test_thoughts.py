@@ -75,7 +75,7 @@ def test_what_is_generated_is_encoded_again_as_it_was(template):
         assert tokenizer.decode(encode_answer(tokenizer, [USER], content)[1]) == generated + "<|im_end|>"
 
 
-def test_other_tags_are_known_and_a_prompt_without_one_changes_nothing():
+def test_other_thought_tags_are_recognised_and_prompts_without_one_are_unchanged():
     for tag, end in (("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]"), ("<reasoning>", "</reasoning>")):
         tokenizer = make_tokenizer(eos="<|im_end|>", template=OPENED.replace("<think>", tag))
         _, response = encode_answer(tokenizer, [USER], f"{tag}a{end}b")

@@ -70,7 +70,7 @@ def test_a_row_does_not_depend_on_what_stands_under_its_padding_or_beside_it(nam
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_a_rank_without_tokens_still_gives_zero_gradients_to_every_parameter(with_entropy):
+def test_a_rank_without_tokens_gives_every_parameter_a_zero_gradient(with_entropy):
     model = TokenLogprobs(tiny_causal_lm("llama"))
     tokens, mask = left_and_right_padded()
     answer = model(tokens, mask, torch.zeros_like(mask), with_entropy=with_entropy)

@@ -13,8 +13,8 @@ from repository import ROOT
 from transformers import AutoTokenizer, dynamic_module_utils
 
 from dschat.models.causal_lm import load_causal_lm
-from dschat.models.loading import load_tokenizer
 from dschat.models.scalar_head import has_scalar_head, load_scalar_head
+from dschat.models.tokenizer import load_tokenizer
 from dschat.models.weights import export_model
 from dschat.runs.validation import model_problems
 
@@ -96,7 +96,7 @@ def script(name: str):
     return module
 
 
-def test_a_models_own_code_is_refused_at_every_door_and_standard_input_is_left_alone(own_model, marker, yes, capsys):
+def test_custom_model_code_is_refused_by_every_program_without_reading_standard_input(own_model, marker, yes, capsys):
     refused = rf"{own_model} brings Python code of its own .* --trust_remote_code"
     with pytest.raises(ValueError, match=refused):
         load_causal_lm(own_model, dtype=torch.float32)
@@ -112,7 +112,7 @@ def test_a_models_own_code_is_refused_at_every_door_and_standard_input_is_left_a
     assert not marker.exists() and yes.tell() == 0
 
 
-def test_a_tokenizers_own_code_is_refused(own_tokenizer, marker, yes):
+def test_custom_tokenizer_code_is_refused(own_tokenizer, marker, yes):
     with pytest.raises(ValueError, match=rf"{own_tokenizer} brings Python code of its own .* --trust_remote_code"):
         load_tokenizer(own_tokenizer)
     (problem,) = model_problems("--model_name_or_path", str(own_tokenizer), tokens=8, lengths="--max_seq_len 8")
@@ -143,7 +143,7 @@ def test_chat_passes_the_flag_on(flags, own_model, yes, monkeypatch, capsys):
     assert script("chat").main([str(own_model), *flags]) == (0 if flags else 2)
 
 
-def test_every_loader_of_the_suite_says_whether_code_may_run():
+def test_every_call_of_from_pretrained_passes_trust_remote_code():
     """`from_pretrained` and `from_config` without trust_remote_code ask on standard input."""
     files = [file for folder in ("dschat", "scripts", "training") for file in (ROOT / folder).rglob("*.py")]
     calls = [
@@ -159,9 +159,9 @@ def test_every_loader_of_the_suite_says_whether_code_may_run():
     assert silent == []
 
 
-def test_every_door_of_the_suite_hands_the_flag_down():
+def test_every_call_of_our_loaders_passes_trust_remote_code():
     """Programs that load what the user names pass trust_remote_code to our own loaders too."""
-    ours = ("load_tokenizer", "load_causal_lm", "load_scalar_head", "has_scalar_head", "load_pretrained", "read_config")
+    ours = ("load_tokenizer", "load_causal_lm", "load_scalar_head", "has_scalar_head", "LoadOptions", "read_config")
     own_models = ("summarize.py", "evaluate.py")  # of the quickstart and of chain_sum: they load what they have trained
     for file in [file for folder in ("dschat", "scripts", "training") for file in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

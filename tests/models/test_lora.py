@@ -124,7 +124,7 @@ def test_groups_without_members_are_left_out():
         optimizer_groups(model, learning_rate=2.0)
 
 
-def test_without_adapters_the_model_is_what_it_was_and_comes_back_to_the_last_bit():
+def test_without_adapters_equals_the_base_model_and_restores_the_adapters_bit_for_bit():
     model = TokenLogprobs(tiny_causal_lm("llama"))
     tokens, mask = left_and_right_padded()
     plain = model(tokens, mask, mask)

@@ -60,14 +60,14 @@ def conversations(count=7, seed=0):
     return rows
 
 
-def test_items_share_rows_as_best_fit_decreasing_says():
+def test_items_are_packed_by_best_fit_decreasing():
     """7 | 6 | 5 and 5 | 3 into the fullest row with room: beside 7, full | 3 beside 6 | 1 beside 6 and 3."""
     lengths = [3, 7, 5, 1, 6, 5, 3]
     assert [[lengths[i] for i in row] for row in pack(lengths, capacity=10)] == [[7, 3], [6, 3, 1], [5, 5]]
     assert pack([], capacity=10) == []
 
 
-def test_no_item_is_lost_no_row_overflows_and_few_are_wasted():
+def test_packing_keeps_every_item_within_capacity_in_few_rows():
     lengths = np.random.default_rng(0).integers(1, 101, size=2000).tolist()
     rows = pack(lengths, capacity=100)
     assert sorted(item for row in rows for item in row) == list(range(2000))
@@ -76,7 +76,7 @@ def test_no_item_is_lost_no_row_overflows_and_few_are_wasted():
     assert len(rows) <= 1.03 * fewest
 
 
-def test_packed_rows_hold_every_conversation_whole_and_are_found_again(tmp_path):
+def test_packed_rows_hold_every_conversation_whole_and_are_reused(tmp_path):
     rows = conversations(50)
     found = packed(Dataset.from_list(rows), capacity=20, seed=1, identity="x", folder=str(tmp_path))
     seen = []
@@ -141,7 +141,7 @@ def test_a_model_that_mixes_conversations_is_refused_before_training(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_trial_finds_the_way_of_each_architecture_in_any_precision(dtype):
+def test_choose_packing_selects_positions_or_mask_for_each_architecture_and_precision(dtype):
     ways = {}
     for name in ("llama", "gpt2", "opt", "mpt"):
         network = network_of(name).to(dtype)
@@ -150,7 +150,7 @@ def test_the_trial_finds_the_way_of_each_architecture_in_any_precision(dtype):
     assert ways == {"llama": False, "gpt2": False, "opt": True, "mpt": True}
 
 
-def test_packing_is_an_option_of_the_data_and_said_in_the_report(tmp_path):
+def test_packing_is_a_data_option_and_in_the_report(tmp_path):
     tokenizer = make_tokenizer()
     ensure_chat_template(tokenizer)
     file = tmp_path / "rows.jsonl"

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from dschat.data.reasoning import row_of, task_of  # noqa: E402
+from dschat.data.sources.reasoning_gym import row_of, task_of  # noqa: E402
 from dschat.rewards.guarded_scorers import evaluate_literal, parse_formula  # noqa: E402
 from dschat.rewards.reasoning_gym import reasoning_score  # noqa: E402
 
@@ -98,7 +98,7 @@ def test_rows_are_drawn_as_before_where_the_guards_are_on():
     """The generators of some tasks call eval too; a process that has scored must draw the same rows."""
     tasks = ["bitwise_arithmetic", "basic_arithmetic", "gsm_symbolic", "countdown", "simple_integration"]
     script = (
-        "import sys\nfrom dschat.data.reasoning import task_of\n"
+        "import sys\nfrom dschat.data.sources.reasoning_gym import task_of\n"
         f"tasks = [task_of('reasoning_gym:' + name + '?size=4') for name in {tasks!r}]\n"
         "if sys.argv[1] == 'guarded':\n    from dschat.rewards.guarded_scorers import guard_scorers\n"
         "    guard_scorers()\n"

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("reasoning_gym")
 
-from dschat.data.reasoning import row_of, task_of  # noqa: E402
+from dschat.data.sources.reasoning_gym import row_of, task_of  # noqa: E402
 from dschat.rewards import reasoning_gym as reasoning  # noqa: E402
 from dschat.rewards.rules import RULES  # noqa: E402
 from dschat.rewards.worker_process import TimeLimits  # noqa: E402

@@ -7,75 +7,15 @@ ends generation (`stop_token_ids`). No id is ever compared with the pad id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
 from .assistant_turns import answer_starts
-from .chat_rendering import ChatRenderer, Message, Tools
 from .control_tokens import control_tokens
+from .rendering import ChatRenderer, Message, Tools
+from .stop_tokens import PROBE, end_of_turn_id
 from .thoughts import begun_thought, generated_text, goes_on_with
-
-__all__ = [
-    "Message",
-    "Tools",
-    "decode_responses",
-    "encode_answer",
-    "encode_conversation",
-    "encode_prompt",
-    "encode_text",
-    "end_of_turn_id",
-    "ensure_chat_template",
-    "stop_token_ids",
-]
-
-# The generation prompt ends with ":" and the space belongs to the response: " Yes" is one token in most
-# vocabularies, so ids(prompt) stays a prefix of ids(prompt + response).
-_TURNS = """\
-{%- for message in messages -%}
-{%- if message['role'] == 'system' -%}
-{{- message['content'] -}}
-{%- elif message['role'] == 'user' -%}
-{{- '\\n\\nHuman: ' + message['content'] -}}
-{%- elif message['role'] == 'assistant' -%}
-{{- '\\n\\nAssistant: ' + message['content'] + eos_token -}}
-{%- elif message['role'] == 'tool' -%}
-{{- '\\n\\nTool: ' + message['content'] -}}
-{%- else -%}
-{{- raise_exception('unknown role: ' + message['role']) -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '\\n\\nAssistant:' -}}
-{%- endif -%}
-"""
-_BOS = "{{- bos_token -}}\n"
-
-_PROBE = "Xqprobeqx"  # no template changes it: no spaces, no markup
-
-
-def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Install a Human/Assistant chat template if the tokenizer has none; `save_pretrained` then saves it.
-
-    The text is "<system>\\n\\nHuman: …\\n\\nAssistant: …<eos>", preceded by BOS where the tokenizer adds one to
-    plain text. This is the only function here that modifies its argument.
-
-    Returns:
-        True if a template was installed, False if the tokenizer had one.
-
-    Raises:
-        ValueError: the tokenizer has no EOS token, so no response could end.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ValueError(
-            f"The tokenizer {tokenizer.name_or_path!r} has no EOS token, so a response could never end: "
-            "set one (--add_eot_token adds '<|endoftext|>'), or choose a model whose tokenizer has one."
-        )
-    if tokenizer.chat_template:
-        return False
-    begins_with_bos = tokenizer.bos_token_id is not None and tokenizer("a").input_ids[0] == tokenizer.bos_token_id
-    tokenizer.chat_template = (_BOS if begins_with_bos else "") + _TURNS
-    return True
 
 
 def encode_prompt(
@@ -161,8 +101,8 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, responses: Sequence[Seq
     Removes special tokens and the text that the template itself writes before a response: the model generates the
     space after "Assistant:", and a message that kept it would be encoded with two.
     """
-    turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-    lead = _last_response_text(ChatRenderer.of(tokenizer, turn), turn).removesuffix(_PROBE)
+    turn = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
+    lead = _last_response_text(ChatRenderer.of(tokenizer, turn), turn).removesuffix(PROBE)
     texts = tokenizer.batch_decode(responses, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return [text.removeprefix(lead) for text in texts]
 
@@ -187,32 +127,6 @@ def encode_text(
     return ids, [False] + [True] * (len(ids) - 1)
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The first special token that the template writes after an assistant's text; None if it writes none.
-
-    Determined by rendering a probe: "<|im_end|>\\n" after the probe gives the id of <|im_end|>.
-    """
-    turn = [{"role": "user", "content": _PROBE}, {"role": "assistant", "content": _PROBE}]
-    renderer = ChatRenderer.of(tokenizer, turn)
-    after = renderer.conversation(turn).rpartition(_PROBE)[2]
-    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
-    return next((i for i in renderer.ids(after) if i in special), None)
-
-
-def stop_token_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Iterable[int] | None = None
-) -> list[int]:
-    """Ids that end a response: the tokenizer's EOS, the template's end of turn, the model's generation config."""
-    if generation_config_eos is None:
-        configured: list[int] = []
-    elif isinstance(generation_config_eos, int):
-        configured = [generation_config_eos]
-    else:
-        configured = list(generation_config_eos)
-    end_id = end_of_turn_id(tokenizer) if tokenizer.chat_template else None
-    return list(dict.fromkeys(i for i in (tokenizer.eos_token_id, end_id, *configured) if i is not None))
-
-
 def _with_responses(
     renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int], end_id: int | None
 ) -> tuple[list[int], list[tuple[int, int]]]:
@@ -232,7 +146,7 @@ def _with_responses(
     if spans and all(thought is None or goes_on_with(thought, tokenizer.decode(ids[i:j])) for i, j in spans):
         return ids[: spans[-1][1]], spans  # text after the last end token ("\n" in ChatML) is never generated
     if messages[-1].get("tool_calls"):
-        raise ValueError("the chat template writes tool calls in a way that cannot be told from their prompt")
+        raise ValueError("the chat template writes tool calls where they cannot be separated from the prompt")
     prompt = renderer.ids(opening)
     ids = prompt + renderer.ids(_last_response_text(renderer, messages)) + [tokenizer.eos_token_id]
     return ids, [(len(prompt), len(ids))]

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 
 from .files import SUFFIXES, SourceRow, file_rows
 from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
-from .reasoning import PREFIX, ReasoningTask, reasoning_task
+from .reasoning_gym import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # in order of preference
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
@@ -131,7 +131,7 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
 
 def _file_source(path: str, file: Path) -> Source:
     if file.suffix not in SUFFIXES:
-        raise ValueError(f"{path}: the suffix {file.suffix!r} is not known; use one of {', '.join(SUFFIXES)}.")
+        raise ValueError(f"{path}: the suffix {file.suffix!r} is not supported; use one of {', '.join(SUFFIXES)}.")
     if file.stat().st_size == 0:
         raise ValueError(f"{path} is empty (0 bytes): it must hold at least one row.")
     return Source(path, {"train": [file]})

@@ -46,7 +46,7 @@ class ReasoningTask:
         They are generated in a subprocess with a fixed hash seed: some tasks iterate over sets of strings, whose order
         would otherwise differ between processes, and so between nodes.
         """
-        command = [sys.executable, "-m", "dschat.data.reasoning", self.name]
+        command = [sys.executable, "-m", "dschat.data.sources.reasoning_gym", self.name]
         environment = os.environ | {"PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment) as child:
             try:
@@ -147,9 +147,9 @@ def _value(text: Any, hint: Any) -> Any:
     raise ValueError("it cannot be given as text")
 
 
-def _nearest(word: str, known: Mapping[str, Any]) -> str:
-    near = difflib.get_close_matches(word, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}."
+def _nearest(word: str, names: Mapping[str, Any]) -> str:
+    near = difflib.get_close_matches(word, names, n=3)
+    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(names))}."
 
 
 def _plain(value: Any) -> Any:

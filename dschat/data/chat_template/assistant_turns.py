@@ -4,20 +4,29 @@ By definition, `ids(prompt of the messages before an answer)` must be a prefix o
 encoding that prompt for every answer takes quadratic time, so in long conversations it is done for a few answers only.
 The others rely on two conditions, checked for each: the text between the preceding content and the answer is the same
 as for those few, and control tokens split a text into segments that a tokenizer encodes independently. Answers that
-fail the check are rendered as in the definition.
+fail the check are rendered as in the definition, one by one; encoding them stays linear.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 import re
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from weakref import WeakSet
 
-from .chat_rendering import ChatRenderer, Message
+from transformers import PreTrainedTokenizerBase
+
+from .rendering import ChatRenderer, Message
+
+logger = logging.getLogger(__name__)
 
 RENDERED_TURNS = 8  # up to this many answers, every prompt is rendered
+COSTLY_RENDERINGS = 100  # from this many in one conversation on, their cost is logged
+_warned: WeakSet[PreTrainedTokenizerBase] = WeakSet()
 _NONCE = secrets.token_hex(8)
 
 
@@ -35,14 +44,14 @@ def answer_starts(
     if len(turns) <= RENDERED_TURNS:
         return whole.rendered_starts(turns)
     whole.align_control_tokens()
-    ends = whole.content_ends()
+    ends = whole.content_ends(before=turns)
     alike: dict[tuple, list[int]] = defaultdict(list)
     for turn in turns:
         alike[whole.context(turn, ends)].append(turn)
     starts: dict[int, int] = {}
     for context, members in alike.items():
         # Each kind of turn is rendered at its first, middle and last occurrence.
-        shown = sorted({members[0], members[len(members) // 2], members[-1]}) if context else members
+        shown = sorted({members[0], members[len(members) // 2], members[-1]})
         found = whole.rendered_starts(shown)
         if found is None:
             return None
@@ -52,10 +61,11 @@ def answer_starts(
             if turn in starts:
                 continue
             start = None if opening is None else whole.start_after(ends[turn - 1], opening)
-            found = [start] if start is not None else whole.rendered_starts([turn])
-            if found is None:
+            start = whole.rendered_start(turn) if start is None else start
+            if start is None:
                 return None
-            starts[turn] = found[0]
+            starts[turn] = start
+    whole.warn_of_cost(len(messages))
     return [starts[turn] for turn in turns]
 
 
@@ -65,6 +75,7 @@ class _Whole:
     def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], text: str, ids: list[int]) -> None:
         self.renderer, self.messages, self.text, self.ids = renderer, messages, text, ids
         self._prompts: dict[int, str] = {}  # answer → prompt
+        self._rendered_alone, self._began = 0, time.perf_counter()
         # For each control token, its character offset and its index in the ids; the start of the text counts as one.
         self._places: list[int] = []
         self._indices: list[int] = []
@@ -88,13 +99,37 @@ class _Whole:
             starts.append(len(ids))
         return starts
 
-    def content_ends(self) -> list[int | None]:
-        """Where each message's content ends in the text.
+    def rendered_start(self, turn: int) -> int | None:
+        """As `rendered_starts` for one answer, but only the text after the last control token is encoded."""
+        prompt = self.renderer.prompt(self.messages[:turn])
+        self._rendered_alone += 1
+        start = self.start_after(0, prompt)
+        if start is not None:
+            return start
+        starts = self.rendered_starts([turn])
+        return None if starts is None else starts[0]
 
-        None where a content is empty, and everywhere if the template changes contents beyond stripping whitespace.
+    def warn_of_cost(self, messages: int) -> None:
+        """Warn once per tokenizer if the template made the time grow with the square of the conversation."""
+        if self._rendered_alone < COSTLY_RENDERINGS or self.renderer.tokenizer in _warned:
+            return
+        _warned.add(self.renderer.tokenizer)
+        logger.warning(
+            "the chat template changes user messages or what opens an answer, so the prompts of %d answers of a "
+            "conversation of %d messages were rendered one by one in %.1f s; the time grows with the square of the "
+            "number of messages: split such conversations, or use a template that writes user messages unchanged",
+            self._rendered_alone, messages, time.perf_counter() - self._began,
+        )  # fmt: skip
+
+    def content_ends(self, *, before: Sequence[int]) -> list[int | None]:
+        """Where the content of the message before each of these answers ends in the text; None for other messages.
+
+        Also None where that content is empty, and everywhere if the template changes one of them beyond stripping
+        whitespace. It may change the answers, as templates do that drop earlier thoughts.
         """
         unknown: list[int | None] = [None] * len(self.messages)
-        names = {f"Xq{_NONCE}m{n:07d}x": n for n, m in enumerate(self.messages) if (m.get("content") or "").strip()}
+        read = {turn - 1 for turn in before if turn > 0 and (self.messages[turn - 1].get("content") or "").strip()}
+        names = {f"Xq{_NONCE}m{n:07d}x": n for n in sorted(read)}
         named = list(self.messages)
         for name, number in names.items():
             named[number] = named[number] | {"content": name}

@@ -1,0 +1,25 @@
+"""Python code that comes with a model: refused unless the user allows it with --trust_remote_code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+
+class CustomCodeError(ValueError):
+    """The model needs custom Python code, which the user has not allowed with --trust_remote_code."""
+
+
+@contextlib.contextmanager
+def custom_code_refused(path: str | Path) -> Iterator[None]:
+    """Inside, transformers' refusal to run custom model code becomes a CustomCodeError that names the flag."""
+    try:
+        yield
+    except ValueError as problem:
+        if "trust_remote_code" not in str(problem):
+            raise
+        raise CustomCodeError(
+            f"{path} brings Python code of its own (auto_map in its JSON files), which is not run: read it, and add "
+            "--trust_remote_code if you trust whoever wrote it"
+        ) from problem
