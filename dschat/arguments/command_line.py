@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,9 @@ from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unkn
 from dschat.distributed.terminal import printable
 
 Settings = TypeVar("Settings")
-LARGEST_FLOAT32 = 3.4028234663852886e38
+LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes, on Linux
+LARGEST_FLOAT, LARGEST_INTEGER = 1e15, 2**31 - 1  # where a flag has no bound of its own
+SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
 
 class SettingsError(ValueError):
@@ -115,19 +117,33 @@ def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """A line for each number of the group that violates the bounds of its flag(), or fits no tensor."""
-    mistakes = []
+    """A line for each value of the group that breaks the bounds of its flag(), fits no tensor or can be no path."""
+    return [f"--{field.name} {shown(value)}: {rule}" for field, value, rule in _broken_values(group)]
+
+
+def _broken_values(group: Any) -> Iterator[tuple[dataclasses.Field, Any, str]]:
     for field in _flags_of(group):
-        value = vars(group)[field.name]
-        for number in value if isinstance(value, list) else [value]:
-            rule = _broken_rule(number, field.metadata["bounds"], finite=field.metadata["finite"])
+        given = vars(group)[field.name]
+        for value in given if isinstance(given, list) else [given]:
+            if isinstance(value, str):
+                rule = "" if value == field.default else _broken_text_rule(value)
+            else:
+                rule = _broken_rule(value, field.metadata["bounds"], finite=field.metadata["finite"])
+                rule = f"must be {rule}" if rule else ""
             if rule:
-                mistakes.append(f"--{field.name} {shown(number)}: must be {rule}")
-    return mistakes
+                yield field, value, rule
+
+
+def _with_defaults(group: Any, names: Container[str]) -> Any:
+    """The group, with the defaults of these flags in place of the values given."""
+    fields = _flags_of(group)
+    if not any(field.name in names for field in fields):
+        return group
+    return type(group)(**{field.name: vars(group)[field.name] for field in fields if field.name not in names})
 
 
 def _broken_rule(number: Any, bounds: dict[str, float], *, finite: bool) -> str:
-    """The rule that the number breaks, or ""; floats end up in float32 tensors, integers in int64."""
+    """The rule that the number breaks, or ""; floats end up in float32 tensors, integers are multiplied in int64."""
     if not isinstance(number, (int, float)) or isinstance(number, bool):
         return ""
     if not finite and number == math.inf:
@@ -135,10 +151,27 @@ def _broken_rule(number: Any, bounds: dict[str, float], *, finite: bool) -> str:
     holds = {"at least": operator.ge, "above": operator.gt, "below": operator.lt, "at most": operator.le}
     if not all(holds[word](number, bound) for word, bound in bounds.items()):
         return " and ".join(f"{word} {bound}" for word, bound in bounds.items())
-    if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT32:
-        return f"a finite number (of float32: at most {LARGEST_FLOAT32:.2g})" + ("" if finite else ", or inf")
-    if isinstance(number, int) and not -(2**63) <= number < 2**63:
-        return "an integer of 64 bits"
+    largest = bounds.get("at most", LARGEST_FLOAT if isinstance(number, float) else LARGEST_INTEGER)
+    if not abs(number) <= largest:
+        return f"a finite number of at most {largest:g}" + ("" if finite else ", or inf")
+    if 0 < abs(number) < SMALLEST_FLOAT32:
+        return f"0 or at least {SMALLEST_FLOAT32:.2g}: it is 0 in float32"
+    return ""
+
+
+def _broken_text_rule(text: str) -> str:
+    """Why a text can be no value of a flag, or "": empty, control characters, longer than any path."""
+    if not text.strip():
+        return "is empty: give a value, or drop the flag"
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError:
+        return "is not valid UTF-8: rename the file, or set a locale of UTF-8 such as LC_ALL=C.UTF-8"
+    if not text.isprintable():
+        return "holds a line break or another control character: take it out"
+    is_path = "://" not in text and "?" not in text
+    if size >= LONGEST_PATH or (is_path and max(len(part.encode()) for part in text.split("/")) > LONGEST_NAME):
+        return f"has {size} bytes, more than a path may have"
     return ""
 
 
@@ -196,11 +229,13 @@ def parse(
     mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in rest if word.startswith("--")]
     if rest and not rest[0].startswith("--"):
         mistakes.append(f"{rest[0]}: belongs to no flag")
-    for group in parsed:
-        mistakes += out_of_bounds(group) + group.problems()
+    broken = {field.name for group in parsed for field, _, _ in _broken_values(group)}
+    mistakes += [line for group in parsed for line in out_of_bounds(group)]
+    parsed = [_with_defaults(group, broken) for group in parsed]  # what follows must not fail of invalid values
     result = settings(**dict(zip(groups, parsed, strict=True)))
-    if check is not None:
-        mistakes += check(result)
+    further = [line for group in parsed for line in group.problems()] + (check(result) if check is not None else [])
+    reported = tuple(f"--{name}{end}" for name in broken for end in ": ")
+    mistakes += [line for line in further if not line.startswith(reported)]
     raise_together(locate(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(result) if warn else []):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat.arguments.command_line import flag
+from dschat.arguments.run import unwritable
 
 COLUMN_HELP = "column that holds"
 
@@ -58,4 +59,5 @@ class DataArguments:
     )
 
     def problems(self) -> list[str]:
-        return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        problems = [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        return problems + unwritable("--data_output_path", self.data_output_path)

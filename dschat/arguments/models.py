@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat.arguments.command_line import flag
+from dschat.arguments.optimizer import LARGEST_RATE
 
+LARGEST_RANK = 65536
 ZERO_HELP = "ZeRO stage: 0 replicates, 1 shards optimizer states, 2 gradients too, 3 parameters too"
 LORA_HELP = "rank of the adapters; 0: none"
 DROPOUT_HELP = "override every dropout of the model"
@@ -22,11 +24,13 @@ class ModelArguments:
     max_seq_len: int = flag(512, "prompt and response together", at_least=2, on_resume="refuse")
     per_device_train_batch_size: int = flag(16, "sequences (pairs in step 2) per forward pass and device", at_least=1)
     per_device_eval_batch_size: int = flag(16, "the same, in evaluation", at_least=1)
-    learning_rate: float = flag(1e-5, "peak learning rate", above=0)
-    weight_decay: float = flag(0.0, "decoupled weight decay of matrices; biases and norms have none", at_least=0)
+    learning_rate: float = flag(1e-5, "peak learning rate", above=0, at_most=LARGEST_RATE)
+    weight_decay: float = flag(
+        0.0, "decoupled weight decay of matrices; biases and norms have none", at_least=0, at_most=LARGEST_RATE
+    )
     dropout: float | None = flag(None, f"{DROPOUT_HELP}; default: the model's own", at_least=0, below=1)
     zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP)
-    lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
+    lora_dim: int = flag(0, LORA_HELP, at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
     trust_remote_code: bool = flag(False, TRUST_HELP)
 
     def problems(self) -> list[str]:
@@ -74,14 +78,14 @@ class RLHFModelArguments:
         None, "where the critic starts; default: the reward model's path, else the actor's with a new head",
         on_resume="refuse",
     )
-    actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0)
-    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0)
-    actor_weight_decay: float = flag(0.0, "weight decay of the actor's matrices", at_least=0)
-    critic_weight_decay: float = flag(0.0, "weight decay of the critic's matrices", at_least=0)
+    actor_learning_rate: float = flag(1e-6, "peak learning rate of the actor", above=0, at_most=LARGEST_RATE)
+    critic_learning_rate: float = flag(5e-6, "peak learning rate of the critic", above=0, at_most=LARGEST_RATE)
+    actor_weight_decay: float = flag(0.0, "weight decay of the actor's matrices", at_least=0, at_most=LARGEST_RATE)
+    critic_weight_decay: float = flag(0.0, "weight decay of the critic's matrices", at_least=0, at_most=LARGEST_RATE)
     actor_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"actor's {ZERO_HELP}; ref follows stage 3")
     critic_zero_stage: Literal[0, 1, 2, 3] = flag(2, f"critic's {ZERO_HELP}; reward follows stage 3")
-    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
-    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
+    actor_lora_dim: int = flag(0, LORA_HELP, at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
+    critic_lora_dim: int = flag(0, LORA_HELP, at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
     actor_dropout: float = flag(0.0, f"{DROPOUT_HELP}; above 0 the first ratio is no longer 1", at_least=0, below=1)
     critic_dropout: float = flag(0.0, DROPOUT_HELP, at_least=0, below=1)
     offload_reference_model: bool = flag(False, "keep the reference model's parameters in host memory (ZeRO-3)")

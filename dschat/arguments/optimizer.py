@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.command_line import flag
 
+LARGEST_RATE = 10.0  # of learning and of weight decay
 LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 
 
@@ -38,7 +39,9 @@ class LoraArguments:
         "all", "adapt linear layers whose name contains this; all: every one but the head", needs=LORA_FLAGS,
         on_resume="refuse",
     )
-    lora_learning_rate: float = flag(5e-4, "peak learning rate of the adapters", above=0, needs=LORA_FLAGS)
+    lora_learning_rate: float = flag(
+        5e-4, "peak learning rate of the adapters", above=0, at_most=LARGEST_RATE, needs=LORA_FLAGS
+    )
     only_optimize_lora: bool = flag(
         False, "freeze everything but the adapters (and a scalar head)", on_resume="refuse"
     )

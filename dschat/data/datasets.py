@@ -18,7 +18,7 @@ from .packing import packed
 from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
 from .sources import Source, load_source, parse_data_path
 
-PHASES = {"sft": 1, "preference": 2, "prompt": 3}
+PHASES = {"sft": 1, "preference": 2, "unpaired": 2, "prompt": 3}
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DataOptions:
         run_path: the run's own output folder, which no data folder may contain; None: there is none.
         max_tokens: longest prompt for kind "prompt" (max_prompt_seq_len), longest sequence else (max_seq_len).
         data_split: shares of steps 1, 2, 3 such as "2,4,4"; None gives every step all rows.
-        phase: 1, 2 or 3; None takes the kind's own (sft 1, preference 2, prompt 3).
+        phase: 1, 2 or 3; None takes the kind's own (see PHASES).
         seed: for the split, the held-out rows and the mixture.
         eval_data_path: entries whose rows are all used for evaluation; then nothing is held out.
         eval_fraction: share held out of sources without an evaluation split.
@@ -89,7 +89,7 @@ def build_dataset(
         ValueError: options out of range, sources that are missing, empty or lack required columns (all are listed),
             too many bad rows, a source without rows for training.
     """
-    _check(options)
+    _check(options, phase=options.phase or PHASES[kind])
     encoder = Encoder.for_kind(
         kind,
         tokenizer,
@@ -138,41 +138,71 @@ def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
     """Problems of the sources, judged by their first rows: a check before models are loaded."""
-    problems = []
+    problems, peeked = [], []
     try:
-        _check(options)
+        _check(options, phase=options.phase or PHASES[kind])
         paths, eval_paths = parse_data_path(options.data_path)[0], _eval_paths(options)
     except ValueError as problem:
-        return [str(problem)]
+        return str(problem).split("\n")
     for path, for_eval in [(path, False) for path in paths] + [(path, True) for path in eval_paths]:
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
-            report = SourceReport(path)
-            for row in islice(source.rows(next(iter(source.splits))), options.max_bad_rows + 1):
-                report.add_read(row.fields or {})
-                if parse_row(row, kind, report) is not None:
-                    break  # one valid row is enough
-            if report.rows == 0:
-                raise ValueError(f"{path} has no rows.")
-            report.refuse_other_columns()
-            refuse_many_bad(report.bad, options.max_bad_rows)
+            peeked.append((source, _first_rows(kind, source, options.max_bad_rows)))
         except ValueError as problem:
-            problems.append(str(problem))
-    return problems
+            flag, text = "--eval_data_path" if for_eval else "--data_path", str(problem).removeprefix("--data_path ")
+            problems.append(f"{flag} {text}" if text.startswith(path) else text)
+    return problems or _unknown_columns(peeked, options.columns)
+
+
+def _first_rows(kind: str, source: Source, max_bad_rows: int) -> SourceReport:
+    """A report of the rows up to the first valid one, at most max_bad_rows + 1. Raises ValueError if none is."""
+    report = SourceReport(source.name)
+    rows = source.rows(next(iter(source.splits)))
+    for row in islice(rows, max_bad_rows + 1):
+        report.add_read(row.fields or {})
+        if parse_row(row, kind, report) is not None:
+            return report
+    if report.rows == 0:
+        raise ValueError(f"{source.name} has no rows.")
+    report.refuse_other_columns()
+    refuse_many_bad(report.bad, max_bad_rows)
+    if len(report.bad) == report.rows <= max_bad_rows:
+        raise ValueError(f"{source.name}: no row can be used. {' | '.join(report.bad[:5])}.")
+    return report
+
+
+def _unknown_columns(peeked: Sequence[tuple[Source, SourceReport]], columns: Mapping[str, str]) -> list[str]:
+    """A line if a column that the user named is in no row; reads on where the first rows do not have it."""
+    missing = set(columns.values()) - {name for _, report in peeked for name in report.columns}
+    for source, report in peeked:
+        for row in source.rows(next(iter(source.splits))) if missing else ():
+            report.add_read(row.fields or {})
+            missing -= set(row.fields or {})
+            if not missing:
+                break
+    try:
+        refuse_unknown_columns([report for _, report in peeked], columns)
+    except ValueError as problem:
+        return [str(problem)]
+    return []
 
 
 def _eval_paths(options: DataOptions) -> list[str]:
     return parse_data_path(options.eval_data_path, flag="--eval_data_path")[0] if options.eval_data_path else []
 
 
-def _check(options: DataOptions) -> None:
-    """Raises ValueError that lists all invalid options."""
+def _check(options: DataOptions, *, phase: int) -> None:
+    """Raises ValueError that lists all invalid options.
+
+    Args:
+        phase: the step's phase.
+    """
     problems = []
     if options.data_split is not None:
         try:
             shares = parse_data_split(options.data_split)
-            if options.phase in (1, 2, 3) and shares[options.phase - 1] == 0:
-                problems.append(f"--data_split {options.data_split}: step {options.phase} gets no rows.")
+            if phase in (1, 2, 3) and shares[phase - 1] == 0:
+                problems.append(f"--data_split {options.data_split}: step {phase} gets no rows.")
         except ValueError as problem:
             problems.append(str(problem))
     if options.phase not in (None, 1, 2, 3):

@@ -149,7 +149,10 @@ def _value(text: Any, hint: Any) -> Any:
 
 def _nearest(word: str, known: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(word, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(known))}."
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    names = sorted(known)
+    return f"; known are {', '.join(names[:20])}{f' and {len(names) - 20} more' if len(names) > 20 else ''}."
 
 
 def _plain(value: Any) -> Any:

@@ -127,10 +127,9 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
 def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = next((name for name in ("response", "completion") if _has(row, name)), None)
     if answer and _has(row, "prompt", "label"):
-        if row["label"] not in (0, 1):
-            raise ValueError(f"label {row['label']!r} is neither true (desirable) nor false")
+        desirable = _truth(row["label"], "label", rule="neither true (desirable) nor false")
         prompt = _checked_prompt(_messages(row["prompt"], "prompt", speaker="user"))
-        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
+        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), desirable)]}
     if _has(row, "chosen", "rejected"):
         pair = _preference_record(row)
         answers = [(pair["chosen"], True), (pair["rejected"], False)]
@@ -145,12 +144,16 @@ def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
 
 
 def _ended(value: Any, name: str) -> bool:
-    if value in (None, ""):
-        return True
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if str(value).lower() not in known:
-        raise ValueError(f"{name} {value!r} is neither true nor false")
-    return known[str(value).lower()]
+    return True if value in (None, "") else _truth(value, name, rule="neither true nor false")
+
+
+def _truth(value: Any, name: str, *, rule: str) -> bool:
+    """True, false, 1 or 0; also as text, which is all that a csv file can hold."""
+    names = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    text = str(value).strip().lower()
+    if text not in names:
+        raise ValueError(f"{name} {_quoted(value)} is {rule}")
+    return names[text]
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:
@@ -193,11 +196,14 @@ def _message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
         raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
     extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
+    calls = extra.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"{name} has tool_calls {_quoted(calls)}; they must be a list of JSON objects")
     role, content = message["role"], message.get("content")
     if role == "assistant" and "tool_calls" in extra and content is None:
         content = ""
     if role not in ROLES:
-        raise ValueError(f"{name} has role {role!r}; known are {', '.join(ROLES)}")
+        raise ValueError(f"{name} has role {_quoted(role)}; known are {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
     if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
@@ -246,9 +252,9 @@ def _margin(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise ValueError(f"margin {value!r} is not a finite number")
+        raise ValueError(f"margin {_quoted(value)} is not a finite number")
     if abs(margin) > _LARGEST_FLOAT32:
-        raise ValueError(f"margin {value!r} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
+        raise ValueError(f"margin {_quoted(value)} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
     return margin
 
 
@@ -259,6 +265,12 @@ def _has(row: Mapping[str, Any], *names: str) -> bool:
 def _missing(row: Mapping[str, Any], kind: str) -> MissingColumn:
     there = ", ".join(str(name) for name in row if row[name] is not None) or "none"
     return MissingColumn(f"no usable column: a {kind} row needs {COLUMNS[kind]}; it has {there}")
+
+
+def _quoted(value: Any) -> str:
+    """A value in a message, on one line of readable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _kind_of(value: Any) -> str:

@@ -39,7 +39,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
 )
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+WEIGHT_FILES = (  # of which transformers loads the first that is there
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 class CustomCodeError(ValueError):
@@ -158,7 +160,7 @@ def load_pretrained(
         ValueError: no model or weights at the path, missing parameters, or invalid dropout.
     """
     folder = Path(path)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    if folder.is_dir() and not any((folder / name).exists() for name in WEIGHT_FILES):
         raise ValueError(
             f"{path} has no weights (no {' or '.join(WEIGHT_FILES[::2])}), but training starts from a pretrained "
             "model: save one there with model.save_pretrained, also to start from random weights."

@@ -27,6 +27,8 @@ from dschat.distributed.terminal import printable
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.folder_check import (
     causal_problems,
+    config_problems,
+    generation_problems,
     json_problems,
     one_line,
     shape_problems,
@@ -62,7 +64,7 @@ def model_problems(
         return [f"{flag} {path}: is a file; name the folder that holds config, weights and tokenizer"]
     if looks_local and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
-    broken = json_problems(folder) if folder.is_dir() else []
+    broken = (json_problems(folder) or config_problems(folder)) if folder.is_dir() else []
     if broken:
         return [f"{flag} {path}: {problem}" for problem in broken]
     try:
@@ -73,9 +75,15 @@ def model_problems(
     except Exception as error:  # of transformers' checks of each config: none has a type of its own
         return [f"{flag} {path}: no model configuration found ({one_line(error)})"]
     problems = []
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        problems.append(f"{flag} {path}: the folder has no weights; save them into it with model.save_pretrained")
-    found = weight_problems(folder) + shape_problems(folder, config) if folder.is_dir() else []
+    if folder.is_dir() and not any((folder / name).exists() for name in WEIGHT_FILES):
+        names = " or ".join(WEIGHT_FILES[::2])
+        problems.append(
+            f"{flag} {path}: the folder has no weights ({names}); save them into it with model.save_pretrained"
+        )
+    found = []
+    if folder.is_dir():
+        found += weight_problems(folder) + shape_problems(folder, config, new_head=not causal)
+        found += generation_problems(folder)
     found += causal_problems(config) if causal else []
     try:
         tokenizer = load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)

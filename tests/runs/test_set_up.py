@@ -76,7 +76,7 @@ BAD = {  # step, flags, what the message must contain
     "no evaluation file": ("sft", {"eval_data_path": "@nothing.jsonl"}, ["nothing.jsonl"]),
     "an empty path": ("sft", {"data_path": ""}, ["--data_path '': is empty"]),
     "an empty evaluation path": ("sft", {"eval_data_path": ""}, ["--eval_data_path '': is empty"]),
-    "weight of nothing": ("sft", {"data_path": "x.jsonl:0"}, ["weight must be positive"]),
+    "weight of nothing": ("sft", {"data_path": "x.jsonl:0"}, ["weight 0 must be positive"]),
     "two shares": ("sft", {"data_split": "1,2"}, ["--data_split", "three numbers"]),
     "no model folder": ("sft", {"model_name_or_path": "@nowhere"}, ["--model_name_or_path", "no such folder"]),
     "no tokenizer": ("sft", {"model_name_or_path": "@no_tokenizer"}, ["no_tokenizer", "save_pretrained"]),

@@ -28,6 +28,7 @@ from dschat.arguments.command_line import SettingsError, parse, settings_of_user
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
+from dschat.data.datasets import data_problems
 from dschat.distributed import collectives, groups, launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -54,7 +55,7 @@ Score = Callable[[Rollout, Answers], list[float | None]]
 
 
 def check(settings: arguments.PairSettings) -> list[str]:
-    """Problems with the settings: model and lengths, judge and rewards, output folder."""
+    """Problems with the settings: model and lengths, judge and rewards, output folder, data."""
     sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
@@ -78,7 +79,8 @@ def check(settings: arguments.PairSettings) -> list[str]:
             read = tokens_read(path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trusted)
             own = model_problems("--reward", path, tokens=read, lengths=lengths, trust_remote_code=trusted)
         mistakes = mistakes + own
-    return problems + mistakes
+    options = data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len)
+    return problems + mistakes + data_problems("prompt", options)
 
 
 def main() -> None:
