@@ -6,6 +6,7 @@ import dataclasses
 import math
 import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,11 +17,11 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from transformers import HfArgumentParser
 
 from dschat.arguments.secrets import redacted
+from dschat.arguments.text_rules import broken_text_rule
 from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unknown_flag
 from dschat.distributed.terminal import printable
 
 Settings = TypeVar("Settings")
-LONGEST_PATH, LONGEST_NAME = 4096, 255  # bytes, on Linux
 LARGEST_FLOAT, LARGEST_INTEGER = 1e15, 2**31 - 1  # where a flag has no bound of its own
 SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
@@ -126,7 +127,7 @@ def _broken_values(group: Any) -> Iterator[tuple[dataclasses.Field, Any, str]]:
         given = vars(group)[field.name]
         for value in given if isinstance(given, list) else [given]:
             if isinstance(value, str):
-                rule = "" if value == field.default else _broken_text_rule(value)
+                rule = "" if value == field.default else broken_text_rule(value)
             else:
                 rule = _broken_rule(value, field.metadata["bounds"], finite=field.metadata["finite"])
                 rule = f"must be {rule}" if rule else ""
@@ -156,22 +157,6 @@ def _broken_rule(number: Any, bounds: dict[str, float], *, finite: bool) -> str:
         return f"a finite number of at most {largest:g}" + ("" if finite else ", or inf")
     if 0 < abs(number) < SMALLEST_FLOAT32:
         return f"0 or at least {SMALLEST_FLOAT32:.2g}: it is 0 in float32"
-    return ""
-
-
-def _broken_text_rule(text: str) -> str:
-    """Why a text can be no value of a flag, or "": empty, control characters, longer than any path."""
-    if not text.strip():
-        return "is empty: give a value, or drop the flag"
-    try:
-        size = len(text.encode("utf-8"))
-    except UnicodeEncodeError:
-        return "is not valid UTF-8: rename the file, or set a locale of UTF-8 such as LC_ALL=C.UTF-8"
-    if not text.isprintable():
-        return "holds a line break or another control character: take it out"
-    is_path = "://" not in text and "?" not in text
-    if size >= LONGEST_PATH or (is_path and max(len(part.encode()) for part in text.split("/")) > LONGEST_NAME):
-        return f"has {size} bytes, more than a path may have"
     return ""
 
 
@@ -234,8 +219,7 @@ def parse(
     parsed = [_with_defaults(group, broken) for group in parsed]  # what follows must not fail of invalid values
     result = settings(**dict(zip(groups, parsed, strict=True)))
     further = [line for group in parsed for line in group.problems()] + (check(result) if check is not None else [])
-    reported = tuple(f"--{name}{end}" for name in broken for end in ": ")
-    mistakes += [line for line in further if not line.startswith(reported)]
+    mistakes += [line for line in further if broken.isdisjoint(re.findall(r"--(\w+)", line))]  # others are reported
     raise_together(locate(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(result) if warn else []):

@@ -11,7 +11,8 @@ class EvaluationArguments:
     """Evaluation with several responses per prompt: mean@n, pass@k, maj@n."""
 
     _argument_group_name: ClassVar[str] = "evaluation"
-    eval_num_samples: int = flag(1, "responses to each held-out prompt; above 1: mean@n, pass@k, maj@n", at_least=1)
+    eval_num_samples: int = flag(1, "responses to each held-out prompt; above 1: mean@n, pass@k, maj@n", at_least=1,
+                                at_most=65536)  # fmt: skip
     eval_success_score: float = flag(1.0, "a response is right if its score is at least this",
                                      needs=["eval_num_samples"])  # fmt: skip
     eval_answer: Literal["last_number", "boxed", "tag", "text"] = flag(

@@ -25,7 +25,7 @@ class PPOArguments:
         "ppo", "how advantages are estimated; only ppo trains a critic", choices=ALGORITHMS, on_resume="refuse"
     )
     num_samples_per_prompt: int | None = flag(
-        None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1, on_resume="refuse"
+        None, f"responses to each prompt; {BY_ALGORITHM}", at_least=1, at_most=65536, on_resume="refuse"
     )
     per_device_training_batch_size: int = flag(
         16, "sequences per forward pass (scoring, updates), per device", at_least=1

@@ -45,7 +45,8 @@ class PairArguments(SamplingArguments):
     """Preference pairs: responses sampled from a model and labelled by a judge or by rewards."""
 
     model_name_or_path: str = flag("", "the causal language model that answers", on_resume="refuse")
-    num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2, on_resume="refuse")
+    num_samples_per_prompt: int = flag(4, "answers sampled for each prompt", at_least=2, at_most=65536,
+                                      on_resume="refuse")  # fmt: skip
     pairs_per_prompt: int = flag(1, "at most so many pairs of each prompt's answers", at_least=1)
     trust_remote_code: bool = flag(False, TRUST_HELP)
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from dschat.arguments.strict_json import kind_of, read_json_object
 from dschat.distributed.deepspeed_config import training_config
+from dschat.distributed.deepspeed_values import value_problems
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
 OWNED = {  # key → the flags that set it
@@ -60,7 +61,7 @@ def override_problems(path: str, *, dtype: str, offload: bool) -> list[str]:
         for key, flags in OWNED.items()
         if _holds(changes, key) and not (key in agreed and _at(changes, key) is agreed[key])
     ]
-    problems += [f"{where}: {line}" for line in _wrong_kinds(changes)]
+    problems += [f"{where}: {line}" for line in _wrong_kinds(changes) or value_problems(changes)]
     return problems or [f"{where}: {line}" for line in _refusals(path, dtype, offload)]
 
 

@@ -12,7 +12,7 @@ import transformers
 from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.arguments.strict_json import read_json_object
@@ -23,6 +23,7 @@ JSON_FILES = (
 )  # fmt: skip
 MOST_LAYERS = 10_000
 MARKER = "abc"  # content of a message, to be found in what a template renders
+LEGACY_NAMES = ("gamma", "beta", "weight_g", "weight_v")  # which transformers renames for every model
 _NO_GENERATORS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "SentencePrediction")
 
 
@@ -159,8 +160,8 @@ def _missing_parameters(
     folder: Path, model: PreTrainedModel, stored: dict[str, StoredTensor], *, new_head: bool
 ) -> list[str]:
     """Parameters that no file holds, where transformers loads this architecture without renaming any."""
-    own_names = getattr(model, "_checkpoint_conversion_mapping", None)
-    if own_names or get_checkpoint_conversion_mapping(model.config.model_type):
+    legacy = any(name.endswith(LEGACY_NAMES) for name in stored)
+    if legacy or get_model_conversion_mapping(model, add_legacy=False):
         return []
     backbone = f"{model.base_model_prefix}."
     held = {name.removeprefix(backbone) for name in stored}
@@ -175,8 +176,7 @@ def _missing_parameters(
         and not any(re.search(pattern, name) for pattern in optional for name in aliases)
         and not (new_head and not aliases[0].startswith(backbone))
     ]
-    unrelated = len(lost) > len(names) // 2  # other names than this version's: transformers may know them
-    if not lost or (unrelated and any(name.endswith(("gamma", "beta", "weight_g")) for name in stored)):
+    if not lost:
         return []
     return [
         f"the weights in {folder} lack {len(lost)} parameters of {type(model).__name__} ({', '.join(lost[:3])}"

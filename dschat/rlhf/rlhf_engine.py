@@ -18,6 +18,7 @@ from dschat.arguments import (
     RLHFModelArguments,
     RolloutArguments,
 )
+from dschat.arguments.command_line import settings_of_user
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -161,8 +162,8 @@ class DeepSpeedRLHFEngine:
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None
     ) -> TokenLogprobs:
-        return TokenLogprobs(
-            load_causal_lm(
+        with settings_of_user():
+            network = load_causal_lm(
                 self.models.actor_model_name_or_path,
                 dtype=dtype or DTYPES[self.devices.dtype],
                 tokenizer=self.tokenizer,
@@ -171,12 +172,12 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        )
+        return TokenLogprobs(network)
 
     def _scalar_head(self, path: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float,
                      trained: bool = False) -> TokenScores:  # fmt: skip
-        return TokenScores(
-            load_scalar_head(
+        with settings_of_user():
+            network = load_scalar_head(
                 path,
                 dtype=DTYPES[self.devices.dtype],
                 tokenizer=tokenizer,
@@ -185,7 +186,7 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        )
+        return TokenScores(network)
 
     def _frozen_config(self, zero_stage: int, *, offload: bool, dtype: str | None = None) -> dict[str, Any]:
         return frozen_config(

@@ -269,11 +269,13 @@ def build_trainable(
         overrides=devices.deepspeed_config,
     )
     watchdog.phase("model loading")
-    network = load(config)
-    if lora_dim:
-        add_lora(
-            network.model, dim=lora_dim, module_name=lora.lora_module_name, only_optimize_lora=lora.only_optimize_lora
-        )
+    with settings_of_user():
+        network = load(config)
+        if lora_dim:
+            add_lora(
+                network.model, dim=lora_dim, module_name=lora.lora_module_name,
+                only_optimize_lora=lora.only_optimize_lora,
+            )  # fmt: skip
     parameter_groups = optimizer_groups(
         network, learning_rate=learning_rate, lora_learning_rate=lora.lora_learning_rate, weight_decay=weight_decay
     )

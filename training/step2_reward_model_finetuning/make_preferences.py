@@ -99,9 +99,10 @@ def main() -> None:
     if judged.finished:
         log(f"{Path(run.output_dir, FINAL)} is finished, made with the same settings: nothing is left to do")
         return
-    model = load_causal_lm(
-        sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer, trust_remote_code=trusted
-    ).to(device)
+    with settings_of_user():
+        model = load_causal_lm(
+            sampling.model_name_or_path, dtype=DTYPES[devices.dtype], tokenizer=tokenizer, trust_remote_code=trusted
+        ).to(device)
     stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     actor = HybridEngine(model)
     with settings_of_user():
