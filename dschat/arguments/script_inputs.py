@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments.strict_json import parse_json, read_json_file
-from dschat.arguments.text_rules import broken_text_rule
+from dschat.arguments.text_rules import broken_path_rule
 
 MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}
+LARGEST = 1e12  # of a number without a bound of its own
 SEEDS = {"at_least": 0, "at_most": 2**63 - 1}
 
 
@@ -48,10 +49,10 @@ def number_type(
 
     def read(text: str) -> Any:
         try:
-            value = kind(text)
+            value = kind(text if text.isascii() else "")  # digits of other scripts are rather a mistake
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from None
+            raise argparse.ArgumentTypeError(f"{text!r:.100} is not {wanted}") from None
         rules = [f"at least {at_least}"] * (at_least is not None) + [f"above {above}"] * (above is not None)
         rules += [f"at most {at_most}"] * (at_most is not None) + ["finite"] * (kind is float)
         within = (
@@ -60,8 +61,10 @@ def number_type(
             and (at_most is None or value <= at_most)
             and (kind is int or math.isfinite(value))
         )
+        if within and at_most is None and abs(value) > LARGEST:
+            within, rules = False, [*rules, f"at most {LARGEST:g}"]
         if not within:
-            raise argparse.ArgumentTypeError(f"{text}: must be {' and '.join(rules)}")
+            raise argparse.ArgumentTypeError(f"{text:.100}: must be {' and '.join(rules)}")
         return value
 
     return read
@@ -138,7 +141,7 @@ def unicode_text(text: str) -> str:
 
 
 def _check_path(text: str) -> None:
-    if text and (rule := broken_text_rule(text)):
+    if text and (rule := broken_path_rule(text)):
         raise argparse.ArgumentTypeError(f"{text!r:.200} {rule}")
 
 

@@ -150,7 +150,7 @@ def data_problems(kind: str, options: DataOptions) -> list[str]:
             peeked.append((source, _first_rows(kind, source, options.max_bad_rows)))
         except ValueError as problem:
             flag, text = "--eval_data_path" if for_eval else "--data_path", str(problem).removeprefix("--data_path ")
-            problems.append(f"{flag} {text}" if text.startswith(path) else text)
+            problems.append(f"{flag} {text}" if text.startswith((path, repr(path))) else text)
     return problems or _unknown_columns(peeked, options.columns)
 
 
@@ -222,8 +222,9 @@ def _outputs_among_rows(options: DataOptions) -> list[str]:
     outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
     for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
         for path in parse_data_path(entries, flag=flag)[0] if entries else []:
-            folder = Path(hub_dataset(path)[1]).expanduser()
-            if not folder.is_dir():
+            place = hub_dataset(path)[1]
+            folder = Path(place).expanduser()
+            if not place.strip() or not folder.is_dir():
                 continue
             inside = [
                 f"{name} {output}"

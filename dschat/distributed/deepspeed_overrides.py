@@ -61,7 +61,8 @@ def override_problems(path: str, *, dtype: str, offload: bool) -> list[str]:
         for key, flags in OWNED.items()
         if _holds(changes, key) and not (key in agreed and _at(changes, key) is agreed[key])
     ]
-    problems += [f"{where}: {line}" for line in _wrong_kinds(changes) or value_problems(changes)]
+    problems += [f"{where}: {line}" for line in _wrong_kinds(changes)]
+    problems = problems or [f"{where}: {line}" for line in value_problems(changes)]
     return problems or [f"{where}: {line}" for line in _refusals(path, dtype, offload)]
 
 

@@ -81,7 +81,7 @@ def generation_problems(folder: Path) -> list[str]:
         return []
     path, way_out = folder / "generation_config.json", "mend the value, or remove the file"
     try:
-        ids = GenerationConfig.from_pretrained(folder).eos_token_id
+        ids = GenerationConfig.from_dict(read_json_object(path, constants=True)).eos_token_id
     except Exception as error:  # of its many checks: whatever it is, loading the model would end with it
         return [f"{path}: {one_line(error)}: {way_out}"]
     if not all(isinstance(token, int) for token in (ids if isinstance(ids, list) else [ids or 0])):
@@ -189,6 +189,9 @@ def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
     Some templates want a system prompt, or an answer: one conversation that is rendered is enough.
     """
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        return [f"model_max_length in tokenizer_config.json is {quoted(tokenizer.model_max_length)}, and must be a "
+                "number: mend it, or remove it"]  # fmt: skip
     user, answer = {"role": "user", "content": MARKER}, {"role": "assistant", "content": "b"}
     reasons, rendered = [], []
     for messages in ([user], [user, answer], [{"role": "system", "content": "s"}, user]):
@@ -208,9 +211,6 @@ def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         tokenizer(rendered[0], add_special_tokens=False)
     except Exception as error:  # of the tokenizers package, which has no type of its own
         return [f"the tokenizer cannot encode a conversation ({one_line(error)}): get its files anew"]
-    if not isinstance(tokenizer.model_max_length, (int, float)):
-        return [f"model_max_length in tokenizer_config.json is {quoted(tokenizer.model_max_length)}, and must be a "
-                "number: mend it, or remove it"]  # fmt: skip
     return []
 
 
