@@ -21,7 +21,7 @@ from streamed_text import StreamedText
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments.models import TRUST_HELP
-from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, number_type
+from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, number_type, unicode_text
 from dschat.data.chat_template import stop_token_ids
 from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
@@ -120,7 +120,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                         help="sample from this many most likely tokens; 0: all")  # fmt: skip
     parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
                         help="the same seed and lines give the same answers")  # fmt: skip
-    parser.add_argument("--system", help="system message")
+    parser.add_argument("--system", type=unicode_text, help="system message")
     parser.add_argument("--parse_special_tokens", action="store_true", help="encode control-token strings "
                         "(such as <|im_end|>) in a line as control tokens; default: as plain text")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")

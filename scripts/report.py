@@ -124,7 +124,10 @@ def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
         return 2
     output.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate in a sample cannot be encoded as UTF-8.
-    output.write_text(page(runs, samples=samples), encoding="utf-8", errors="backslashreplace")
+    try:
+        output.write_text(page(runs, samples=samples), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:  # a full disk names no file
+        raise ValueError(f"--output {output}: {error.strerror}") from error
     print(f"wrote {output}")
     return 0
 

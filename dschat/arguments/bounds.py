@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST_FLOAT32 = 3.4028234663852886e38
+LARGEST_FLOAT, LARGEST_INTEGER = 1e15, 2**31 - 1  # where a flag has no bound of its own
+SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Bounds:
     finite: bool = True
 
     def broken_rule(self, number: Any) -> str:
-        """The rule that a number breaks, or ""; floats end up in float32 tensors, integers in int64."""
+        """The rule that a number breaks, or ""; floats end up in float32 tensors, integers are multiplied in int64."""
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return ""
         if not self.finite and number == math.inf:
@@ -37,8 +38,10 @@ class Bounds:
         }
         if not all(rules.values()):
             return " and ".join(rule for rule in rules if not rule.endswith(" None"))
-        if isinstance(number, float) and not abs(number) <= LARGEST_FLOAT32:
-            return f"a finite number (of float32: at most {LARGEST_FLOAT32:.2g})" + ("" if self.finite else ", or inf")
-        if isinstance(number, int) and not -(2**63) <= number < 2**63:
-            return "an integer of 64 bits"
+        default = LARGEST_FLOAT if isinstance(number, float) else LARGEST_INTEGER
+        largest = default if self.at_most is None else self.at_most
+        if not abs(number) <= largest:
+            return f"a finite number of at most {largest:g}" + ("" if self.finite else ", or inf")
+        if 0 < abs(number) < SMALLEST_FLOAT32:
+            return f"0 or at least {SMALLEST_FLOAT32:.2g}: it is 0 in float32"
         return ""

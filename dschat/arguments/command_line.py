@@ -4,6 +4,7 @@ import argparse
 import copy
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from transformers import HfArgumentParser
 
-from dschat.arguments.flags import out_of_bounds, without_effect
+from dschat.arguments.flags import invalid_values, out_of_bounds, with_defaults, without_effect
 from dschat.arguments.secrets import redacted
 from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unknown_flag
 from dschat.distributed.terminal import printable
@@ -119,11 +120,12 @@ def parse(
     mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in unparsed if word.startswith("--")]
     if unparsed and not unparsed[0].startswith("--"):
         mistakes.append(f"{unparsed[0]}: belongs to no flag")
-    for group in parsed:
-        mistakes += out_of_bounds(group) + group.problems()
+    invalid = {field.name for group in parsed for field, _, _ in invalid_values(group)}
+    mistakes += [line for group in parsed for line in out_of_bounds(group)]
+    parsed = [with_defaults(group, invalid) for group in parsed]  # so that invalid values break no later check
     result = settings(**dict(zip(groups, parsed, strict=True)))
-    if check is not None:
-        mistakes += check(result)
+    further = [line for group in parsed for line in group.problems()] + (check(result) if check is not None else [])
+    mistakes += [line for line in further if invalid.isdisjoint(re.findall(r"--(\w+)", line))]  # others are reported
     raise_together(locate(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(result) if warn else []):

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
+from dschat.arguments.run import unwritable
 
 COLUMN_HELP = "Column that contains"
 COLUMN_DEFAULT = "Default: found by its usual names."
@@ -89,4 +90,5 @@ class DataArguments:
     )
 
     def problems(self) -> list[str]:
-        return [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        problems = [] if self.data_path else ["--data_path: name at least one file, folder or hub data set"]
+        return problems + unwritable("--data_output_path", self.data_output_path)

@@ -15,6 +15,7 @@ class EvaluationArguments:
         1,
         "Responses sampled for each evaluation prompt; above 1, mean@n, pass@k and maj@n are logged.",
         at_least=1,
+        at_most=65536,
         on_resume="apply",
     )
     eval_success_score: float = flag(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from dschat.arguments.bounds import Bounds
+from dschat.arguments.text_rules import broken_text_rule
 from dschat.arguments.yaml_config import shown
 
 ResumePolicy = Literal["apply", "refuse", "ignore"]
@@ -48,15 +49,30 @@ def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """A line for each number of the group that violates the bounds of its flag(), or fits no tensor."""
-    mistakes = []
+    """A line for each value of the group that violates the bounds of its flag(), fits no tensor or cannot be a path."""
+    return [f"--{field.name} {shown(value)}: {rule}" for field, value, rule in invalid_values(group)]
+
+
+def invalid_values(group: Any) -> Iterator[tuple[dataclasses.Field, Any, str]]:
+    """Field, value and broken rule of each invalid value of the group."""
     for field in _flags_of(group):
-        value = vars(group)[field.name]
-        for number in value if isinstance(value, list) else [value]:
-            rule = field.metadata["bounds"].broken_rule(number)
+        values = vars(group)[field.name]
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, str):
+                rule = "" if value == field.default else broken_text_rule(value)
+            else:
+                rule = field.metadata["bounds"].broken_rule(value)
+                rule = f"must be {rule}" if rule else ""
             if rule:
-                mistakes.append(f"--{field.name} {shown(number)}: must be {rule}")
-    return mistakes
+                yield field, value, rule
+
+
+def with_defaults(group: Any, names: Container[str]) -> Any:
+    """The group, with the defaults of these flags in place of their values."""
+    fields = _flags_of(group)
+    if not any(field.name in names for field in fields):
+        return group
+    return type(group)(**{field.name: vars(group)[field.name] for field in fields if field.name not in names})
 
 
 def without_effect(groups: Sequence[Any]) -> list[str]:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
+from dschat.arguments.optimizer import LARGEST_RATE
 
+LARGEST_RANK = 65536
 ZERO_HELP = "ZeRO stage: 0 none, 1 partitions optimizer states, 2 gradients too, 3 parameters too."
 LORA_HELP = "Rank of the LoRA adapters; 0: none."
 DROPOUT_HELP = "Dropout probability, for every dropout layer of the model."
@@ -26,15 +28,19 @@ class ModelArguments:
     per_device_eval_batch_size: int = flag(
         16, "Sequences (pairs in step 2) per forward pass and device in evaluation.", at_least=1, on_resume="apply"
     )
-    learning_rate: float = flag(1e-5, "Peak learning rate.", above=0, on_resume="apply")
+    learning_rate: float = flag(1e-5, "Peak learning rate.", above=0, at_most=LARGEST_RATE, on_resume="apply")
     weight_decay: float = flag(
-        0.0, "Decoupled weight decay of weight matrices; biases and norms have none.", at_least=0, on_resume="apply"
+        0.0,
+        "Decoupled weight decay of weight matrices; biases and norms have none.",
+        at_least=0,
+        at_most=LARGEST_RATE,
+        on_resume="apply",
     )
     dropout: float | None = flag(
         None, f"{DROPOUT_HELP} Default: as in the model's configuration.", at_least=0, below=1, on_resume="apply"
     )
     zero_stage: Literal[0, 1, 2, 3] = flag(2, ZERO_HELP, on_resume="apply")
-    lora_dim: int = flag(0, LORA_HELP, at_least=0, on_resume="refuse")
+    lora_dim: int = flag(0, LORA_HELP, at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
     trust_remote_code: bool = flag(False, TRUST_HELP, on_resume="apply")
 
     def problems(self) -> list[str]:
@@ -94,13 +100,19 @@ class RLHFModelArguments:
         "Initial critic. Default: the reward model's path, else the actor's with a new scalar head.",
         on_resume="refuse",
     )
-    actor_learning_rate: float = flag(1e-6, "Peak learning rate of the actor.", above=0, on_resume="apply")
-    critic_learning_rate: float = flag(5e-6, "Peak learning rate of the critic.", above=0, on_resume="apply")
+    actor_learning_rate: float = flag(
+        1e-6, "Peak learning rate of the actor.", above=0, at_most=LARGEST_RATE, on_resume="apply"
+    )
+    critic_learning_rate: float = flag(
+        5e-6, "Peak learning rate of the critic.", above=0, at_most=LARGEST_RATE, on_resume="apply"
+    )
     actor_weight_decay: float = flag(
-        0.0, "Decoupled weight decay of the actor's weight matrices.", at_least=0, on_resume="apply"
+        0.0, "Decoupled weight decay of the actor's weight matrices.", at_least=0, at_most=LARGEST_RATE,
+        on_resume="apply",
     )
     critic_weight_decay: float = flag(
-        0.0, "Decoupled weight decay of the critic's weight matrices.", at_least=0, on_resume="apply"
+        0.0, "Decoupled weight decay of the critic's weight matrices.", at_least=0, at_most=LARGEST_RATE,
+        on_resume="apply",
     )
     actor_zero_stage: Literal[0, 1, 2, 3] = flag(
         2, f"Actor: {ZERO_HELP} With stage 3, the reference model is partitioned too.", on_resume="apply"
@@ -108,8 +120,8 @@ class RLHFModelArguments:
     critic_zero_stage: Literal[0, 1, 2, 3] = flag(
         2, f"Critic: {ZERO_HELP} With stage 3, the reward model is partitioned too.", on_resume="apply"
     )
-    actor_lora_dim: int = flag(0, f"Actor: {LORA_HELP}", at_least=0, on_resume="refuse")
-    critic_lora_dim: int = flag(0, f"Critic: {LORA_HELP}", at_least=0, on_resume="refuse")
+    actor_lora_dim: int = flag(0, f"Actor: {LORA_HELP}", at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
+    critic_lora_dim: int = flag(0, f"Critic: {LORA_HELP}", at_least=0, at_most=LARGEST_RANK, on_resume="refuse")
     actor_dropout: float = flag(
         0.0,
         f"{DROPOUT_HELP} Above 0, the policy ratio of the first update is no longer exactly 1.",

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
 
+LARGEST_RATE = 10.0  # of learning and of weight decay
 LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 
 
@@ -47,7 +48,8 @@ class LoraArguments:
         on_resume="refuse",
     )
     lora_learning_rate: float = flag(
-        5e-4, "Peak learning rate of the adapters.", above=0, needs=LORA_FLAGS, on_resume="apply"
+        5e-4, "Peak learning rate of the adapters.", above=0, at_most=LARGEST_RATE, needs=LORA_FLAGS,
+        on_resume="apply",
     )
     only_optimize_lora: bool = flag(
         False, "Train only the adapters and a scalar head; freeze all other parameters.", on_resume="refuse"

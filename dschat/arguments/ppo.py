@@ -28,7 +28,7 @@ class PPOArguments:
         on_resume="refuse",
     )
     num_samples_per_prompt: int | None = flag(
-        None, f"Responses sampled for each prompt. {BY_ALGORITHM}", at_least=1, on_resume="refuse"
+        None, f"Responses sampled for each prompt. {BY_ALGORITHM}", at_least=1, at_most=65536, on_resume="refuse"
     )
     per_device_training_batch_size: int = flag(
         16, "Sequences per forward pass and device, in scoring and in updates.", at_least=1, on_resume="apply"

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
 from dschat.arguments.models import DROPOUT_HELP, ModelArguments
+from dschat.arguments.optimizer import LARGEST_RATE
 
 WITH_REFERENCE = tuple(f"preference_loss={name}" for name in ("dpo", "ipo", "hinge", "robust", "kto"))
 WITH_SUMS = WITH_REFERENCE[:-1]
@@ -15,7 +16,7 @@ WITH_SFT = (*WITH_SUMS, "preference_loss=simpo")
 class PolicyArguments(ModelArguments):
     """The trained policy: the model flags of steps 1 and 2 with a lower learning rate and no dropout."""
 
-    learning_rate: float = flag(1e-6, "Peak learning rate.", above=0, on_resume="apply")
+    learning_rate: float = flag(1e-6, "Peak learning rate.", above=0, at_most=LARGEST_RATE, on_resume="apply")
     dropout: float = flag(
         0.0,
         f"{DROPOUT_HELP} Above 0, the policy differs from the reference model at step 0.",

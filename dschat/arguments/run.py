@@ -100,11 +100,16 @@ class RunArguments:
         problems = []
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             problems.append(f"--resume {self.resume}: wants auto, never, or the folder of a checkpoint")
-        return problems + _unwritable(self.output_dir)
+        problems += unwritable("--output_dir", self.output_dir)
+        return problems + unwritable("--tensorboard_path", self.tensorboard_path)
 
 
-def _unwritable(folder: str) -> list[str]:
+def unwritable(flag: str, folder: str | None) -> list[str]:
     """Why a folder cannot be created or written to. Creates nothing, since other settings may be invalid."""
+    if folder is None:
+        return []
+    if folder.startswith("~"):  # the shell expands it after a space, and not after =
+        return [f"{flag} {folder}: the shell has not expanded the ~: write {flag} and {folder} with a space between"]
     existing = Path(folder)
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -114,7 +119,7 @@ def _unwritable(folder: str) -> list[str]:
         reason = f"no permission to write into {existing}, or it is mounted read-only"
     else:
         return []
-    return [f"--output_dir {folder}: cannot be written ({reason}); name another folder"]
+    return [f"{flag} {folder}: cannot be written ({reason}); name another folder"]
 
 
 @dataclass

@@ -72,7 +72,9 @@ class PairArguments(SamplingArguments):
     model_name_or_path: str = flag(
         "", "Causal language model that generates the responses: a folder or hub name.", on_resume="refuse"
     )
-    num_samples_per_prompt: int = flag(4, "Responses sampled for each prompt.", at_least=2, on_resume="refuse")
+    num_samples_per_prompt: int = flag(
+        4, "Responses sampled for each prompt.", at_least=2, at_most=65536, on_resume="refuse"
+    )
     pairs_per_prompt: int = flag(
         1, "Maximum number of pairs from the responses to a prompt.", at_least=1, on_resume="apply"
     )

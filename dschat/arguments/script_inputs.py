@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments.strict_json import parse_json, read_json_file
+from dschat.arguments.text_rules import broken_path_rule
 
 MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}
+LARGEST = 1e12  # of a number without a bound of its own
 SEEDS = {"at_least": 0, "at_most": 2**63 - 1}
 
 
@@ -47,10 +49,10 @@ def number_type(
 
     def read(text: str) -> Any:
         try:
-            value = kind(text)
+            value = kind(text if text.isascii() else "")  # digits of other scripts are rather a mistake
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from None
+            raise argparse.ArgumentTypeError(f"{text!r:.100} is not {expected}") from None
         rules = [f"at least {at_least}"] * (at_least is not None) + [f"above {above}"] * (above is not None)
         rules += [f"at most {at_most}"] * (at_most is not None) + ["finite"] * (kind is float)
         within = (
@@ -59,8 +61,10 @@ def number_type(
             and (at_most is None or value <= at_most)
             and (kind is int or math.isfinite(value))
         )
+        if within and at_most is None and abs(value) > LARGEST:
+            within, rules = False, [*rules, f"at most {LARGEST:g}"]
         if not within:
-            raise argparse.ArgumentTypeError(f"{text}: must be {' and '.join(rules)}")
+            raise argparse.ArgumentTypeError(f"{text:.100}: must be {' and '.join(rules)}")
         return value
 
     return read
@@ -68,6 +72,7 @@ def number_type(
 
 def existing_file(text: str) -> Path:
     """An argparse type: an existing file."""
+    _check_path(text)
     path = Path(text)
     if not text or not path.is_file():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text and path.is_dir()
@@ -77,6 +82,7 @@ def existing_file(text: str) -> Path:
 
 def existing_folder(text: str) -> Path:
     """An argparse type: an existing folder."""
+    _check_path(text)
     path = Path(text)
     if not text or not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is no folder" if text and path.exists()
@@ -86,6 +92,7 @@ def existing_folder(text: str) -> Path:
 
 def new_file(text: str) -> Path:
     """An argparse type: a file to write, whose folder exists or can be created."""
+    _check_path(text)
     path = Path(text)
     if not text or path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text else "names no file")
@@ -95,6 +102,7 @@ def new_file(text: str) -> Path:
 
 def new_folder(text: str) -> Path:
     """An argparse type: a folder to write to, which exists or can be created."""
+    _check_path(text)
     if not text:
         raise argparse.ArgumentTypeError("names no folder")
     _check_writable(Path(text), text)
@@ -121,6 +129,20 @@ def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str,
             raise ValueError(f"{path}:{number}: wants a JSON object with {', '.join(fields) or 'fields'}")
         rows.append(row)
     return rows
+
+
+def unicode_text(text: str) -> str:
+    """An argparse type: a text that is valid UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.200} is not valid UTF-8") from error
+    return text
+
+
+def _check_path(text: str) -> None:
+    if text and (rule := broken_path_rule(text)):
+        raise argparse.ArgumentTypeError(f"{text!r:.200} {rule}")
 
 
 def _check_writable(folder: Path, text: str) -> None:

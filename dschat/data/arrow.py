@@ -196,7 +196,7 @@ def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None
     advice = "; see the reasons: " + " | ".join(report.bad[:5]) if report.bad else ""
     if report.other_phases == report.rows:
         advice = f": --data_split leaves nothing for step {plan.phase}, so bring more rows or another split"
-    elif report.dropped:
+    elif any("long" in reason for reason in report.dropped):
         advice += ": raise the length limit, or cut over-long rows instead of dropping them"
     raise ValueError(f"No row is left for {required_split}: {report.line()}{advice}.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -45,7 +46,7 @@ def build_dataset(
         ValueError: options out of range, sources that are missing, empty or lack required columns (all are listed),
             too many bad rows, a source without rows for training.
     """
-    check_options(options)
+    check_options(options, phase=options.phase or PHASES[kind])
     encoder = Encoder.for_kind(
         kind,
         tokenizer,
@@ -108,27 +109,52 @@ def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
     """Problems of the sources, judged by their first rows: a check before models are loaded."""
-    problems = []
+    problems, checked = [], []
     try:
-        check_options(options)
+        check_options(options, phase=options.phase or PHASES[kind])
         entries = _entries(options)
     except ValueError as problem:
-        return [str(problem)]
+        return str(problem).split("\n")
     for path, for_eval in entries:
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
-            report = SourceReport(path)
-            for row in islice(source.rows(next(iter(source.splits))), options.max_bad_rows + 1):
-                report.add_read(row.fields or {})
-                if parse_row(row, kind, report) is not None:
-                    break  # one valid row is enough
-            if report.rows == 0:
-                raise ValueError(f"{path} has no rows.")
-            report.refuse_other_columns()
-            refuse_many_bad(report.bad, options.max_bad_rows)
+            checked.append((source, _first_rows(kind, source, options.max_bad_rows)))
         except ValueError as problem:
-            problems.append(str(problem))
-    return problems
+            flag, text = "--eval_data_path" if for_eval else "--data_path", str(problem).removeprefix("--data_path ")
+            problems.append(f"{flag} {text}" if text.startswith((path, repr(path))) else text)
+    return problems or _unknown_columns(checked, options.columns)
+
+
+def _first_rows(kind: str, source: Source, max_bad_rows: int) -> SourceReport:
+    """A report of the rows up to the first valid one, at most max_bad_rows + 1. Raises ValueError if none is valid."""
+    report = SourceReport(source.name)
+    for row in islice(source.rows(next(iter(source.splits))), max_bad_rows + 1):
+        report.add_read(row.fields or {})
+        if parse_row(row, kind, report) is not None:
+            return report
+    if report.rows == 0:
+        raise ValueError(f"{source.name} has no rows.")
+    report.refuse_other_columns()
+    refuse_many_bad(report.bad, max_bad_rows)
+    if len(report.bad) == report.rows <= max_bad_rows:
+        raise ValueError(f"{source.name}: no row can be used. {' | '.join(report.bad[:5])}.")
+    return report
+
+
+def _unknown_columns(checked: Sequence[tuple[Source, SourceReport]], columns: Mapping[str, str]) -> list[str]:
+    """A line if no row has a column that the user named; reads further rows where the first ones lack it."""
+    missing = set(columns.values()) - {name for _, report in checked for name in report.columns}
+    for source, report in checked:
+        for row in source.rows(next(iter(source.splits))) if missing else ():
+            report.add_read(row.fields or {})
+            missing -= set(row.fields or {})
+            if not missing:
+                break
+    try:
+        refuse_unknown_columns([report for _, report in checked], columns)
+    except ValueError as problem:
+        return [str(problem)]
+    return []
 
 
 def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:

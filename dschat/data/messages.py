@@ -51,11 +51,14 @@ def _message(message: Any, name: str) -> Message:
     if not isinstance(message, Mapping) or "role" not in message or not {"content", "tool_calls"} & set(message):
         raise ValueError(f'{name} must be {{"role": ..., "content": ...}}')
     extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
+    calls = extra.get("tool_calls", [])
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise ValueError(f"{name} has tool_calls {shortened(calls)}; they must be a list of JSON objects")
     role, content = message["role"], message.get("content")
     if role == "assistant" and "tool_calls" in extra and content is None:
         content = ""
     if role not in ROLES:
-        raise ValueError(f"{name} has role {role!r}; use one of {', '.join(ROLES)}")
+        raise ValueError(f"{name} has role {shortened(role)}; use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
     if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
@@ -75,6 +78,12 @@ def _transcript(text: str) -> list[Message] | None:
     if "" in contents:
         raise ValueError("a turn of the Human/Assistant transcript is empty")
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+
+
+def shortened(value: Any) -> str:
+    """The repr of a value for a message: one line of readable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _kind_of(value: Any) -> str:

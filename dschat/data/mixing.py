@@ -31,16 +31,16 @@ def parse_data_split(data_split: str) -> tuple[float, float, float]:
     """The shares of steps 1, 2, 3: "2,4,4" → (0.2, 0.4, 0.4).
 
     Raises:
-        ValueError: not three numbers ≥ 0 with a positive sum.
+        ValueError: not three numbers from 0 to 1e9 with a positive sum.
     """
     try:
         shares = [float(part) for part in data_split.split(",")]
     except ValueError:
         shares = []
-    if len(shares) != 3 or not all(0 <= share < float("inf") for share in shares) or sum(shares) == 0:
+    if len(shares) != 3 or not all(0 <= share <= 1e9 for share in shares) or sum(shares) == 0:
         raise ValueError(
-            f"--data_split {data_split!r}: give three numbers, the shares of steps 1, 2 and 3, none negative and "
-            'not all zero, such as "2,4,4".'
+            f"--data_split {data_split!r}: give three numbers, the shares of steps 1, 2 and 3, none negative, "
+            'none above 1e9 and not all zero, such as "2,4,4".'
         )
     return tuple(share / sum(shares) for share in shares)
 

@@ -53,14 +53,18 @@ class DataOptions:
     run_path: str | None = None
 
 
-def check_options(options: DataOptions) -> None:
-    """Raises ValueError that lists all invalid options."""
+def check_options(options: DataOptions, *, phase: int) -> None:
+    """Raises ValueError that lists all invalid options.
+
+    Args:
+        phase: of the step, 1, 2 or 3.
+    """
     problems = []
     if options.data_split is not None:
         try:
             shares = parse_data_split(options.data_split)
-            if options.phase in (1, 2, 3) and shares[options.phase - 1] == 0:
-                problems.append(f"--data_split {options.data_split}: step {options.phase} gets no rows.")
+            if phase in (1, 2, 3) and shares[phase - 1] == 0:
+                problems.append(f"--data_split {options.data_split}: step {phase} gets no rows.")
         except ValueError as problem:
             problems.append(str(problem))
     if options.phase not in (None, 1, 2, 3):
@@ -80,8 +84,9 @@ def _outputs_among_rows(options: DataOptions) -> list[str]:
     outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
     for flag, entries in (("--data_path", options.data_path), ("--eval_data_path", options.eval_data_path)):
         for path in parse_data_path(entries, flag=flag)[0] if entries else []:
-            folder = Path(hub_dataset(path)[1]).expanduser()
-            if not folder.is_dir():
+            name_or_path = hub_dataset(path)[1]
+            folder = Path(name_or_path).expanduser()
+            if not name_or_path.strip() or not folder.is_dir():
                 continue
             inside = [
                 f"{name} {output}"

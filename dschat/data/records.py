@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .chat_template import Message
-from .messages import parse_messages, parse_tools, with_system
+from .messages import parse_messages, parse_tools, shortened, with_system
 
 KINDS = ("prompt", "sft", "preference", "unpaired")
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that fits the float32 loss
@@ -142,12 +142,16 @@ def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
 
 
 def _ended(value: Any, name: str) -> bool:
-    if value in (None, ""):
-        return True
-    spellings = {"true": True, "1": True, "false": False, "0": False}
-    if str(value).lower() not in spellings:
-        raise ValueError(f"{name} {value!r} is neither true nor false")
-    return spellings[str(value).lower()]
+    return True if value in (None, "") else _truth(value, name, rule="neither true nor false")
+
+
+def _truth(value: Any, name: str, *, rule: str) -> bool:
+    """True, false, 1 or 0; also as text, which is all that a csv file can hold."""
+    names = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+    text = str(value).strip().lower()
+    if text not in names:
+        raise ValueError(f"{name} {shortened(value)} is {rule}")
+    return names[text]
 
 
 def _answer(value: Any, name: str, prompt: list[Message]) -> str:
@@ -180,9 +184,9 @@ def _margin(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise ValueError(f"margin {value!r} is not a finite number")
+        raise ValueError(f"margin {shortened(value)} is not a finite number")
     if abs(margin) > _LARGEST_FLOAT32:
-        raise ValueError(f"margin {value!r} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
+        raise ValueError(f"margin {shortened(value)} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
     return margin
 
 

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from dschat.arguments.strict_json import kind_of, read_json_object
 from dschat.distributed.deepspeed_config import training_config, with_overrides
+from dschat.distributed.deepspeed_values import value_problems
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
 OWNED = {  # key → the flags that set it; several are other names, which DeepSpeed looks up only if they are used
@@ -64,6 +65,7 @@ def override_problems(path: str, *, dtype: str, offload: bool) -> list[str]:
         if _holds(changes, key) and not (key in consistent and _at(changes, key) is consistent[key])
     ]
     problems += _wrong_types(changes)
+    problems = problems or value_problems(changes)
     return [f"--deepspeed_config {path}: {line}" for line in problems or _refusals(path, dtype, offload)]
 
 

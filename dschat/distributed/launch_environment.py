@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dschat.arguments.command_line import SettingsError
+from dschat.arguments.yaml_config import shown
 
 HOW_TO_START = (
     "start the run with `deepspeed main.py ...`, `torchrun --nproc_per_node N main.py ...`, `srun python main.py ...` "
@@ -165,6 +166,9 @@ def _checked(environment: Mapping[str, str]) -> dict[str, str]:
     last = local_world - 1 if local_world else None
     _number(variables, "LOCAL_RANK", ranks, least=0, most=last, of="LOCAL_WORLD_SIZE")
     _number(variables, "MASTER_PORT", problems, least=1, most=65535)
+    if not _is_host(variables["MASTER_ADDR"]):
+        address = shown(repr(variables["MASTER_ADDR"]))
+        problems.append(f"MASTER_ADDR {address} is no name or address of a host (MASTER_PORT has the port)")
     mistakes = dict.fromkeys(problems + ranks)
     if mistakes:
         raise LaunchError(f"{'; '.join(mistakes)}: {HOW_TO_START}", on_this_rank=len(ranks) > 0)
@@ -175,8 +179,8 @@ def _number(
     variables: Mapping[str, str], name: str, problems: list[str], *, least: int, most: int | None, of: str = ""
 ) -> int | None:
     text = variables[name]
-    if not re.fullmatch(r"[+-]?\d{1,10}", text):
-        problems.append(f"{name} {text!r} is not a whole number")
+    if not re.fullmatch(r"[+-]?[0-9]{1,10}", text):
+        problems.append(f"{name} {shown(repr(text))} is not a whole number")
         return None
     value = int(text)
     if value < least or (most is not None and value > most):
@@ -184,6 +188,11 @@ def _number(
         problems.append(f"{name} {value} must be from {least} to {most}{where}")
         return None
     return value
+
+
+def _is_host(text: str) -> bool:
+    """Whether the text can be a host name, or an IPv4 or IPv6 address."""
+    return len(text) <= 253 and re.fullmatch(r"[\w][\w.-]*|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[\w%.]*", text) is not None
 
 
 def _first(environment: Mapping[str, str], names: tuple[str, ...] | list[str], default: str = "") -> str:
@@ -206,11 +215,13 @@ def first_host(nodes: str) -> str:
 def _tasks_of_node(environment: Mapping[str, str]) -> str:
     """Number of tasks on this node, from a Slurm list such as "2(x3),1"; "" if it cannot be determined."""
     tasks = _first(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    counts = [
-        number for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) for _ in range(int(times or 1))
-    ]  # fmt: skip
     node = environment.get("SLURM_NODEID", "0")
-    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else ""
+    before = int(node) if re.fullmatch(r"[0-9]{1,9}", node) else 0
+    for number, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", tasks):
+        if before < int(times or 1):
+            return number
+        before -= int(times or 1)
+    return ""
 
 
 def _port(launcher: Launcher, environment: Mapping[str, str]) -> str:

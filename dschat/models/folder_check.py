@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
 from jinja2 import TemplateSyntaxError
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.arguments.strict_json import read_json_object
 
 JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
-    "added_tokens.json",
+    "added_tokens.json", "adapter_config.json",
 )  # fmt: skip
+MOST_LAYERS = 10_000
+MARKER = "abc"  # content of a message, to be found in what a template renders
+LEGACY_NAMES = ("gamma", "beta", "weight_g", "weight_v")  # which transformers renames for every model
 _NO_GENERATORS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "SentencePrediction")
 
 
@@ -45,45 +51,173 @@ def causal_problems(config: PreTrainedConfig) -> list[str]:
     return []
 
 
-def shape_problems(folder: Path, config: PreTrainedConfig) -> list[str]:
+def config_problems(folder: Path) -> list[str]:
+    """Values in config.json that transformers would fail of without a reason, or take for others."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return []
+    if (folder / "adapter_config.json").exists():
+        return [f"{folder} holds a PEFT adapter, which is no model of its own: merge it into its base "
+                "(merge_and_unload, then save_pretrained), and name that folder"]  # fmt: skip
+    config, problems = read_json_object(path, constants=True), []
+    names = config.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        problems.append(f"architectures is {quoted(names)}, and must be a list of class names")
+    layers = config.get("num_hidden_layers", 1)
+    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
+        problems.append(f"num_hidden_layers is {layers}, and must be from 1 to {MOST_LAYERS}")
+    quantization = config.get("quantization_config")
+    if quantization is not None and not (isinstance(quantization, dict) and quantization.get("quant_method")):
+        problems.append(f"quantization_config is {quoted(quantization)}, and must be an object with a quant_method")
+    for name, value in config.items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)) and not 0 <= value < 1:
+            problems.append(f"{name} is {value}, and must be at least 0 and below 1")
+    return [f"{path}: {problem}: get the file anew" for problem in problems]
+
+
+def generation_problems(folder: Path) -> list[str]:
+    """Why transformers refuses the folder's generation_config.json; [] if it does not, or there is none."""
+    if not (folder / "generation_config.json").is_file():
+        return []
+    path, way_out = folder / "generation_config.json", "mend the value, or remove the file"
+    try:
+        ids = GenerationConfig.from_dict(read_json_object(path, constants=True)).eos_token_id
+    except Exception as error:  # of its many checks: whatever it is, loading the model would end with it
+        return [f"{path}: {one_line(error)}: {way_out}"]
+    if not all(isinstance(token, int) for token in (ids if isinstance(ids, list) else [ids or 0])):
+        return [f"{path}: eos_token_id is {quoted(ids)}, and must be a token id or a list of them: {way_out}"]
+    return []
+
+
+def shape_problems(folder: Path, config: PreTrainedConfig, *, new_head: bool = False) -> list[str]:
     """Where the config contradicts the headers of the folder's safetensors files.
 
     The model is built without memory (on the meta device), as transformers does when it loads it. Parameters that have
     other names in the files, quantised ones, and models of custom code are left to the loading.
+
+    Args:
+        new_head: parameters outside the backbone may be missing, as a head is added.
     """
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
-    shapes = _stored_shapes(folder)
-    if not shapes or not isinstance(architecture, type) or getattr(config, "quantization_config", None):
+    stored = _stored_tensors(folder)
+    if not stored or not isinstance(architecture, type) or getattr(config, "quantization_config", None):
         return []
+    stored_layers, layers = _layers_of(stored), getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
+    if 0 < max(stored_layers.values(), default=0) < layers:  # before it is built, as it may have a million layers
+        return [
+            f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold "
+            f"{max(stored_layers.values())} layers: get both from one place"
+        ]
     try:
         with torch.device("meta"):
-            expected = {name: list(value.shape) for name, value in architecture(config).state_dict().items()}
+            model = architecture(config)
+            expected = {name: list(value.shape) for name, value in model.state_dict().items()}
     except Exception as error:  # of the architecture's own code: whatever it is, loading would end with it
         return [f"config.json describes no model that can be built ({type(error).__name__}: {one_line(error)})"]
-    differing = [name for name in sorted(expected) if name in shapes and shapes[name] != expected[name]]
+    differing = [name for name in sorted(expected) if name in stored and stored[name].shape != expected[name]]
     if differing:
         name, more = differing[0], f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         return [
-            f"config.json contradicts the weights: {name} has shape {shapes[name]} in the files and {expected[name]} "
-            f"by the config{more}: get both from one place"
+            f"config.json contradicts the weights: {name} has shape {stored[name].shape} in the files and "
+            f"{expected[name]} by the config{more}: get both from one place"
         ]
-    layers, stored = getattr(config.get_text_config(), "num_hidden_layers", 0) or 0, _stored_layers(shapes)
-    if 0 < stored < layers:
-        return [
-            f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold {stored} layers"
-        ]
+    return (
+        _left_out_layers(model, expected, stored_layers, layers)
+        or _whole_numbers(expected, stored)
+        or _missing_parameters(folder, model, stored, new_head=new_head)
+    )
+
+
+def _left_out_layers(
+    model: PreTrainedModel, expected: dict[str, list[int]], stored: dict[str, int], layers: int
+) -> list[str]:
+    """Layers in the files that the config would leave out; those that predict further tokens may be left out."""
+    extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0) or 0
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    for prefix, built in _layers_of(expected).items():
+        count = stored.get(prefix, 0)
+        unexpected = not any(re.search(pattern, f"{prefix}.{built}.weight") for pattern in ignored)
+        if count > built + extra and built == layers and unexpected:
+            return [
+                f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold {count} "
+                f"layers ({prefix}.0 to {prefix}.{count - 1}): get both from one place"
+            ]
     return []
+
+
+def _whole_numbers(expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> list[str]:
+    integers = [name for name in sorted(expected) if name in stored and stored[name].dtype[0] in "IUB"
+                and name.endswith(("weight", "bias"))]  # fmt: skip
+    if not integers or stored[integers[0]].dtype == "BF16":
+        return []
+    return [
+        f"{integers[0]} is stored as {stored[integers[0]].dtype} (whole numbers), and config.json has no "
+        "quantization_config that says what they stand for: get both from one place"
+    ]
+
+
+def _missing_parameters(
+    folder: Path, model: PreTrainedModel, stored: dict[str, StoredTensor], *, new_head: bool
+) -> list[str]:
+    """Parameters that no file holds, where transformers loads this architecture without renaming any."""
+    legacy = any(name.endswith(LEGACY_NAMES) for name in stored)
+    if legacy or get_model_conversion_mapping(model, add_legacy=False):
+        return []
+    backbone = f"{model.base_model_prefix}."
+    held = {name.removeprefix(backbone) for name in stored}
+    names: dict[int, list[str]] = {}  # of each parameter; tied ones have several
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
+    lost = [
+        aliases[0]
+        for aliases in names.values()
+        if not any(name.removeprefix(backbone) in held for name in aliases)
+        and not any(re.search(pattern, name) for pattern in optional for name in aliases)
+        and not (new_head and not aliases[0].startswith(backbone))
+    ]
+    if not lost:
+        return []
+    return [
+        f"the weights in {folder} lack {len(lost)} parameters of {type(model).__name__} ({', '.join(lost[:3])}"
+        f"{', …' if len(lost) > 3 else ''}), which would be random: name a complete model of this kind"
+    ]
 
 
 def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """A syntax error of the tokenizer's chat template; what it refuses to render is found with the rows."""
+    """Why the tokenizer's chat template renders no conversation, or the tokenizer encodes no text.
+
+    Some templates want a system prompt, or an answer: one conversation that is rendered is enough.
+    """
+    if not isinstance(tokenizer.model_max_length, (int, float)):
+        return [f"model_max_length in tokenizer_config.json is {quoted(tokenizer.model_max_length)}, and must be a "
+                "number: mend it, or remove it"]  # fmt: skip
+    user, answer = {"role": "user", "content": MARKER}, {"role": "assistant", "content": "b"}
+    reasons, rendered = [], []
+    for messages in ([user], [user, answer], [{"role": "system", "content": "s"}, user]):
+        try:
+            rendered.append(tokenizer.apply_chat_template(messages, tokenize=False))
+        except TemplateSyntaxError as error:
+            return [
+                f"the chat template is no valid Jinja (line {error.lineno}: {one_line(error.message)}): mend it there"
+            ]
+        except Exception as error:  # of the template's own expressions
+            reasons.append(one_line(error))
+    if not rendered:
+        return [f"the chat template renders no conversation, not even one user message ({reasons[0]}): mend it"]
+    if not any(MARKER in text for text in rendered):
+        return ["the chat template does not render what the user writes: mend it, or get it anew"]
     try:
-        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)
-    except TemplateSyntaxError as error:
-        return [f"the chat template is no valid Jinja (line {error.lineno}: {one_line(error.message)}): mend it there"]
-    except Exception:  # of the template itself: another conversation may please it
-        return []
+        tokenizer(rendered[0], add_special_tokens=False)
+    except Exception as error:  # of the tokenizers package, which has no type of its own
+        return [f"the tokenizer cannot encode a conversation ({one_line(error)}): get its files anew"]
     return []
+
+
+def quoted(value: object) -> str:
+    """A value in a message, of readable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def one_line(error: object) -> str:
@@ -92,18 +226,28 @@ def one_line(error: object) -> str:
     return text if len(text) <= 300 else f"{text[:300]}…"
 
 
-def _stored_shapes(folder: Path) -> dict[str, list[int]]:
-    """Name → shape of the tensors in readable safetensors files; damaged ones are reported by weight_problems."""
-    shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
+class StoredTensor(NamedTuple):
+    shape: list[int]
+    dtype: str  # safetensors' name of it
+
+
+def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors in readable safetensors files; damaged ones are reported by weight_problems."""
+    tensors = {}
+    for path in sorted(folder.glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                shapes |= {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                tensors |= {name: StoredTensor(part.get_shape(), part.get_dtype()) for name, part in slices.items()}
         except (SafetensorError, OSError):
             return {}
-    return shapes
+    return tensors
 
 
-def _stored_layers(shapes: dict[str, list[int]]) -> int:
-    matches = [re.search(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.", name) for name in shapes]
-    return max((int(match[1]) + 1 for match in matches if match), default=0)
+def _layers_of(names: Iterable[str]) -> dict[str, int]:
+    """Prefix of a list of layers, such as "model.layers" → the number of layers in it."""
+    counts: dict[str, int] = {}
+    for name in names:
+        if match := re.match(r"((?:.*\.)?(?:layers|h|blocks?))\.(\d+)\.", name):
+            counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
+    return counts

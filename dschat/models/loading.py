@@ -24,7 +24,9 @@ from dschat.models.loaded_weights import require_complete, require_finite
 
 logger = logging.getLogger(__name__)
 
-WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.bin.index.json")
+WEIGHT_FILES = (  # transformers loads the first that exists
+    "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+)  # fmt: skip
 
 
 def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
@@ -71,7 +73,7 @@ def load_pretrained(
         ValueError: no model or weights at the path, missing parameters, NaN or infinite ones, or invalid dropout.
     """
     folder = Path(path)
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
+    if folder.is_dir() and not any((folder / name).exists() for name in WEIGHT_FILES):
         raise ValueError(
             f"{path} has no weights (no {' or '.join(WEIGHT_FILES[::2])}), but training starts from a pretrained "
             "model: save one there with model.save_pretrained, also to start from random weights."

@@ -27,7 +27,10 @@ def weight_problems(folder: str | Path) -> list[str]:
             problems.append(f"{path} is damaged or cut short ({error}): copy it again")
     for path in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
         try:
-            shards = set(read_json_object(path)["weight_map"].values())
+            index = read_json_object(path)
+            shards = set(index["weight_map"].values())
+            if not shards or "metadata" not in index:
+                raise ValueError("it has no metadata, or names no file")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problems.append(f"{path} cannot be read ({error}): copy it again")
             continue

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings, RolloutArguments
+from dschat.arguments.command_line import settings_of_user
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -158,8 +159,8 @@ class DeepSpeedRLHFEngine:
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None
     ) -> TokenLogprobs:
-        return TokenLogprobs(
-            load_causal_lm(
+        with settings_of_user():
+            network = load_causal_lm(
                 self.models.actor_model_name_or_path,
                 dtype=dtype or DTYPES[self.devices.dtype],
                 tokenizer=self.tokenizer,
@@ -168,12 +169,12 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        )
+        return TokenLogprobs(network)
 
     def _scalar_head(self, path: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float,
                      trained: bool = False) -> TokenScores:  # fmt: skip
-        return TokenScores(
-            load_scalar_head(
+        with settings_of_user():
+            network = load_scalar_head(
                 path,
                 dtype=DTYPES[self.devices.dtype],
                 tokenizer=tokenizer,
@@ -182,7 +183,7 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        )
+        return TokenScores(network)
 
     def _frozen_config(self, zero_stage: int, *, offload: bool, dtype: str | None = None) -> dict[str, Any]:
         return frozen_config(

@@ -78,7 +78,7 @@ def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
             "or a rule such as last_number"
         )
     problems += reward_problems(entries, max_tokens=rollouts.max_answer_seq_len)
-    for path in [] if problems else model_paths(entries):
+    for path in [] if problems or not models.actor_model_name_or_path else model_paths(entries):
         path_problems = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
         if not path_problems and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
             length = tokens_read(
@@ -92,7 +92,7 @@ def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
         flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"
         problems += problems_of(flag, models.critic_path, tokens=tokens)
-    if not problems and ppo.trains_critic:
+    if not problems and ppo.trains_critic and models.actor_model_name_or_path:
         load = partial(load_tokenizer, add_eot_token=add_eot_token, trust_remote_code=trusted)
         if load(models.critic_path).get_vocab() != load(models.actor_model_name_or_path).get_vocab():
             problems.append(

@@ -10,6 +10,7 @@ import deepspeed
 from torch import nn
 
 from dschat.arguments import DeviceArguments, LoraArguments, OptimizerArguments
+from dschat.arguments.command_line import settings_of_user
 from dschat.distributed import groups, watchdog
 from dschat.distributed.deepspeed_config import training_config, with_overrides
 from dschat.distributed.engines import trainable_engine
@@ -54,12 +55,13 @@ def build_trainable(
     )
     config = with_overrides(config, devices.deepspeed_config)
     watchdog.phase("model loading")
-    network = load(config)
-    if model.lora_dim:
-        add_lora(
-            network.model, dim=model.lora_dim, module_name=lora.lora_module_name,
-            only_optimize_lora=lora.only_optimize_lora,
-        )  # fmt: skip
+    with settings_of_user():
+        network = load(config)
+        if model.lora_dim:
+            add_lora(
+                network.model, dim=model.lora_dim, module_name=lora.lora_module_name,
+                only_optimize_lora=lora.only_optimize_lora,
+            )  # fmt: skip
     parameter_groups = optimizer_groups(
         network, learning_rate=model.learning_rate, lora_learning_rate=lora.lora_learning_rate,
         weight_decay=model.weight_decay,

@@ -10,6 +10,8 @@ from dschat.models.causal_lm import load_tokenizer
 from dschat.models.custom_code import CustomCodeError, custom_code_refused
 from dschat.models.folder_check import (
     causal_problems,
+    config_problems,
+    generation_problems,
     json_problems,
     one_line,
     shape_problems,
@@ -44,7 +46,7 @@ def model_problems(
         return [f"{flag} {path}: is a file; name the folder that holds config, weights and tokenizer"]
     if is_path and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
-    invalid = json_problems(folder) if folder.is_dir() else []
+    invalid = (json_problems(folder) or config_problems(folder)) if folder.is_dir() else []
     if invalid:
         return [f"{flag} {path}: {problem}" for problem in invalid]
     try:
@@ -54,7 +56,7 @@ def model_problems(
         return [f"{flag}: {error}"]
     except Exception as error:  # of transformers' checks of each config: none has a type of its own
         return [f"{flag} {path}: no model configuration found ({one_line(error)})"]
-    problems = _weight_problems(folder, config) if folder.is_dir() else []
+    problems = _weight_problems(folder, config, new_head=not causal) if folder.is_dir() else []
     problems += causal_problems(config) if causal else []
     try:
         tokenizer = load_tokenizer(path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
@@ -71,10 +73,11 @@ def model_problems(
     return lines
 
 
-def _weight_problems(folder: Path, config: PretrainedConfig) -> list[str]:
-    problems = weight_problems(folder) + shape_problems(folder, config)
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        return ["the folder has no weights; save them into it with model.save_pretrained", *problems]
+def _weight_problems(folder: Path, config: PretrainedConfig, *, new_head: bool) -> list[str]:
+    problems = weight_problems(folder) + shape_problems(folder, config, new_head=new_head) + generation_problems(folder)
+    if not any((folder / name).exists() for name in WEIGHT_FILES):
+        names = " or ".join(WEIGHT_FILES[::2])
+        return [f"the folder has no weights ({names}); save them into it with model.save_pretrained", *problems]
     return problems
 
 

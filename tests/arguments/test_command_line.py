@@ -87,7 +87,7 @@ def test_a_mistake_is_named_with_the_way_out(argv, message):
 
 def test_all_mistakes_are_reported_together():
     def check(paint: Paint) -> list[str]:
-        assert paint.colour.coats == 0 and paint.brush.width == 2
+        assert paint.colour.coats == 1 and paint.brush.width == 2  # the default in place of an invalid value
         return ["the wall is wet"]
 
     argv = ["--coats", "0", "--glos", "1", "--shade", "red", "--width", "2", "--depth", "x"]

@@ -56,6 +56,8 @@ PAIR = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "margin": None}
     [
         ({"prompt": "a", "response": "b", "label": True}, [("b", True)]),
         ({"prompt": [user("a")], "completion": [assistant("b")], "label": 0}, [("b", False)]),
+        *(({"prompt": "a", "response": "b", "label": label}, [("b", label in ("1", "True", "true"))])
+          for label in ("1", "True", "true", "0", "False", "false")),  # as in a csv file
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [("b", True), ("c", False)]),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [("b", True), ("c", False)]),
     ],
@@ -67,7 +69,7 @@ def test_unpaired_responses(row, answers):
 def test_unpaired_rows_need_a_true_or_false_label():
     with pytest.raises(MissingColumn, match="prompt \\+ response \\+ label"):
         parse_record({"prompt": "a", "response": "b"}, "unpaired")
-    for label in ("true", 2, 0.5):
+    for label in ("yes", 2, 0.5):
         with pytest.raises(ValueError, match="neither true"):
             parse_record({"prompt": "a", "response": "b", "label": label}, "unpaired")
 

@@ -77,8 +77,8 @@ def test_items_of_an_array_carry_their_line(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[{"n": 1},\n {"n": }]', "a.json:2: the JSON array breaks off"),
-        ("a.json", b'[{"n": 1} {"n": 2}]', "a.json:1: the JSON array breaks off"),
+        ("a.json", b'[{"n": 1},\n {"n": }]', "a.json:2: not a valid JSON array"),
+        ("a.json", b'[{"n": 1} {"n": 2}]', "a.json:1: not a valid JSON array"),
         ("a.json", b'[{"n": 1},', "has no end"),
         ("a.json", b'[{"n": "\xff"}]', "not valid UTF-8 at byte 9"),
         ("a.parquet", b"PAR1 no table", "not a readable parquet file"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from dschat.arguments import PairSettings
 from dschat.arguments.command_line import parse, settings_of_user
 from dschat.data.collators import collate_prompts
+from dschat.data.datasets import data_problems
 from dschat.distributed import launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
@@ -32,7 +33,7 @@ from dschat.runs.validation import model_problems
 
 
 def check(settings: PairSettings) -> list[str]:
-    """Problems with the settings: model and lengths, judge and rewards, output folder."""
+    """Problems with the settings: model and lengths, judge and rewards, output folder, data."""
     sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
@@ -58,7 +59,8 @@ def check(settings: PairSettings) -> list[str]:
                 "--reward", path, tokens=tokens_of_reward, lengths=lengths, trust_remote_code=trusted
             )
         problems += mistakes
-    return problems
+    options = data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len)
+    return problems + data_problems("prompt", options)
 
 
 def main() -> None:
@@ -78,7 +80,8 @@ def main() -> None:
         log(f"{Path(run.output_dir, FINAL)} is already finished, with the same settings: nothing to do")
         return
     dtype = DTYPES[settings.devices.dtype]
-    model = load_causal_lm(model_path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trusted).to(device)
+    with settings_of_user():
+        model = load_causal_lm(model_path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trusted).to(device)
     sampler = ResponseSampler(model, tokenizer, sampling, seed=run.seed)
     with settings_of_user():
         score = score_function(settings, tokenizer)

@@ -11,13 +11,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
+
+from dschat.arguments.strict_json import read_json_object
 
 from .files import SUFFIXES, SourceRow, file_rows
 from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
 from .reasoning_gym import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # in order of preference
+_LARGEST_WEIGHT = 1e9
 _NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
@@ -77,7 +81,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tup
     """["a:0.7", "b:0.3"] → (["a", "b"], [0.7, 0.3]); without weights (["a", "b"], None).
 
     Raises:
-        ValueError: no entry, one without a path, a weight that is not positive, or weights on some entries only.
+        ValueError: no entry, one without a path, a weight that is no positive number, or weights on some entries only.
     """
     paths: list[str] = []
     weights: list[float | None] = []
@@ -88,14 +92,22 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tup
         if not path.strip():
             raise ValueError(f"{flag} {entry!r}: is empty, which is no path; name a file, folder or hub data set.")
         paths.append(path)
-        weights.append(float(weight) if weight else None)
+        weights.append(_weight(weight, entry, flag) if weight else None)
     if not paths:
         raise ValueError(f"{flag} is empty: name at least one file, folder or hub data set.")
-    if any(weight is not None and weight <= 0 for weight in weights):
-        raise ValueError(f"{flag} {' '.join(entries)}: a weight must be positive.")
     if len({weight is None for weight in weights}) == 2:
         raise ValueError(f"{flag} {' '.join(entries)}: give every source a weight, or none.")
     return paths, None if weights[0] is None else [weight for weight in weights if weight is not None]
+
+
+def _weight(text: str, entry: str, flag: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = 0.0
+    if not 0 < weight <= _LARGEST_WEIGHT:
+        raise ValueError(f"{flag} {entry}: the weight {text} must be positive, and at most {_LARGEST_WEIGHT:g}.")
+    return weight
 
 
 def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str] | None = None) -> Source:
@@ -138,8 +150,8 @@ def _file_source(path: str, file: Path) -> Source:
 
 
 def _folder_source(path: str, folder: Path, dataset: HubDataset | None, for_eval: bool) -> Source:
-    if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
-        return _table_source(path, load_from_disk(str(folder)), dataset, for_eval)
+    if _is_saved_table(folder):
+        return _table_source(path, _saved_table(path, folder), dataset, for_eval)
     if dataset is not None and dataset.config and (folder / dataset.config).is_dir():
         folder = folder / dataset.config  # on the hub, each configuration has its own folder
     files = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
@@ -150,6 +162,34 @@ def _folder_source(path: str, folder: Path, dataset: HubDataset | None, for_eval
     if not named:
         raise ValueError(f"{path}: no data file in this folder; it needs files that end with {', '.join(SUFFIXES)}.")
     return _with_splits(path, named, for_eval)
+
+
+def _is_saved_table(folder: Path) -> bool:
+    """Whether save_to_disk has written it; other programs have a state.json too."""
+    files = [(folder / name).is_file() for name in ("state.json", "dataset_info.json")]
+    return (folder / "dataset_dict.json").is_file() or all(files) or (any(files) and any(folder.glob("*.arrow")))
+
+
+def _saved_table(path: str, folder: Path) -> Dataset | DatasetDict:
+    """Load a `save_to_disk` folder. Raises ValueError with the path if it is damaged, or has no rows."""
+    try:
+        tables = [folder]
+        if (folder / "dataset_dict.json").is_file():
+            splits = read_json_object(folder / "dataset_dict.json").get("splits")
+            if not isinstance(splits, list) or not splits or not all(isinstance(name, str) for name in splits):
+                raise ValueError(f"{folder / 'dataset_dict.json'}: names no splits")
+            tables = [folder / name for name in splits]
+        for table in tables:
+            read_json_object(table / "dataset_info.json", constants=True)
+            state = read_json_object(table / "state.json", constants=True)
+            if state.get("_data_files") == []:
+                raise ValueError(f"{table} has no rows")
+        return load_from_disk(str(folder))
+    except Exception as error:  # of datasets and Arrow, whose errors have many types
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(
+            f"{path}: not a readable `save_to_disk` folder ({reason or type(error).__name__}); save it again."
+        ) from error
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -213,5 +253,13 @@ def _with_splits(path: str, named: Mapping[str, Sequence[Path | Dataset]], for_e
 
 
 def _table_rows(table: Dataset, name: str) -> Iterator[SourceRow]:
-    for number, row in enumerate(table):
+    rows, number = iter(table), 0
+    while True:
+        try:
+            row = next(rows, None)
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text in it may be no UTF-8
+            raise ValueError(f"{name}:row {number}: not readable ({error}); save the data set again.") from error
+        if row is None:
+            return
         yield SourceRow(row, f"{name}:row {number}", "")
+        number += 1

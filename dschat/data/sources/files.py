@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,10 @@ import pyarrow.parquet
 from dschat.arguments.strict_json import TOO_DEEP, NumberTooLarge, check_value, json_decoder, parse_json
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+
+
+class RepeatedColumn(ValueError):
+    """A table has two columns of one name."""
 
 
 class SourceRow(NamedTuple):
@@ -81,10 +85,12 @@ def _json_array_rows(file: Path) -> Iterator[SourceRow]:
             if text[place] not in ",]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
             place += text[place] == ","
+        if text[place + 1 :].strip():
+            raise json.JSONDecodeError("Extra data after it", text, place + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{error.lineno}: the JSON array breaks off ({error.msg}); mend it there.") from error
+        raise ValueError(f"{file}:{error.lineno}: not a valid JSON array ({error.msg}); mend it there.") from error
     except RecursionError as error:
         raise ValueError(f"{file}:{line}: {TOO_DEEP}.") from error
     except NumberTooLarge as error:
@@ -110,10 +116,12 @@ def _csv_rows(file: Path) -> Iterator[SourceRow]:
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for long texts
     # surrogateescape, so that an invalid byte does not stop the rows after it
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.DictReader(lines)
+        reader = csv.DictReader(lines, strict=True)  # else an open quote takes in the rows after it
         try:
-            if any(re.search("[\udc80-\udcff]", name) for name in reader.fieldnames or []):
+            names = list(reader.fieldnames or [])
+            if any(re.search("[\udc80-\udcff]", name) for name in names):
                 raise ValueError(f"{file}:1: the names of the columns are not valid UTF-8; save the file as UTF-8.")
+            _refuse_repeated(names, f"{file}:1")
             for row in reader:
                 where = f"{file}:{reader.line_num}"
                 if None in row:
@@ -126,12 +134,21 @@ def _csv_rows(file: Path) -> Iterator[SourceRow]:
             raise ValueError(f"{file}:{reader.line_num}: not valid CSV ({error}).") from error
 
 
+def _refuse_repeated(columns: Sequence[str], where: str) -> None:
+    """Of two columns of one name, the last would be read."""
+    if repeated := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
+        raise RepeatedColumn(f"{where}: the column {repeated[0]!r} occurs twice; rename one of them.")
+
+
 def _parquet_rows(file: Path) -> Iterator[SourceRow]:
     try:
         with pyarrow.parquet.ParquetFile(file) as table:
+            _refuse_repeated(table.schema_arrow.names, str(file))
             rows = (row for batch in table.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield SourceRow(row, f"{file}:row {number}", "")
+    except RepeatedColumn:
+        raise
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text in it may be no UTF-8
         raise ValueError(f"{file}: not a readable parquet file ({error}).") from error
 

@@ -149,7 +149,10 @@ def _value(text: Any, hint: Any) -> Any:
 
 def _nearest(word: str, names: Mapping[str, Any]) -> str:
     near = difflib.get_close_matches(word, names, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else f"; known are {', '.join(sorted(names))}."
+    if near:
+        return f"; did you mean {' or '.join(near)}?"
+    first, more = sorted(names)[:20], len(names) - 20
+    return f"; the choices are {', '.join(first)}{f' and {more} more' if more > 0 else ''}."
 
 
 def _plain(value: Any) -> Any:
