@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments.secrets import redacted
 from dschat.checkpoints import checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.models.weights import ExportError, export_model
@@ -50,7 +51,7 @@ def export_run(
 
 
 def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
-    """Instructions for exporting the models of a run later, from its last checkpoint."""
+    """Instructions for exporting the models of a run later, from its last checkpoint; keys in URLs are redacted."""
     newest = checkpoint.newest(output_dir)
     if newest is None:
         return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"
@@ -61,5 +62,5 @@ def way_out(output_dir: str | Path, argv: Sequence[str]) -> str:
     words = [word for word in words if not word.startswith("--resume=")]
     return (
         f"The last checkpoint is {newest}. Make room, then run this as before: it goes on from there and exports: "
-        f"{shlex.join([*words, '--resume', 'auto'])}"
+        f"{redacted(shlex.join([*words, '--resume', 'auto']))}"
     )

@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, parse, settings_of_user
+from dschat.arguments.secrets import redacted_values
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
@@ -193,20 +194,12 @@ def decisive_settings(
     names = ("model_name_or_path", "num_samples_per_prompt", "pairs_per_prompt", "max_prompt_seq_len",
              "max_answer_seq_len", "temperature", "top_k", "top_p", "judge")  # fmt: skip
     settings = {f"--{name}": vars(sampling)[name] for name in names}
-    settings |= {"--reward": list(map(without_keys, reward.reward)), "--dtype": devices.dtype, "--seed": run.seed}
+    settings |= {"--reward": redacted_values(reward.reward), "--dtype": devices.dtype, "--seed": run.seed}
     content = content_digest(prompts) if collectives.is_main() else None  # settings are compared on the main rank
     return settings | {
         "the model's weights": weights_sample(Path(sampling.model_name_or_path)), "prompts": len(prompts),
         "the prompts' content": content,
     }  # fmt: skip
-
-
-def without_keys(entry: str) -> str:
-    """A reward entry for settings.json: a URL's query string, which may hold a key, is replaced by its digest."""
-    address, mark, query = entry.partition("?")
-    if not mark or not entry.startswith(("http://", "https://")):
-        return entry
-    return f"{address}?#{hashlib.sha256(query.encode()).hexdigest()[:16]}"
 
 
 def weights_sample(folder: Path) -> str:

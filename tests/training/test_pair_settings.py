@@ -1,0 +1,48 @@
+"""What make_preferences stores of its settings, and the phases that the watchdog names."""
+
+from __future__ import annotations
+
+import json
+
+from datasets import Dataset
+from test_make_preferences import TOOL, arguments, folder, tool  # noqa: F401  (fixtures)
+
+from dschat.arguments import PairArguments, PairDeviceArguments, PairRunArguments, RewardArguments
+
+
+def test_keys_of_reward_addresses_are_not_stored_and_a_new_key_is_the_same_run(tool):  # noqa: F811
+    def stored(*reward: str) -> dict:
+        return tool.decisive_settings(
+            PairArguments(model_name_or_path="nowhere"), RewardArguments(reward=list(reward)),
+            PairDeviceArguments(), PairRunArguments(output_dir="out"), Dataset.from_dict({"x": [1]}),
+        )  # fmt: skip
+
+    first = stored("http://host/score?api_key=SECRET&model=a", "judge.py:reward?token=SECRET@2")
+    assert "SECRET" not in json.dumps(first)
+    assert first == stored("http://host/score?api_key=OTHER&model=a", "judge.py:reward?token=OTHER@2")
+    assert first != stored("http://host/score?api_key=SECRET&model=b", "judge.py:reward?token=SECRET@2")
+
+
+PHASES = """
+import runpy, sys
+from dschat.distributed import watchdog
+enter = watchdog.phase
+def noted(name):
+    print(f"<{name}>", flush=True)
+    enter(name)
+watchdog.phase = noted
+del sys.argv[0]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_every_batch_enters_the_phases_of_sampling_and_judging(folder, programs, tmp_path):  # noqa: F811
+    """The phase stayed "start" for the whole run, so that the watchdog ended healthy runs."""
+    (tmp_path / "phases.py").write_text(PHASES)
+    said = programs.run(
+        tmp_path / "phases.py", [TOOL, *arguments(folder, tmp_path / "out")], log=tmp_path / "log"
+    )
+    phases = [line[1:-1] for line in said.splitlines() if line.startswith("<")]
+    for name in ("data preparation", "model loading"):
+        assert name in phases
+    assert [name for name in phases if name in ("sampling", "judging")] == ["sampling", "judging"] * 3
