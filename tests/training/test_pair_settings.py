@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 
 from datasets import Dataset
 from test_make_preferences import TOOL, arguments, folder, tool  # noqa: F401  (fixtures)
 
 from dschat.arguments import PairArguments, PairDeviceArguments, PairRunArguments, RewardArguments
+from dschat.rewards.answers import Answers
 
 
 def test_keys_of_reward_addresses_are_not_stored_and_a_new_key_is_the_same_run(tool):  # noqa: F811
@@ -21,6 +23,19 @@ def test_keys_of_reward_addresses_are_not_stored_and_a_new_key_is_the_same_run(t
     assert "SECRET" not in json.dumps(first)
     assert first == stored("http://host/score?api_key=OTHER&model=a", "judge.py:reward?token=OTHER@2")
     assert first != stored("http://host/score?api_key=SECRET&model=b", "judge.py:reward?token=SECRET@2")
+
+
+def test_a_judge_that_hangs_costs_its_time_limit_and_no_more(tool, tmp_path, capsys):  # noqa: F811
+    (tmp_path / "judge.py").write_text("import time\ndef judge(prompts, responses, rows):\n    time.sleep(600)\n")
+    judge = tool.judge_of(
+        PairArguments(
+            model_name_or_path="nowhere", judge=f"{tmp_path / 'judge.py'}:judge", judge_timeout=0.3, judge_retries=0
+        )
+    )
+    started = time.monotonic()
+    answers = Answers([[{"role": "user", "content": "a"}]], ["b"], [[1]], [{}], [True], 8)
+    assert judge(None, answers) == [None] and time.monotonic() - started < 60
+    assert "the judge gave no score to 1 of 1 responses (TimeoutError" in capsys.readouterr().err
 
 
 PHASES = """
