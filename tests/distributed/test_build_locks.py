@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
+from rlhf_models import group_of_one
 
 from dschat.arguments.command_line import SettingsError
 from dschat.distributed import build_locks
@@ -88,3 +89,10 @@ def test_a_lock_of_another_user_may_be_held_unseen(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "unlink", unlink)
     with pytest.raises(SettingsError, match=r"left of a build .* \(Permission denied\): remove it, or set TORCH"):
         clear_stale_build_locks(tmp_path)
+
+
+def test_a_run_removes_the_lock_of_a_killed_build_when_it_starts(monkeypatch, tmp_path):
+    lock = lock_of(tmp_path, "cpu_adam")
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with group_of_one():
+        assert not lock.exists()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import time
 
+import pytest
 from datasets import Dataset
 from test_make_preferences import TOOL, arguments, folder, tool  # noqa: F401  (fixtures)
 
-from dschat.arguments import PairArguments, PairDeviceArguments, PairRunArguments, RewardArguments
+from dschat.arguments import PairArguments, PairDeviceArguments, PairRunArguments, PairSettings, RewardArguments
+from dschat.arguments.command_line import SettingsError, parse
 from dschat.rewards.answers import Answers
 
 
@@ -23,6 +25,17 @@ def test_keys_of_reward_addresses_are_not_stored_and_a_new_key_is_the_same_run(t
     assert "SECRET" not in json.dumps(first)
     assert first == stored("http://host/score?api_key=OTHER&model=a", "judge.py:reward?token=OTHER@2")
     assert first != stored("http://host/score?api_key=SECRET&model=b", "judge.py:reward?token=SECRET@2")
+
+
+def test_mistakes_in_data_and_judge_are_found_before_the_output_folder_is_made(folder, tool, tmp_path):  # noqa: F811
+    output = tmp_path / "out"
+    argv = arguments(folder, output, judge="no_such", data_path=tmp_path / "missing.jsonl")
+    with pytest.raises(SettingsError) as caught:
+        parse(PairSettings, list(map(str, argv)), description="", check=tool.check)
+    assert "judge.py has no function no_such" in str(caught.value)
+    assert "missing.jsonl: there is no such file" in str(caught.value)
+    parse(PairSettings, list(map(str, arguments(folder, output))), description="", check=tool.check)
+    assert not output.exists()
 
 
 def test_a_judge_that_hangs_costs_its_time_limit_and_no_more(tool, tmp_path, capsys):  # noqa: F811

@@ -29,6 +29,7 @@ from dschat.arguments.secrets import redacted_values
 from dschat.data.arrow import content_digest
 from dschat.data.chat_template import Message, decode_responses, stop_token_ids
 from dschat.data.collators import collate_prompts
+from dschat.data.datasets import data_problems
 from dschat.distributed import collectives, groups, launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -36,6 +37,7 @@ from dschat.generation import HybridEngine, Rollout, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_there, batches_to_do
+from dschat.rewards.functions import judge_problems
 from dschat.rewards.retry import NoScores, RetryPolicy
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.weighted_sum import (
@@ -55,7 +57,7 @@ Score = Callable[[Rollout, Answers], list[float | None]]
 
 
 def check(settings: arguments.PairSettings) -> list[str]:
-    """Problems with the settings: model and lengths, judge and rewards, output folder."""
+    """Problems with the settings: model and lengths, judge and rewards, data, output folder."""
     sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
     lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
@@ -66,6 +68,8 @@ def check(settings: arguments.PairSettings) -> list[str]:
     usable = not problems
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: one of them says which answer is better; give one")
+    problems += judge_problems(sampling.judge)
+    problems += data_problems("prompt", data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len))
     final = Path(run.output_dir, FINAL)
     if final.exists() and run.resume == "never" and not run.overwrite:
         problems.append(f"--output_dir {run.output_dir}: {already_there(final)}")
@@ -126,7 +130,9 @@ def main() -> None:
 def judge_all(
     judge: Callable[[list[int]], JudgedBatch], judged: JudgedBatches, *, prompts: int, batch_size: int
 ) -> list[JudgedBatch]:
-    """Judge the remaining batches, split over the ranks; returns the judged batches of all ranks, unordered.
+    """Judge the remaining batches, split over the ranks.
+
+    Returns: the judged batches of all ranks, unordered, on the main rank; on the others those of the resumed run alone.
 
     Raises:
         SavedAndLeft: any rank received a signal; judged batches are saved.
@@ -160,13 +166,16 @@ def judge_all(
             if any(signal_numbers) and number < len(rounds):
                 log("a signal asked for it: this run ends here, --resume auto goes on")
                 raise signals.SavedAndLeft
-    return judged.earlier + collectives.all_gather_lists(made)
+    return judged.earlier + collectives.gather_lists_to_main(made)
 
 
 def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
-    """Write the final file, in the order of the prompts. Raises SettingsError without pairs, or if writing fails."""
+    """Write the final file, in the order of the prompts; a collective, the main rank has all batches.
+
+    Raises: SettingsError without pairs, or if writing fails.
+    """
     rows = [row for _, row in sorted((pair for batch in batches for pair in batch.pairs), key=itemgetter(0))]
-    if not rows:
+    if collectives.broadcast_from_main(not rows):
         raise SettingsError(
             f"no pair came of {prompts} prompts: the {samples} answers to each were "
             "scored alike, or not at all: raise --num_samples_per_prompt or --temperature, or let the judge (or the "
