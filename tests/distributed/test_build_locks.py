@@ -8,7 +8,7 @@ import pytest
 from rlhf_models import group_of_one
 
 from dschat.arguments.command_line import SettingsError
-from dschat.distributed import build_locks
+from dschat.distributed import build_locks, launch
 from dschat.distributed.build_locks import MACHINES, clear_stale_build_locks
 
 
@@ -91,8 +91,15 @@ def test_a_lock_of_another_user_may_be_held_unseen(tmp_path, monkeypatch):
         clear_stale_build_locks(tmp_path)
 
 
-def test_a_run_removes_the_lock_of_a_killed_build_when_it_starts(monkeypatch, tmp_path):
-    lock = lock_of(tmp_path, "cpu_adam")
+class Reached(Exception):
+    pass
+
+
+def test_a_run_looks_for_them_before_it_builds_anything(monkeypatch, tmp_path):
+    def cleared(builds: Path) -> None:
+        raise Reached(builds)
+
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    with group_of_one():
-        assert not lock.exists()
+    monkeypatch.setattr(launch, "clear_stale_build_locks", cleared)
+    with pytest.raises(Reached, match=str(tmp_path)), group_of_one():
+        pass
