@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
@@ -36,6 +37,18 @@ def test_mistakes_in_data_and_judge_are_found_before_the_output_folder_is_made(f
     assert "missing.jsonl: there is no such file" in str(caught.value)
     parse(PairSettings, list(map(str, arguments(folder, output))), description="", check=tool.check)
     assert not output.exists()
+
+
+def test_a_reward_model_that_reads_the_answers_ids_needs_positions_for_all_of_them(folder, tool, tmp_path):  # noqa: F811
+    reward = tmp_path / "reward"
+    shutil.copytree(folder / "reward", reward)
+    config = json.loads((reward / "config.json").read_text())
+    (reward / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    argv = arguments(folder, tmp_path / "out")
+    at = argv.index("--judge")
+    argv[at : at + 2] = ["--reward", reward]
+    with pytest.raises(SettingsError, match="= 72 tokens, but .*reward has 16 positions"):
+        parse(PairSettings, list(map(str, argv)), description="", check=tool.check)
 
 
 def test_a_judge_that_hangs_costs_its_time_limit_and_no_more(tool, tmp_path, capsys):  # noqa: F811
