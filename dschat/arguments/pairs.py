@@ -15,7 +15,9 @@ PromptDataArguments = subset(
     keep=[field.name for field in fields(DataArguments) if field.name not in _NOT_OF_PROMPTS],
 )  # fmt: skip
 PairDeviceArguments = subset(DeviceArguments, "PairDeviceArguments", keep=["dtype", "deterministic"])
-_Folder = subset(RunArguments, "_Folder", keep=["output_dir", "seed", "collective_timeout", "local_rank"])
+_Folder = subset(
+    RunArguments, "_Folder", keep=["output_dir", "seed", "collective_timeout", "rendezvous_timeout", "local_rank"]
+)
 
 
 @dataclass

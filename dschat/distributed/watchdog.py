@@ -14,6 +14,7 @@ from pathlib import Path
 from torch import distributed as dist
 
 from dschat.distributed.heartbeats import HUNG, Heartbeats, process_name
+from dschat.distributed.terminal import printable
 from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
 
 GRACE = 5.0  # seconds for a rank to fail by itself after another rank has failed
@@ -137,7 +138,7 @@ class Watchdog:
         if not verdict.hang and self._stop.wait(GRACE):
             return  # this rank is failing by itself
         here = f"Rank {self.rank} is in phase {self.phase!r}" + (", here:" if verdict.hang else " and ends, too")
-        print(f"{verdict.problem}. {here}", file=sys.stderr, flush=True)
+        print(printable(f"{verdict.problem}. {here}"), file=sys.stderr, flush=True)
         if verdict.hang:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()

@@ -13,12 +13,14 @@ Judge = Callable[[list[int]], JudgedBatch]
 
 
 def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: int) -> list[JudgedBatch]:
-    """Judge the remaining batches, split over the ranks; returns the judged batches of all ranks, unordered.
+    """Judge the remaining batches, split over the ranks.
 
     Args:
         judge: samples, scores and pairs the responses to the prompts with these indices.
         prompts: number of prompts of the run.
         batch_size: prompts per batch.
+
+    Returns: the judged batches of all ranks, unordered, on the main rank; elsewhere only those of the resumed run.
 
     Raises:
         ExitAfterSave: any rank received a signal; judged batches are saved.
@@ -47,7 +49,7 @@ def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: 
             if any(signal_numbers) and number < len(rounds):
                 log("stopped by a signal; continue with --resume auto")
                 raise signals.ExitAfterSave
-    return judged.earlier + collectives.all_gather_lists(new)
+    return judged.earlier + collectives.gather_lists_to_main(new)
 
 
 def _judge_and_save(
@@ -67,9 +69,12 @@ def _judge_and_save(
 
 
 def write_pairs(batches: Sequence[JudgedBatch], judged: JudgedBatches, *, prompts: int, samples: int) -> None:
-    """Write the final file, in the order of the prompts. Raises SettingsError without pairs, or if writing fails."""
+    """Write the final file, in the order of the prompts. A collective; the main rank has all batches.
+
+    Raises: SettingsError without pairs, or if writing fails.
+    """
     rows = [row for _, row in sorted((pair for batch in batches for pair in batch.pairs), key=itemgetter(0))]
-    if not rows:
+    if collectives.broadcast_from_main(not rows):
         raise SettingsError(
             f"no preference pairs from {prompts} prompts: the {samples} responses to each have equal scores, or none: "
             "raise --num_samples_per_prompt or --temperature, or use a judge (or rewards) with finer scores"

@@ -7,6 +7,7 @@ from typing import Any
 from datasets import Dataset
 
 from dschat.arguments import PairSettings
+from dschat.arguments.secrets import redacted_values
 from dschat.data.arrow import content_digest
 from dschat.distributed import collectives
 
@@ -21,7 +22,7 @@ def settings_of_pairs(settings: PairSettings, prompts: Dataset) -> dict[str, Any
     """Flags and digests of model and prompts that determine the pairs; the batch size is not among them."""
     sampling = settings.sampling
     flags = {f"--{name}": vars(sampling)[name] for name in FLAGS} | {
-        "--reward": [without_secrets(entry) for entry in settings.rewards.reward],
+        "--reward": redacted_values(settings.rewards.reward),
         "--dtype": settings.devices.dtype, "--seed": settings.run.seed,
     }  # fmt: skip
     content = content_digest(prompts) if collectives.is_main() else None  # settings are compared on the main rank
@@ -29,14 +30,6 @@ def settings_of_pairs(settings: PairSettings, prompts: Dataset) -> dict[str, Any
         "the model's weights": weights_digest(Path(sampling.model_name_or_path)), "prompts": len(prompts),
         "the prompts' content": content,
     }  # fmt: skip
-
-
-def without_secrets(entry: str) -> str:
-    """A --reward entry in which a URL's query string, which may hold a key, is replaced by its digest."""
-    address, separator, query = entry.partition("?")
-    if not separator or not entry.startswith(("http://", "https://")):
-        return entry
-    return f"{address}?#{hashlib.sha256(query.encode()).hexdigest()[:16]}"
 
 
 def weights_digest(folder: Path) -> str:

@@ -38,6 +38,17 @@ def load_judge(source: str) -> Judge:
     return function
 
 
+def judge_problems(source: str | None) -> list[str]:
+    """A line if a judge cannot be loaded; a missing file is reported by the flag's own group."""
+    if not source or not Path(source.partition(":")[0]).is_file():
+        return []
+    try:
+        load_judge(source)
+    except ValueError as error:
+        return [f"--judge {error}"]
+    return []
+
+
 @functools.cache  # a judge and a reward from one file share its module state
 def _module(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"judge_{path.stem}", path)

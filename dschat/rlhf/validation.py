@@ -14,6 +14,7 @@ from dschat.arguments import (
 from dschat.data.datasets import data_problems
 from dschat.generation import ROLLOUT_ENGINES
 from dschat.models.causal_lm import load_tokenizer
+from dschat.rewards.functions import judge_problems
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.specification import model_paths, reward_problems
 from dschat.runs.output_conflicts import overwritten_models
@@ -43,6 +44,7 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
         *(("--reward", path) for path in ([] if problems else model_paths(rewards.reward))),
     ]
     problems += overwritten_models(settings.run.output_dir, model_paths_by_flag)
+    problems += judge_problems(rollouts.judge)
     options = data_options(settings.data, settings.run, max_tokens=rollouts.max_prompt_seq_len)
     problems += data_problems("prompt", options)
     if ppo.unsupervised_dataset_name:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments.secrets import redacted
 from dschat.checkpoints.selection import newest_checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.models.weights import ExportError, export_model
@@ -50,7 +51,7 @@ def export_run(
 
 
 def export_instructions(output_dir: str | Path, argv: Sequence[str]) -> str:
-    """Instructions for exporting the models of a run later, from its last checkpoint."""
+    """Instructions for exporting the models of a run later, from its last checkpoint; keys in URLs are redacted."""
     newest = newest_checkpoint(output_dir)
     if newest is None:
         return "There is no checkpoint (--save_interval, --save_minutes) to export it from later"
@@ -61,5 +62,5 @@ def export_instructions(output_dir: str | Path, argv: Sequence[str]) -> str:
     command = [argument for argument in command if not argument.startswith("--resume=")]
     return (
         f"The last checkpoint is {newest}. Make room, then run this command, which resumes there and exports: "
-        f"{shlex.join([*command, '--resume', 'auto'])}"
+        f"{redacted(shlex.join([*command, '--resume', 'auto']))}"
     )

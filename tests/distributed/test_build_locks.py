@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 
 import pytest
+from rlhf_models import group_of_one
 
 from dschat.arguments.command_line import SettingsError
-from dschat.distributed import build_locks
+from dschat.distributed import build_locks, launch
 from dschat.distributed.build_locks import MACHINES, clear_stale_build_locks
 
 
@@ -88,3 +89,17 @@ def test_a_lock_of_another_user_is_waited_for_before_it_is_removed(tmp_path, mon
     monkeypatch.setattr(Path, "unlink", unlink)
     with pytest.raises(SettingsError, match=r"left of a build .* \(Permission denied\): remove it, or set TORCH"):
         clear_stale_build_locks(tmp_path)
+
+
+class Reached(Exception):
+    pass
+
+
+def test_a_run_looks_for_them_before_it_builds_anything(monkeypatch, tmp_path):
+    def cleared(builds: Path) -> None:
+        raise Reached(builds)
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(launch, "clear_stale_build_locks", cleared)
+    with pytest.raises(Reached, match=str(tmp_path)), group_of_one():
+        pass

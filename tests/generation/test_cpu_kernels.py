@@ -1,5 +1,6 @@
 """The C++ operations of a decoding step against float64 loops and against sampling.sample_tokens."""
 
+import os
 import subprocess
 
 import pytest
@@ -246,3 +247,20 @@ def test_extreme_gates_are_finite(kernels):
         kernels.rms_norm(gate, torch.ones(4), eps=1e-6)
     with pytest.raises(ValueError, match="do not fit together"):
         kernels.rotate(torch.ones(2, 3, 4, 6), torch.ones(3, 4, 6), torch.ones(3, 4, 6))
+
+
+@pytest.mark.parametrize("where", ["TORCH_EXTENSIONS_DIR", "the temporary folder"])
+def test_kernels_are_not_loaded_from_a_folder_that_somebody_else_may_have_made(where, monkeypatch, tmp_path):
+    """Its name is known, so another user can make it first and put a library there."""
+    parent = tmp_path / "shared"
+    trap = parent / f"dschat-{os.getuid()}"
+    trap.mkdir(parents=True)
+    trap.chmod(0o777)
+    monkeypatch.setattr("tempfile.tempdir", str(parent))
+    monkeypatch.setattr(cpp_kernels.sys, "prefix", cpp_kernels.sys.base_prefix)
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    if where == "TORCH_EXTENSIONS_DIR":
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(parent))
+    with pytest.warns(UserWarning, match="others may write there"):
+        folder = cpp_kernels._folder()
+    assert folder != trap and not list(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700

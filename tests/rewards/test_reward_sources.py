@@ -318,8 +318,8 @@ def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code,
 
 def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_asked_row_by_row(service, capsys):
     service.replies = [status(503, Retry_After="0")] * 9
-    assert scores(service.url, ["a", "b"], seconds=1.2, retries=9) == [None, None]
-    assert len(service.asked) == 3  # at 0, 0.5 and 1.0 s
+    assert scores(service.url, ["a", "b"], seconds=2.2, retries=9) == [None, None]
+    assert 2 <= len(service.asked) <= 5  # at 0, 0.5, 1.0, 1.5 and 2.0 s, later on a busy machine
     said = capsys.readouterr().err
     assert f"the reward {service.url} returned no score for 2 of 2 responses (Unavailable: " in said and "503" in said
 

@@ -26,6 +26,7 @@ from dschat.preference.pair_settings import settings_of_pairs
 from dschat.preference.pairing import pairs_of_batch
 from dschat.preference.response_sampling import ResponseSampler
 from dschat.preference.response_scoring import score_function
+from dschat.rewards.functions import judge_problems
 from dschat.rewards.reward_model import tokens_read
 from dschat.rewards.weighted_sum import model_paths, reward_problems
 from dschat.runs.set_up import data_options, load_splits, start
@@ -44,6 +45,7 @@ def check(settings: PairSettings) -> list[str]:
     model_is_valid = not problems
     if bool(sampling.judge) == bool(reward.reward):
         problems.append("--judge and --reward: give exactly one of them; it decides which response is better")
+    problems += judge_problems(sampling.judge)
     final = Path(run.output_dir, FINAL)
     if final.exists() and run.resume == "never" and not run.overwrite:
         problems.append(f"--output_dir {run.output_dir}: {already_exists(final)}")

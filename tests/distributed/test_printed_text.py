@@ -1,0 +1,91 @@
+"""Text of models, data, services and users is printed with escapes for control characters, and without keys."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import pytest
+from tiny_tokenizers import CHATML, make_tokenizer
+from torch import distributed as dist
+
+from dschat.arguments.command_line import SettingsError, parse
+from dschat.data.datasets import DataOptions
+from dschat.distributed import launch, watchdog
+from dschat.distributed.verdict import Verdict
+from dschat.rewards.retry import RetryPolicy
+from dschat.runs.run_log import RunLog
+from dschat.runs.set_up import load_splits
+
+CODES = "\x1b]0;owned\x07\u202e"
+ESCAPED = r"\x1b]0;owned\x07\u202e"
+ADDRESS, HIDDEN = "http://me:SECRET@host/?key=SECRET", "http://***@host/?key=***"
+
+
+def assert_escaped(text: str) -> None:
+    assert ESCAPED in text and not {"\x1b", "\x07", "\u202e"} & set(text)
+
+
+def test_the_log_of_a_run(tmp_path, capsys):
+    RunLog(str(tmp_path), name="ppo", arguments={}, total_steps=1).say(f"the model wrote {CODES}")
+    assert_escaped(capsys.readouterr().out)
+
+
+def test_what_a_reward_function_raises(capsys):
+    def ask(part):
+        raise ValueError(f"the answer was {CODES}")
+
+    assert RetryPolicy(seconds=5, retries=0).scores(ask, 1, who="the reward") == [None]
+    assert_escaped(capsys.readouterr().err)
+
+
+def test_reasons_of_bad_rows_and_names_of_files(tmp_path, capsys):
+    file = tmp_path / f"rows{CODES}.jsonl"
+    file.write_text('{"prompt": "a", "response": "b"}\n' * 3)
+    options = DataOptions([str(file)], str(tmp_path / "arrow"), 64, eval_fraction=0.0)
+    load_splits("sft", make_tokenizer(template=CHATML), options)
+    assert_escaped(capsys.readouterr().out)
+
+
+def test_mistakes_of_a_user(capsys):
+    def main():
+        raise SettingsError(f"--data_path rows.jsonl:3: {CODES} is no prompt; {ADDRESS} is no file")
+
+    with pytest.raises(SystemExit, match="2"):
+        launch.run(main)
+    said = capsys.readouterr().err
+    assert_escaped(said)
+    assert HIDDEN in said and "SECRET" not in said
+
+
+@dataclass
+class Group:
+    def problems(self) -> list[str]:
+        return []
+
+
+@dataclass
+class Settings:
+    group: Group
+
+
+def test_warnings_about_settings(capsys):
+    parse(Settings, [], description="", warn=lambda settings: [f"{ADDRESS} gives {CODES}"])
+    said = capsys.readouterr().err
+    assert_escaped(said)
+    assert HIDDEN in said and "SECRET" not in said
+
+
+def test_the_problem_of_another_rank(capsys, monkeypatch):
+    monkeypatch.setattr(watchdog, "GRACE", 0.1)
+    monkeypatch.setattr(watchdog, "LATE", 0.1)
+    left = threading.Event()
+    ranks = [
+        watchdog.Watchdog(seconds=60, store=store, rank=rank, world_size=2, leave=lambda status: left.set())
+        for rank, store in enumerate([dist.HashStore()] * 2)
+    ]
+    Verdict(f"rank 1 has failed: {CODES}", 1).publish(ranks[0].store)
+    assert left.wait(60)
+    for rank in ranks:
+        rank._stop.set()
+    assert_escaped(capsys.readouterr().err)

@@ -1,0 +1,48 @@
+"""Everything that dschat imports is installed by requirements.txt, directly or with something that is."""
+
+import ast
+import sys
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from repository import ROOT
+
+OPTIONAL = {"reasoning_gym", "triton"}  # an extra of setup.py; comes with torch for CUDA
+
+
+def installed_with(names: list[str]) -> set[str]:
+    """Names of these distributions and of everything that they require."""
+    found: set[str] = set()
+    while names:
+        name = canonicalize_name(names.pop())
+        if name in found:
+            continue
+        try:
+            required = [Requirement(line) for line in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:  # for another system
+            continue
+        found.add(name)
+        names += [line.name for line in required if line.marker is None or line.marker.evaluate({"extra": ""})]
+    return found
+
+
+def imported() -> set[str]:
+    names: set[str] = set()
+    for file in (ROOT / "dschat").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"dschat"} - OPTIONAL
+
+
+def test_imports_come_with_the_requirements():
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    there = installed_with([Requirement(line).name for line in lines if line.strip() and not line.startswith("#")])
+    distributions = metadata.packages_distributions()
+    names = imported()
+    assert {"torch", "math_verify"} <= names
+    missing = {name for name in names if not {canonicalize_name(d) for d in distributions.get(name, [])} & there}
+    assert missing == set()
