@@ -27,15 +27,15 @@ def assert_escaped(text: str) -> None:
 
 
 def test_the_log_of_a_run(tmp_path, capsys):
-    RunLog(str(tmp_path), name="ppo", arguments={}, total_steps=1).say(f"the model wrote {CODES}")
+    RunLog(str(tmp_path), name="ppo", arguments={}, total_steps=1).info(f"the model wrote {CODES}")
     assert_escaped(capsys.readouterr().out)
 
 
 def test_what_a_reward_function_raises(capsys):
-    def ask(part):
+    def reward(part):
         raise ValueError(f"the answer was {CODES}")
 
-    assert RetryPolicy(seconds=5, retries=0).scores(ask, 1, who="the reward") == [None]
+    assert RetryPolicy(seconds=5, retries=0).scores(reward, 1, source="the reward") == [None]
     assert_escaped(capsys.readouterr().err)
 
 
@@ -53,9 +53,9 @@ def test_mistakes_of_a_user(capsys):
 
     with pytest.raises(SystemExit, match="2"):
         launch.run(main)
-    said = capsys.readouterr().err
-    assert_escaped(said)
-    assert HIDDEN in said and "SECRET" not in said
+    printed = capsys.readouterr().err
+    assert_escaped(printed)
+    assert HIDDEN in printed and "SECRET" not in printed
 
 
 @dataclass
@@ -71,9 +71,9 @@ class Settings:
 
 def test_warnings_about_settings(capsys):
     parse(Settings, [], description="", warn=lambda settings: [f"{ADDRESS} gives {CODES}"])
-    said = capsys.readouterr().err
-    assert_escaped(said)
-    assert HIDDEN in said and "SECRET" not in said
+    printed = capsys.readouterr().err
+    assert_escaped(printed)
+    assert HIDDEN in printed and "SECRET" not in printed
 
 
 def test_the_problem_of_another_rank(capsys, monkeypatch):
@@ -81,7 +81,7 @@ def test_the_problem_of_another_rank(capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "LATE", 0.1)
     left = threading.Event()
     ranks = [
-        watchdog.Watchdog(seconds=60, store=store, rank=rank, world_size=2, leave=lambda status: left.set())
+        watchdog.Watchdog(seconds=60, store=store, rank=rank, world_size=2, end_process=lambda status: left.set())
         for rank, store in enumerate([dist.HashStore()] * 2)
     ]
     Verdict(f"rank 1 has failed: {CODES}", 1).publish(ranks[0].store)

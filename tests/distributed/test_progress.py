@@ -19,7 +19,7 @@ from dschat.generation import HybridEngine
 from dschat.models.causal_lm import load_causal_lm
 from dschat.models.weight_files import weights_digest
 from dschat.models.weights import export_model
-from dschat.rewards.retry import bounded
+from dschat.rewards.retry import call_with_timeout
 
 MIB = 1 << 20
 
@@ -31,7 +31,7 @@ class Reports:
         self.phases: list[str] = []
         self.progress = 0
 
-    def enter(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         self.phases.append(phase)
 
     def advance(self) -> None:
@@ -87,7 +87,7 @@ def test_a_rollout_counts_its_decoding_steps(reports):
 
 
 def test_waiting_for_a_reward_function_counts_while_its_time_limit_runs(reports):
-    bounded(lambda: torch.tensor(1.0), seconds=5)
+    call_with_timeout(lambda: torch.tensor(1.0), seconds=5)
     assert reports.progress >= 1
 
 

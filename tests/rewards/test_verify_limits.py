@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from dschat.rewards.math import verify_worker
-from dschat.rewards.math.verify_process import Comparison, MathVerifyProcess
+from dschat.rewards import worker_loop
+from dschat.rewards.math.verify_process import Comparison, math_verify_process
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and RLIMIT_AS")
 
 
 def test_the_comparing_process_has_a_memory_limit():
-    process = MathVerifyProcess()
+    process = math_verify_process()
     try:
-        assert process.compare([Comparison("(x+1)^2", "x^2+2x+1")]) == [True]
+        assert process.results([Comparison("(x+1)^2", "x^2+2x+1")]) == [True]
         program = process._process.pid
         (child,) = Path(f"/proc/{program}/task/{program}/children").read_text().split()
         limit, _ = resource.prlimit(int(child), resource.RLIMIT_AS)
-        assert verify_worker.MEMORY < limit < 8 * verify_worker.MEMORY
+        assert worker_loop.MEMORY < limit < 8 * worker_loop.MEMORY
     finally:
         process.close()
 
@@ -28,7 +28,7 @@ def test_the_comparing_process_has_a_memory_limit():
 def test_memory_beyond_the_limit_is_an_error():
     child = os.fork()
     if child == 0:
-        verify_worker.limit_memory(64 << 20)
+        worker_loop._limit_memory(64 << 20)
         try:
             bytearray(256 << 20)
         except MemoryError:

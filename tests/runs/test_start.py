@@ -4,7 +4,7 @@ import fcntl
 from pathlib import Path
 
 import pytest
-from test_set_up import materials, mistakes  # noqa: F401  (a fixture)
+from test_validation import materials, mistakes  # noqa: F401  (a fixture)
 
 from dschat.arguments import DeviceArguments, RunArguments
 from dschat.runs import output_folder, set_up
@@ -13,8 +13,8 @@ RANKS = Path(__file__).with_name("start_ranks.py")
 
 
 def test_nodes_that_do_not_share_the_output_folder_are_named_at_the_start(programs, tmp_path):
-    said = programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log", code=2)
-    assert said.count("what rank 0 writes there is not there on") == 1 and "Traceback" not in said
+    printed = programs.run(RANKS, [tmp_path], processes=2, log=tmp_path / "log", code=2)
+    assert printed.count("what rank 0 writes there is not there on") == 1 and "Traceback" not in printed
 
 
 def test_a_start_makes_the_folder_and_locks_it(monkeypatch, tmp_path):

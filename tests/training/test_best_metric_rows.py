@@ -13,6 +13,6 @@ def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_load
     write_materials(tmp_path, tiny_tokenizer)
     (tmp_path / "phases.py").write_text(PHASES)
     argv = flags(step, tmp_path, tmp_path / "run", eval_fraction=0, best_metric="eval_loss")
-    said = programs.run(tmp_path / "phases.py", [MAINS[step], *argv], log=tmp_path / "log", code=2)
-    assert "--best_metric eval_loss: the evaluation has no such metric; it has none: give held-out rows" in said
-    assert "<data preparation>" in said and "<model loading>" not in said and "Traceback" not in said
+    printed = programs.run(tmp_path / "phases.py", [MAINS[step], *argv], log=tmp_path / "log", code=2)
+    assert "--best_metric eval_loss: the evaluation has no such metric; it has none: give held-out rows" in printed
+    assert "<data preparation>" in printed and "<model loading>" not in printed and "Traceback" not in printed
