@@ -24,7 +24,7 @@ from dschat.rlhf.updates.critic_update import CriticUpdate
 from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard
 from dschat.rlhf.updates.policy_update import PolicyUpdate
 
-Prompts = Mapping[str, list]  # of collate_prompts
+Prompts = Mapping[str, list]  # as returned by collate_prompts
 
 
 class DeepSpeedPPOTrainer:
@@ -69,13 +69,13 @@ class DeepSpeedPPOTrainer:
         """Roll out, score, shape rewards, estimate advantages. A collective; every rank passes its own prompts.
 
         Args:
-            iteration, sample_ids: counters of the random numbers that sample the responses to each prompt; an id is
+            iteration, sample_ids: with the seed they determine the random numbers of each prompt's responses; an id is
                 unique over the iteration's rollout, all ranks and batches together. Default: the row indices (a
                 duplicated prompt then gets identical responses).
             learn: whether these scores update the running moments of reward normalisation; False on a rank that only
                 takes part in the collectives.
 
-        Returns: num_samples_per_prompt rows for each prompt, one after the other.
+        Returns: num_samples_per_prompt consecutive rows for each prompt.
         """
         result = self.rollout_and_score(
             prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt, learn=learn,
@@ -131,24 +131,25 @@ class DeepSpeedPPOTrainer:
             unsupervised: micro-batches of collate_sft for the pretraining loss, equally many on every rank.
             freeze_actor: update only the critic.
             measure_mismatch: whether to log the log-prob mismatch between rollout engine and policy (see
-                logprob_mismatch.mismatch_metrics); the policy must still have the weights that sampled.
+                logprob_mismatch.mismatch_metrics); the policy must still have the weights of the rollout.
             record: callback that receives the tensors the losses compute, by name; see update_dump.
 
         Returns: metrics of the whole step, the same on all ranks. If no rank has a token to train on, no model is
             updated: skipped_updates is 0 and updates_without_signal 1.
         """
         size = self.ppo.per_device_training_batch_size
-        parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
+        micro_batches = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
         if not counts.tokens and not unsupervised:  # no optimizer step: Adam's momentum would update the weights
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics: dict[str, float] = {}
         if not freeze_actor:
             metrics = self.policy_update.step(
-                parts, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch, record=record
-            )
+                micro_batches, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch,
+                record=record,
+            )  # fmt: skip
         if self.engine.critic is not None:
-            metrics = self.critic_update.step(parts, counts, record=record) | metrics
+            metrics = self.critic_update.step(micro_batches, counts, record=record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
 
@@ -174,7 +175,7 @@ class DeepSpeedPPOTrainer:
             )
 
     def answers(self, rollout: Rollout, prompts: Prompts) -> Answers:
-        """The responses in the form that reward sources take."""
+        """The prompts and responses as inputs of the reward sources."""
         token_ids = [list(ids) for ids in rollout.responses()]
         return Answers(
             messages=prompts["messages"],
@@ -193,7 +194,7 @@ class DeepSpeedPPOTrainer:
         )  # fmt: skip
 
     def judge_scores(self, answers: Answers) -> list[float | None]:
-        """The judge's score of each response; None where it gave none, or there is no judge."""
+        """The judge's score of each response; None where it returned none, and without a judge."""
         if self.judge is None:
             return [None] * len(answers)
         watchdog.phase("judging")
@@ -220,7 +221,7 @@ class DeepSpeedPPOTrainer:
         return shaped.repeat_interleave(samples), scores.has_score.repeat_interleave(samples)
 
     def experience(self, rollout: Rollout, outputs: ModelOutputs, scores: Scores) -> Experience:
-        """The rollout with its KL and token rewards; the advantages are still 0."""
+        """Build the Experience of a rollout, with KL and token rewards; the advantages are still 0."""
         ppo, mask, kl, kl_coef = self.ppo, rollout.response_mask, None, 0.0
         if outputs.ref_logprobs is not None:
             kl = kl_estimate(
