@@ -12,7 +12,7 @@ from dschat.generation import Rollout
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, load_judge, model_paths, parse_reward
+from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, load_function, model_paths, parse_reward
 
 MAX_FAILED_CALLS = 3  # consecutive batches without any score on one process: then the run stops
 ScoreFunction = Callable[[Rollout, Answers], list[float | None]]
@@ -30,7 +30,7 @@ def score_function(settings: PairSettings, tokenizer: PreTrainedTokenizerBase) -
 
 def _judge(settings: PairSettings) -> ScoreFunction:
     sampling = settings.sampling
-    judge = load_judge(sampling.judge)
+    judge = load_function(sampling.judge)
     retry_policy = RetryPolicy(
         seconds=sampling.judge_timeout, retries=sampling.judge_retries, max_failed_calls=MAX_FAILED_CALLS
     )

@@ -15,9 +15,9 @@ from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
 from dschat.rewards.answers import Answers, prompt_text
-from dschat.rewards.functions import Judge, judge_scores, load_judge
+from dschat.rewards.functions import Judge, judge_scores, load_function
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.reward_model import RewardModel, same_text
+from dschat.rewards.reward_model import RewardModel, same_tokenization
 from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
 
 __all__ = [  # re-exported: the interface of dschat.rewards for the steps
@@ -28,12 +28,12 @@ __all__ = [  # re-exported: the interface of dschat.rewards for the steps
     "Scores",
     "WeightedSource",
     "judge_scores",
-    "load_judge",
+    "load_function",
     "model_paths",
     "parse_reward",
     "prompt_text",
     "reward_problems",
-    "same_text",
+    "same_tokenization",
 ]
 
 
@@ -77,19 +77,21 @@ class Rewards:
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
             raise ValueError(
-                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: there is no source"
+                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: needs at least one source"
             )
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
-    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True, scale: bool = True) -> Scores:
+    def score(
+        self, rollout: Rollout, answers: Answers, *, update_moments: bool = True, normalize: bool = True
+    ) -> Scores:
         """Score a rollout. A collective; every rank passes its own.
 
         Args:
             answers: the same B responses as texts.
-            learn: False: these scores do not update the running moments. May differ between ranks.
-            scale: False: return raw scores even if training normalises them, as evaluation compares scores over time
-                and with the score of a correct answer.
+            update_moments: whether these scores update the running moments; may differ between ranks.
+            normalize: False: return raw scores even if training normalises them, as evaluation compares scores over
+                time and with the score of a correct answer.
         """
         device = rollout.sequences.device
         columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
@@ -100,12 +102,12 @@ class Rewards:
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
-            learned = raw if learn else torch.full_like(raw, torch.nan)
-            self._moments = merged_moments(self._moments.to(device), learned).cpu()
-        scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
+            new_values = raw if update_moments else torch.full_like(raw, torch.nan)
+            self._moments = merged_moments(self._moments.to(device), new_values).cpu()
+        normalized = normalised(raw, self._moments.to(device)) if self.normalize and normalize else raw
         weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
         has_score = ~failed & ~raw.isnan().all(dim=0)  # [B]
-        total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]
+        total = (weights[:, None] * normalized).nan_to_num(nan=0.0).sum(dim=0)  # [B]
         return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
 
     def _scores_of(self, source: WeightedSource, rollout: Rollout, answers: Answers) -> tuple[Tensor, Tensor]:
@@ -161,13 +163,13 @@ def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
 def normalised(values: Tensor, moments: Tensor) -> Tensor:
     """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; unchanged while the count is 0."""
     count, mean, squares = (column[:, None] for column in moments.unbind(dim=1))
-    scaled = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
-    return torch.where(count > 0, scaled, values.double()).float()
+    normalized = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
+    return torch.where(count > 0, normalized, values.double()).float()
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:
     """Make names unique by numbering duplicates: length, length_2."""
     return [
-        name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"
-        for place, name in enumerate(names)
+        name if names[:index].count(name) == 0 else f"{name}_{names[:index].count(name) + 1}"
+        for index, name in enumerate(names)
     ]

@@ -51,7 +51,7 @@ def kl_estimate(
             "KL compares the same tokens, so pass log-probs of the same responses."
         )
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip} nats, but it bounds KL estimates from above, so it must be > 0; None disables it.")
+        raise ValueError(f"clip is {clip} nats, but it is an upper bound of KL, so it must be > 0; None disables it.")
     delta = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
     if response_mask is not None:
         require_mask(response_mask, logprobs=logprobs)

@@ -85,7 +85,7 @@ class RolloutCollector:
             slots_to_roll_out = local_slots or all_slots[:1]  # a rank without slots takes part in the collectives
             sample_ids = [attempt * self.batches.global_batch_size + slot for slot in slots_to_roll_out]
             batch = collate_prompts([self.prompts[rows[slot]] for slot in slots_to_roll_out])
-            result = trainer.rollout(batch, iteration=number, sample_ids=sample_ids, learn=bool(local_slots))
+            result = trainer.rollout(batch, iteration=number, sample_ids=sample_ids, update_moments=bool(local_slots))
             part = result.experience
             if trainer.ppo.dynamic_sampling:
                 flat = flat_groups(part.scores, part.has_score, trainer.ppo.num_samples_per_prompt)

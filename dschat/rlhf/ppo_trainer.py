@@ -64,22 +64,23 @@ class DeepSpeedPPOTrainer:
 
     @torch.no_grad()
     def rollout(
-        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
-    ) -> RolloutResult:
+        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None,
+        update_moments: bool = True,
+    ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards, estimate advantages. A collective; every rank passes its own prompts.
 
         Args:
             iteration, sample_ids: with the seed they determine the random numbers of each prompt's responses; an id is
                 unique over the iteration's rollout, all ranks and batches together. Default: the row indices (a
                 duplicated prompt then gets identical responses).
-            learn: whether these scores update the running moments of reward normalisation; False on a rank that only
-                takes part in the collectives.
+            update_moments: whether these scores update the running moments of reward normalisation; False on a rank
+                that only takes part in the collectives.
 
         Returns: num_samples_per_prompt consecutive rows for each prompt.
         """
         result = self.rollout_and_score(
-            prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt, learn=learn,
-            scale=True,
+            prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt,
+            update_moments=update_moments, normalize=True,
         )  # fmt: skip
         experience, greedy = result.experience, None
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
@@ -91,13 +92,13 @@ class DeepSpeedPPOTrainer:
     @torch.no_grad()
     def rollout_and_score(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
-        learn: bool = False, scale: bool = False,
+        update_moments: bool = False, normalize: bool = False,
     ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards; the advantages of the returned experience are still 0.
 
         Args:
             samples: responses per prompt; response j is sampled with the sample id sample_id · samples + j.
-            learn, scale: as in Rewards.score; evaluation neither updates the moments nor normalises scores.
+            update_moments, normalize: as in Rewards.score; evaluation does neither.
         """
         timings = Timings()
         sample_ids = prompts["row_index"] if sample_ids is None else sample_ids
@@ -108,7 +109,7 @@ class DeepSpeedPPOTrainer:
         with timings.measure("scoring"):
             answers = self.answers(rollout, prompts)
             outputs = self.model_outputs(rollout)
-            scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
+            scores = self.rewards.score(rollout, answers, update_moments=update_moments, normalize=normalize)
             if failpoint.reached("scores"):
                 scores.total.fill_(torch.nan)
             records = sample_records(
@@ -215,7 +216,7 @@ class DeepSpeedPPOTrainer:
         with timings.measure("rollout"):
             rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
         with timings.measure("scoring"):
-            scores = self.rewards.score(rollout, self.answers(rollout, prompts), learn=False)
+            scores = self.rewards.score(rollout, self.answers(rollout, prompts), update_moments=False)
         samples = self.ppo.num_samples_per_prompt
         shaped = self.shaped_scores(rollout, scores)
         return shaped.repeat_interleave(samples), scores.has_score.repeat_interleave(samples)
