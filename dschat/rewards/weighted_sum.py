@@ -77,7 +77,7 @@ class Rewards:
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
             raise ValueError(
-                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: needs at least one source"
+                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: name a source"
             )
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 

@@ -420,7 +420,7 @@ def test_too_many_consecutive_calls_without_any_score_raise(functions):
     [
         (401, "set the environment variable DSCHAT_REWARD_TOKEN", 1),
         (413, "lower --per_device_generation_batch_size", 3),
-        (400, "the request is invalid for it", 3),
+        (400, "the service rejects the request as invalid", 3),
         (404, "no service at this path", 3),
         (500, "it failed", 3),
     ],
