@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dschat.rewards.answers import Answers, prompt_text
+from dschat.rewards.response_batch import ResponseBatch, prompt_text
 
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
 RewardFunction = Callable[..., Any]  # (some of ARGUMENT_NAMES, options with defaults) → a number or None per response
@@ -132,7 +132,7 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
 
 
 def call_reward_function(
-    function: RewardFunction, answers: Answers, *, source: str
+    function: RewardFunction, batch: ResponseBatch, *, source: str
 ) -> list[float] | Awaitable[list[float]]:
     """Call a reward function: scores of the responses, NaN where it returns None; awaitable if the function is async.
 
@@ -140,18 +140,18 @@ def call_reward_function(
     """
     names = named_arguments(function)
     if names is None:
-        returned = function(answers.prompts, answers.responses, answers.rows)
+        returned = function(batch.prompts, batch.responses, batch.rows)
     else:
-        returned = function(**{name: answers.prompts if name == "prompts" else vars(answers)[name] for name in names})
+        returned = function(**{name: batch.prompts if name == "prompts" else vars(batch)[name] for name in names})
     return (
-        _await_scores(returned, answers, source)
+        _await_scores(returned, batch, source)
         if inspect.isawaitable(returned)
-        else validated_scores(returned, answers.responses, source=source)
+        else validated_scores(returned, batch.responses, source=source)
     )
 
 
-async def _await_scores(returned: Awaitable[Any], answers: Answers, source: str) -> list[float]:
-    return validated_scores(await returned, answers.responses, source=source)
+async def _await_scores(returned: Awaitable[Any], batch: ResponseBatch, source: str) -> list[float]:
+    return validated_scores(await returned, batch.responses, source=source)
 
 
 def validated_scores(returned: Sequence[Any], responses: Sequence[str], *, source: str) -> list[float]:

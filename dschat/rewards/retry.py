@@ -105,7 +105,7 @@ class RetryPolicy:
             except PermissionError:
                 raise
             except Unavailable as error:
-                pause = pause_before_retry(error.seconds, refusals, left=deadline - time.monotonic())
+                pause = pause_before_retry(error.seconds, refusals, remaining=deadline - time.monotonic())
                 if pause is None:
                     raise
                 refusals += error.seconds is None
@@ -141,19 +141,19 @@ class RetryPolicy:
         return scores + [None] * (count - len(scores)), problem
 
 
-def pause_before_retry(retry_after: float | None, refusals: int, *, left: float) -> float | None:
+def pause_before_retry(retry_after: float | None, refusals: int, *, remaining: float) -> float | None:
     """Seconds to wait before retrying an unavailable service; None: give up.
 
     Args:
         retry_after: the service's Retry-After in seconds, or None.
         refusals: earlier failures without a Retry-After.
-        left: seconds until the deadline; without a Retry-After the last retry is made then.
+        remaining: seconds until the deadline; without a Retry-After the last retry is made then.
     """
     if retry_after is not None:
         pause = min(max(retry_after, SHORTEST_PAUSE), LONGEST_PAUSE)
-        return pause if pause <= left else None
+        return pause if pause <= remaining else None
     backoff = min(SHORTEST_PAUSE * 2 ** min(refusals, 10), LONGEST_BACKOFF)
-    return min(backoff, left) if left > 0 else None
+    return min(backoff, remaining) if remaining > 0 else None
 
 
 def timeout_of(seconds: float) -> float | None:
@@ -183,8 +183,8 @@ def call_with_timeout(call: Callable[[], Any], *, seconds: float) -> Any:
     thread = threading.Thread(target=run, daemon=True)  # daemon: the run can exit while it hangs
     thread.start()
     deadline = time.monotonic() + min(seconds, LONGEST_WAIT)
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-        thread.join(min(left, 1.0))
+    while thread.is_alive() and (remaining := deadline - time.monotonic()) > 0:
+        thread.join(min(remaining, 1.0))
         watchdog.progress()  # this wait has its own timeout
     if raised:
         # Signals are delivered to the main thread only, so a KeyboardInterrupt here was raised by the call itself.

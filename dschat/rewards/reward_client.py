@@ -12,8 +12,8 @@ from typing import Any
 
 from dschat.arguments.secrets import HIDDEN, redacted
 from dschat.distributed.terminal import printable
-from dschat.rewards.answers import Answers
 from dschat.rewards.functions import validated_scores
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import Unavailable, timeout_of
 
 TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
@@ -34,7 +34,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]:
+def service_scores(url: str, batch: ResponseBatch, *, seconds: float) -> list[float]:
     """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
 
     The environment variable DSCHAT_REWARD_TOKEN, if set, is sent as bearer token.
@@ -51,8 +51,8 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
         ValueError: any other status, a reply that is not one finite number (or null) per response, a token that is not
             valid in a header.
     """
-    fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
-    body = json.dumps(fields | {"prompts": answers.prompts}).encode()
+    fields = {name: vars(batch)[name] for name in ("messages", "responses", "rows", "ended")}
+    body = json.dumps(fields | {"prompts": batch.prompts}).encode()
     headers = {"Content-Type": "application/json"}
     token = token_of_environment()
     if token is not None:
@@ -72,7 +72,7 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
         raise
     except (OSError, HTTPException) as error:  # the connection was lost during the reply
         raise Unavailable(f"{url} closed the connection ({type(error).__name__}: {error})") from error
-    return _parse_reply(text, answers, url)
+    return _parse_reply(text, batch, url)
 
 
 def token_of_environment() -> str | None:
@@ -86,7 +86,7 @@ def token_of_environment() -> str | None:
     return token or None
 
 
-def _parse_reply(text: bytes, answers: Answers, url: str) -> list[float]:
+def _parse_reply(text: bytes, batch: ResponseBatch, url: str) -> list[float]:
     try:
         scores = json.loads(text)["scores"]
         is_valid = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
@@ -94,7 +94,7 @@ def _parse_reply(text: bytes, answers: Answers, url: str) -> list[float]:
         is_valid = False
     if not is_valid:
         raise ValueError(f'{url} replied {text[:200]!r}, but {{"scores": [a number or null for each]}} is expected')
-    return validated_scores(scores, answers.responses, source=url)
+    return validated_scores(scores, batch.responses, source=url)
 
 
 def _http_error(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:

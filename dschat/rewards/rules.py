@@ -1,7 +1,7 @@
 """Rule-based rewards chosen by name: pure functions of texts, token counts and the prompt's row.
 
-Each takes some of prompts, responses, rows, token_ids, messages, ended, max_tokens (see Answers), and options, which
-may follow its name as in a query string. None means no score: the row lacks the column.
+Each takes some of prompts, responses, rows, token_ids, messages, ended, max_tokens (see ResponseBatch), and options,
+which may follow its name as in a query string. None means no score: the row lacks the column.
 """
 
 from __future__ import annotations

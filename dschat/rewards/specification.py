@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dschat.arguments.secrets import redacted
-from dschat.rewards.answers import Answers
 from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_function, named_arguments
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.rules import RULES
@@ -43,17 +43,17 @@ class WeightedSource:
     function: RewardFunction | None = None
     url: str | None = None
 
-    def scores(self, answers: Answers, retry_policy: RetryPolicy) -> list[float | None]:
+    def scores(self, batch: ResponseBatch, retry_policy: RetryPolicy) -> list[float | None]:
         """A function's or service's score of each response; NaN: it returned none; None: it failed."""
         name = f"the reward {redacted(self.entry)}"
 
         def score_part(part: slice) -> Any:
-            part_answers = answers.part(part)
+            part_batch = batch.part(part)
             if self.url is not None:
-                return service_scores(self.url, part_answers, seconds=retry_policy.seconds)
-            return call_reward_function(self.function, part_answers, source=name)
+                return service_scores(self.url, part_batch, seconds=retry_policy.seconds)
+            return call_reward_function(self.function, part_batch, source=name)
 
-        return retry_policy.scores(score_part, len(answers), source=name)
+        return retry_policy.scores(score_part, len(batch), source=name)
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
@@ -150,7 +150,7 @@ def _options(query: str) -> dict[str, str]:
 def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
     """Call a rule on an empty batch, so that invalid options or a missing package raise now."""
     try:
-        call_reward_function(rule, Answers([], [], [], [], [], max_tokens), source="the rule")
+        call_reward_function(rule, ResponseBatch([], [], [], [], [], max_tokens), source="the rule")
     except ImportError as error:
         raise ValueError(str(error)) from error
 

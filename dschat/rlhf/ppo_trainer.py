@@ -11,7 +11,7 @@ from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.distributed import failpoint, watchdog
 from dschat.generation import Rollout, SamplingParams
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores
+from dschat.rewards.weighted_sum import Judge, ResponseBatch, Rewards, Scores
 from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.rlhf.experience import Experience
@@ -107,13 +107,13 @@ class DeepSpeedPPOTrainer:
         with timings.measure("rollout"):
             rollout = self.generate(prompts, self.sampling, iteration=iteration, sample_ids=sample_ids)
         with timings.measure("scoring"):
-            answers = self.answers(rollout, prompts)
+            batch = self.response_batch(rollout, prompts)
             outputs = self.model_outputs(rollout)
-            scores = self.rewards.score(rollout, answers, update_moments=update_moments, normalize=normalize)
+            scores = self.rewards.score(rollout, batch, update_moments=update_moments, normalize=normalize)
             if failpoint.reached("scores"):
                 scores.total.fill_(torch.nan)
             records = sample_records(
-                answers, scores, row_index=prompts["row_index"], judge_scores=self.judge_scores(answers)
+                batch, scores, row_index=prompts["row_index"], judge_scores=self.judge_scores(batch)
             )
         experience = self.experience(rollout, outputs, scores)
         mismatch = {}
@@ -175,10 +175,10 @@ class DeepSpeedPPOTrainer:
                 sample_ids=None if sample_ids is None else torch.tensor(sample_ids),
             )
 
-    def answers(self, rollout: Rollout, prompts: Prompts) -> Answers:
+    def response_batch(self, rollout: Rollout, prompts: Prompts) -> ResponseBatch:
         """The prompts and responses as inputs of the reward sources."""
         token_ids = [list(ids) for ids in rollout.responses()]
-        return Answers(
+        return ResponseBatch(
             messages=prompts["messages"],
             responses=decode_responses(self.tokenizer, token_ids),
             token_ids=token_ids,
@@ -194,13 +194,13 @@ class DeepSpeedPPOTrainer:
             micro_batch_size=self.ppo.per_device_training_batch_size,
         )  # fmt: skip
 
-    def judge_scores(self, answers: Answers) -> list[float | None]:
+    def judge_scores(self, batch: ResponseBatch) -> list[float | None]:
         """The judge's score of each response; None where it returned none, and without a judge."""
         if self.judge is None:
-            return [None] * len(answers)
+            return [None] * len(batch)
         watchdog.phase("judging")
         retry_policy = RetryPolicy(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
-        return retry_policy.judge_scores(self.judge, answers.messages, answers.responses, answers.rows)
+        return retry_policy.judge_scores(self.judge, batch.messages, batch.responses, batch.rows)
 
     def shaped_scores(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[B] scores after clipping and penalties."""
@@ -216,7 +216,7 @@ class DeepSpeedPPOTrainer:
         with timings.measure("rollout"):
             rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
         with timings.measure("scoring"):
-            scores = self.rewards.score(rollout, self.answers(rollout, prompts), update_moments=False)
+            scores = self.rewards.score(rollout, self.response_batch(rollout, prompts), update_moments=False)
         samples = self.ppo.num_samples_per_prompt
         shaped = self.shaped_scores(rollout, scores)
         return shaped.repeat_interleave(samples), scores.has_score.repeat_interleave(samples)

@@ -16,8 +16,8 @@ import pytest
 
 from dschat.arguments import RLHFSettings, flag_values
 from dschat.arguments.command_line import SettingsError, parse
-from dschat.rewards.answers import Answers
 from dschat.rewards.functions import load_function
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import NoScores, RetryPolicy, pause_before_retry
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.specification import model_paths, parse_reward, reward_problems
@@ -95,14 +95,14 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def answers_of(responses: list[str], **changes: Any) -> Answers:
+def answers_of(responses: list[str], **changes: Any) -> ResponseBatch:
     count = len(responses)
     given = {
         "messages": [[{"role": "user", "content": f"ask {n}"}] for n in range(count)], "responses": responses,
         "token_ids": [[5] * (n + 1) for n in range(count)], "rows": [{"x": n} for n in range(count)],
         "ended": [n % 2 == 0 for n in range(count)], "max_tokens": 7,
     } | changes  # fmt: skip
-    return Answers(**given)
+    return ResponseBatch(**given)
 
 
 def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
@@ -354,13 +354,13 @@ def test_a_service_that_comes_up_late_scores_everything(monkeypatch, capsys):
 
 
 def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_up():
-    pauses = [pause_before_retry(None, refusals, left=1e9) for refusals in (*range(6), 10_000)]
+    pauses = [pause_before_retry(None, refusals, remaining=1e9) for refusals in (*range(6), 10_000)]
     assert pauses == [0.5, 1, 2, 4, 8, 8, 8]
-    assert pause_before_retry(None, 3, left=0.25) == 0.25 and pause_before_retry(None, 3, left=0.0) is None
-    assert pause_before_retry(None, 3, left=math.inf) == 4
+    assert pause_before_retry(None, 3, remaining=0.25) == 0.25 and pause_before_retry(None, 3, remaining=0.0) is None
+    assert pause_before_retry(None, 3, remaining=math.inf) == 4
     # The Retry-After of the service, bounded; no retry if it exceeds the remaining time.
-    assert [pause_before_retry(asked, 9, left=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
-    assert pause_before_retry(7.0, 0, left=6.9) is None
+    assert [pause_before_retry(asked, 9, remaining=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
+    assert pause_before_retry(7.0, 0, remaining=6.9) is None
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e300])

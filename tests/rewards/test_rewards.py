@@ -19,7 +19,7 @@ from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import (
-    Answers,
+    ResponseBatch,
     RewardModel,
     Rewards,
     judge_scores,
@@ -307,9 +307,9 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def answers_of(xs=(0.0, 0.0, 0.0)) -> Answers:
+def answers_of(xs=(0.0, 0.0, 0.0)) -> ResponseBatch:
     rollout = rollout_of(actor_tokenizer())
-    return Answers(MESSAGES, ANSWERS, rollout.responses(), [{"x": x} for x in xs], ENDED, max_tokens=64)
+    return ResponseBatch(MESSAGES, ANSWERS, rollout.responses(), [{"x": x} for x in xs], ENDED, max_tokens=64)
 
 
 def rewards_of(*entries: str, normalize: bool = False, models=None) -> Rewards:
@@ -326,7 +326,7 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
     rewards = rewards_of(f"{folder}@2", f"{functions}:lengths@-0.5", "exact", models={str(folder): model})
     answers = answers_of()
     rows = [{"answer": "it is 5."}, {"answer": "no"}, {"answer": "21."}]
-    found = rewards.score(rollout, Answers(**vars(answers) | {"rows": rows}))
+    found = rewards.score(rollout, ResponseBatch(**vars(answers) | {"rows": rows}))
     exact = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([8.0, 33.0, 3.0])  # of ANSWERS, counted by hand
     torch.testing.assert_close(found.total, 2 * plain - 0.5 * lengths + exact)
@@ -338,7 +338,7 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
 
 def test_a_source_without_a_score_adds_nothing_and_one_that_fails_leaves_the_row_without_a_score(functions, capsys):
     found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
-    # Answers of 8, 33 and 3 characters; the second begins with "Of".
+    # Responses of 8, 33 and 3 characters; the second begins with "Of".
     assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.has_score.tolist() == [True, False, True]
     assert found.parts["fussy"].isnan().tolist() == [False, True, False]
     assert "fussy returned no score for 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err

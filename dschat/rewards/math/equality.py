@@ -73,8 +73,8 @@ def _may_be_equal(a: str, b: str) -> bool:
         return False
     words = [re.fullmatch(r"(\\text\{)?([A-Za-z]{2,})\}?", text) for text in (a, b)]
     if all(words):  # math-verify would parse them as commuting products of letters
-        letters = [word[2].casefold() for word in words]
-        products = not any(word[1] for word in words) and max(map(len, letters)) <= 3 and not _WORDS & set(letters)
+        letters = [match[2].casefold() for match in words]
+        products = not any(match[1] for match in words) and max(map(len, letters)) <= 3 and not _WORDS & set(letters)
         return products or letters[0] == letters[1]
     return True
 

@@ -71,10 +71,10 @@ def _cleaned(token: re.Match) -> str:
     """The replacement of a token in the cleaned text."""
     kind, value = token.lastgroup, token[token.lastgroup or 0]
     if kind == "text":
-        words = "".join(value.split())
-        letters = len(re.findall(r"[A-Za-z]", words))
+        content = "".join(value.split())
+        letters = len(re.findall(r"[A-Za-z]", content))
         unit = letters == 1 and re.search(r"(?:[\d})]|\\pi)(?:\\[,;: ]|\s|~)*$", token.string[: token.start()])
-        return rf"\text{{{words}}}" if letters > 1 or unit else " " * letters + words  # not joined to a command
+        return rf"\text{{{content}}}" if letters > 1 or unit else " " * letters + content  # not joined to a command
     if kind == "command":
         name = _SYNONYMS.get(value, value)
         return f"\\{name}"
