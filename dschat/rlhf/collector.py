@@ -40,8 +40,8 @@ class RolloutCollector:
     def collect(self, number: int) -> Iteration:
         """Collect the experience of an iteration, split into minibatches. A collective.
 
-        With --dynamic_sampling N, slots whose group has equal scores get new prompts, up to N times; other groups are
-        kept. A slot still flat after the last attempt keeps its last group, which is not trained on.
+        With --dynamic_sampling N, slots whose group has no response to train on (such as equal scores) get new prompts,
+        up to N times; other groups are kept. A slot that still has none after the last attempt keeps its last group.
         """
         iteration, ppo = Iteration(), self.trainer.ppo
         slots: Sequence[int] = range(self.batches.global_batch_size)
