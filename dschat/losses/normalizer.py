@@ -24,5 +24,5 @@ def count_of(mask: Tensor, normalizer: Normalizer) -> float | Tensor:
     if isinstance(count, Tensor):
         return torch.where(count == 0, 1, count)
     if count < 0:
-        raise ValueError(f"normalizer is {count}, but it is the number of tokens or pairs of the step, so ≥ 0.")
+        raise ValueError(f"normalizer is {count}, but it counts tokens or pairs of the step, so it must be ≥ 0.")
     return count or 1.0

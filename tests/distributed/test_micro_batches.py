@@ -90,7 +90,7 @@ def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_
     rollout = trainer.generate(
         prompts_of(trainer, QUESTIONS[:7]), SamplingParams(temperature=0.7), iteration=0, sample_ids=None
     )
-    answers = trainer.answers(rollout, prompts_of(trainer, QUESTIONS[:7]))
+    answers = trainer.response_batch(rollout, prompts_of(trainer, QUESTIONS[:7]))
     rows = []
     built[0].engine.module.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True

@@ -8,7 +8,7 @@ from dschat.checkpoints.selection import find_checkpoint
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Judge, Rewards, WeightedSource, load_judge, model_paths, parse_reward
+from dschat.rewards.weighted_sum import Judge, Rewards, WeightedSource, load_function, model_paths, parse_reward
 from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
@@ -46,7 +46,7 @@ def main() -> None:
     models, rollouts, ppo, run = settings.models, settings.rollouts, settings.ppo, settings.run
     device = start(run, settings.devices)
     with settings_of_user():
-        judge = load_judge(rollouts.judge) if rollouts.judge else None
+        judge = load_function(rollouts.judge) if rollouts.judge else None
         sources = [parse_reward(entry) for entry in reward_entries(models, settings.rewards)]
     tokenizer = load_tokenizer(
         models.actor_model_name_or_path, add_eot_token=settings.data.add_eot_token,
