@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.losses.normalizer import Metrics, Normalizer
+from dschat.losses.normalizer import Metrics, Normalizer, divisor
 from dschat.tensors import at_least_float32, require_mask
 
 
@@ -198,8 +198,7 @@ def _loss_and_metrics(
 
 def row_count(rows: Tensor, normalizer: Normalizer) -> float | Tensor:
     """The divisor of a loss: normalizer, or the number of rows; 1 if it is 0, so 0/0 is 0."""
-    count = rows.numel() if normalizer is None else normalizer
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
+    return divisor(rows.numel() if normalizer is None else normalizer)
 
 
 def _check_pairs(**tensors: Tensor) -> None:

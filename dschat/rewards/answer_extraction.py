@@ -54,8 +54,10 @@ def plain_math(text: str) -> str:
     if len(text) > LONGEST_FORMULA:
         return "".join(text.split())
     latex = one_line(clean_latex(text))
-    number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
-    return re.sub(r"\\?%", "", latex) if number is None else str(number)
+    formula = re.sub(r"\\?%", "", latex)
+    number = exact_number(formula)
+    number = _scientific(latex) if number is None else number
+    return formula if number is None else str(number)
 
 
 def last_number(text: str) -> Fraction | None:

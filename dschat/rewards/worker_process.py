@@ -94,6 +94,7 @@ class WorkerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         process.stdout.close()
+        process.stderr.close()
 
     def _result(self, request: str, seconds: float) -> Any:
         if self._process is None:
