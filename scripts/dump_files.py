@@ -59,7 +59,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The flags of settings.json. Raises ValueError with the file name."""
     path = folder / "settings.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no settings.json: name a folder that --dump_step wrote")
+        raise ValueError(f"{folder} contains no settings.json: name a folder that --dump_step wrote")
     settings = read_json_object(path)
     wrong = [
         name for name, kind in SETTINGS.items()

@@ -23,8 +23,8 @@ Progress goes to standard error; standard output is the environment's bin folder
 TEXT
 }
 
-say() { echo "install: $*" >&2; }
-fail() { say "$*"; exit 1; }
+log() { echo "install: $*" >&2; }
+fail() { log "$*"; exit 1; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 constraints=${CONSTRAINTS-$root/constraints.txt}
@@ -71,7 +71,7 @@ else
 fi
 check_tools
 if [[ ! -x $venv/bin/python ]]; then
-    say "creating $venv with $("$python" --version)"
+    log "creating $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi
 python=$venv/bin/python
@@ -90,7 +90,7 @@ for stamp in "${stamps[@]}"; do
 done
 
 if ((!complete)); then
-    say "installing into $venv (a few minutes the first time)"
+    log "installing into $venv (a few minutes the first time)"
     wanted=$root
     ((${#extras[@]} == 0)) || wanted="${root}[$(IFS=,; echo "${extras[*]}")]"
     started=$SECONDS
@@ -99,6 +99,6 @@ if ((!complete)); then
     # ninja came with the requirements: DeepSpeed finds it through PATH only.
     PATH="$venv/bin:$PATH" command -v ninja >/dev/null || fail "ninja is not in $venv/bin: $python -m pip install ninja"
     touch "${stamps[@]}"
-    say "installed in $((SECONDS - started)) s"
+    log "installed in $((SECONDS - started)) s"
 fi
 echo "$venv/bin"

@@ -150,7 +150,8 @@ def device_of(name: str) -> torch.device:
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device here ({str(error).splitlines()[0]})") from error
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{name!r} is not an available device ({reason})") from error
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -74,7 +74,7 @@ def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
         if row is not None:
             rows.append(row)
         else:
-            invalid.append(f"line {number}" + (" (the last one: cut off)" if number == len(lines) else f": {problem}"))
+            invalid.append(f"line {number}" + (" (the last, truncated)" if number == len(lines) else f": {problem}"))
     if invalid:
         notes.append(f"{path.name}: {len(invalid)} unreadable line(s), first at {invalid[0]}")
     elif not rows:

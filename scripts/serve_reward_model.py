@@ -100,7 +100,7 @@ def check_address(host: str, port: int) -> None:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host {host}: is no address of this machine ({error})") from error
+        raise ValueError(f"--host {host}: is not an address of this machine ({error})") from error
     problems = []
     for family, kind, protocol, _, address in found:
         try:

@@ -18,7 +18,7 @@ _SECRET_WORDS = {
     "pwd", "auth", "authorization", "sig", "signature", "credential", "credentials", "jwt", "bearer", "session",
     "sessionid",
 }  # fmt: skip
-# Opaque values: long runs of letters and digits, unlike names, short words and versions.
+# Opaque values: long runs of letters and digits, which names, short words and versions do not have.
 _OPAQUE = re.compile(r"[A-Za-z0-9]{24}|(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{16}")
 
 

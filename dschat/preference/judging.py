@@ -33,11 +33,11 @@ def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: 
     if judged.earlier:
         log(f"resuming: {prompts - sum(map(len, remaining))} of {prompts} prompts are judged, {pairs} pairs")
     new: list[JudgedBatch] = []
-    with signals.capture_signals() as received, received.installed():
+    with signals.capture_signals() as signal_flag, signal_flag.installed():
         for number, batches in enumerate(rounds, start=1):
             batch, problem = _judge_and_save(judge, judged, batches)
             new += [batch] if batch is not None else []
-            state = problem, received.number, len(batch.pairs) if batch is not None and problem is None else 0
+            state = problem, signal_flag.number, len(batch.pairs) if batch is not None and problem is None else 0
             problems, signal_numbers, counts = zip(*collectives.all_gather_objects(state), strict=True)
             pairs += sum(counts)
             log(f"{number}/{len(rounds)} batches on each process, {pairs} pairs")

@@ -61,7 +61,7 @@ def configured_pair_loss(preference: arguments.PreferenceArguments) -> Callable[
         pairwise,
         loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
         reference_free=preference.reference_free,
-        of_means=preference.takes_means,
+        of_means=preference.uses_mean_logprobs,
         # ORPO already includes this term, with weight 1.
         sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments import RunArguments
-from dschat.checkpoints.leftovers import put_back
+from dschat.checkpoints.leftovers import restore_replaced
 from dschat.distributed import collectives, failpoint
 from dschat.models.weights import ExportError
 from dschat.runs.run_log import RunLog
@@ -77,7 +77,7 @@ class BestModel:
         try:
             self._export_and_swap(folder, {"step": step, name: value}, export)
         except ExportError as error:
-            self.log.info(f"warning: {error}. The previous best model is kept, and the run goes on")
+            self.log.info(f"warning: {error}. The previous best model is kept, and the run continues")
             return
         self.step, self.value = step, value
         self.log.info(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
@@ -106,6 +106,6 @@ class BestModel:
                 raise ExportError(problem)
         finally:
             if collectives.is_main():
-                put_back(folder, replaced)
+                restore_replaced(folder, replaced)
                 for temporary in (unfinished, replaced):
                     shutil.rmtree(temporary, ignore_errors=True)

@@ -31,13 +31,13 @@ class CheckpointSaver:
         seconds: total time that training has been blocked by saving.
     """
 
-    def __init__(self, run: RunArguments, engines: Engines, log: RunLog, received: SignalFlag) -> None:
+    def __init__(self, run: RunArguments, engines: Engines, log: RunLog, signal_flag: SignalFlag) -> None:
         """Log the expected size of a checkpoint.
 
         Args:
-            received: the signal that this rank has received, if any.
+            signal_flag: the signal that this rank has received, if any.
         """
-        self.run, self.engines, self.log, self.received = run, engines, log, received
+        self.run, self.engines, self.log, self.signal_flag = run, engines, log, signal_flag
         self.device = next(iter(engines.values())).device  # NCCL reduces no CPU tensors
         self.seconds, self.started = 0.0, time.monotonic()
         self._background: threading.Thread | None = None
@@ -82,7 +82,7 @@ class CheckpointSaver:
             if ends_run:
                 self._log_lost_steps(number, step, error)
                 raise EndedBySignal(number) from None
-            self.log.info(f"warning: {error}. The run goes on without it")
+            self.log.info(f"warning: {error}. The run continues without it")
             return
         finally:
             self.last = time.monotonic()
@@ -97,7 +97,7 @@ class CheckpointSaver:
         """Whether a checkpoint is due, and the number of the signal that any rank has received. A collective."""
         minutes = (time.monotonic() - self.last) / 60
         by_time = self.run.save_minutes and minutes >= self.run.save_minutes and collectives.is_main()
-        requests = torch.tensor([bool(by_time), self.received.number], dtype=torch.float64, device=self.device)
+        requests = torch.tensor([bool(by_time), self.signal_flag.number], dtype=torch.float64, device=self.device)
         by_time, number = collectives.max_over_ranks(requests).tolist()
         by_step = bool(self.run.save_interval) and not update and step % self.run.save_interval == 0
         return by_step or bool(by_time), int(number)
@@ -128,7 +128,7 @@ class CheckpointSaver:
             try:
                 complete()
             except WRITE_ERRORS as error:
-                self.log.info(f"warning: the checkpoint cannot be written: {error}. The run goes on without it")
+                self.log.info(f"warning: the checkpoint cannot be written: {error}. The run continues without it")
 
         # Not a daemon thread: a run that ends by an exception still completes its checkpoint.
         self._background = threading.Thread(target=complete_or_warn, name=watchdog.CHECKPOINT_THREAD)

@@ -11,7 +11,7 @@ from dschat.checkpoints.selection import newest_checkpoint
 from dschat.runs.run_log import RunLog
 
 WATCHED = ("loss", "kl", "policy_loss", "value_loss")
-LEARNING_STEPS = 20  # samples needed before the standard deviation is used
+MIN_SAMPLES = 20  # samples needed before the standard deviation is used
 
 
 class TooManyBadSteps(SystemExit):
@@ -81,7 +81,7 @@ class Health:
             return
         count, mean, squares = self.moments.get(name, [0, 0.0, 0.0])
         deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
-        if self.run.warn_sigma and count >= LEARNING_STEPS and abs(value - mean) > self.run.warn_sigma * deviation > 0:
+        if self.run.warn_sigma and count >= MIN_SAMPLES and abs(value - mean) > self.run.warn_sigma * deviation > 0:
             self.log.info(
                 f"warning: step {step}: {name} {value:.4g} is {abs(value - mean) / deviation:.1f} standard deviations "
                 f"from its mean {mean:.4g}"

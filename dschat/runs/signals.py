@@ -65,8 +65,8 @@ class SignalFlag:
 @contextmanager
 def capture_signals() -> Iterator[SignalFlag]:
     """A SignalFlag whose handlers, if installed inside, are removed at the end."""
-    received = SignalFlag()
+    signal_flag = SignalFlag()
     try:
-        yield received
+        yield signal_flag
     finally:
-        received.restore()
+        signal_flag.restore()

@@ -47,7 +47,7 @@ class Ready(NamedTuple):
 Contender = Callable[[Setting, Case], AbstractContextManager[Ready]]
 
 
-def clocked(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
+def timed(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
     """Time a function that returns the number of tokens it generated."""
 
     def turn() -> Turn:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from contender import Contender, Ready, Setting, Turn, clocked
+from contender import Contender, Ready, Setting, Turn, timed
 from deepspeed_contender import deepspeed_rollout
 from shapes import Case
 from transformers import PreTrainedModel
@@ -33,7 +33,7 @@ def ours(
             )
         return int(made.response_mask.sum())
 
-    yield Ready(clocked(setting, rollout))
+    yield Ready(timed(setting, rollout))
 
 
 @contextmanager

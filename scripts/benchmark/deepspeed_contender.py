@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from contender import Ready, Setting, clocked, one_line
+from contender import Ready, Setting, one_line, timed
 from shapes import Case
 from transformers_contenders import cut_to_lengths, left_padded
 
@@ -44,7 +44,7 @@ def deepspeed_rollout(setting: Setting, case: Case, *, graphs: bool = False) -> 
         return sum(map(len, cut_to_lengths(made.input_ids[: case.batch, ids.shape[1] :], case.limits)))
 
     try:
-        yield Ready(clocked(setting, rollout), "; ".join(filter(None, ["greedy" if graphs else "", note])))
+        yield Ready(timed(setting, rollout), "; ".join(filter(None, ["greedy" if graphs else "", note])))
     finally:
         engine.destroy()
 

@@ -210,13 +210,13 @@ def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Examp
         block = order[begin : begin + BLOCK]
         for _ in range(200):
             exchanged = generator.sample(block, len(block))
-            if all(foreign(examples[own], examples[other]) for own, other in zip(block, exchanged, strict=True)):
+            if all(is_unrelated(examples[own], examples[other]) for own, other in zip(block, exchanged, strict=True)):
                 rejected.update(zip(block, exchanged, strict=True))
                 break
     return [(example, examples[rejected[index]]) for index, example in enumerate(examples) if index in rejected]
 
 
-def foreign(example: Example, other: Example) -> bool:
+def is_unrelated(example: Example, other: Example) -> bool:
     """Whether the other's reply can serve as the rejected one here."""
     same_topic = example.topic != "" and example.topic == other.topic
     same_words = example.reply.casefold() == other.reply.casefold()

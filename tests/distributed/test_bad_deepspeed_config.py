@@ -89,9 +89,9 @@ DEEPSPEED = {  # content → key (or kind of mistake) in the message, the flag t
     '{"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}': ("offload_optimizer", "nvme_path is missing"),
     '{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/no/such"}}}': (
         "offload_param",
-        "/no/such is no folder",
+        "/no/such is not a folder",
     ),
-    '{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": 3}}}': ("offload_param", "3 is no folder"),
+    '{"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": 3}}}': ("offload_param", "3 is not"),
     '{"fp16": {"initial_scale_power": -1}}': ("initial_scale_power", "from 0 to 127"),
     '{"fp16": {"initial_scale_power": 9999}}': ("initial_scale_power", "from 0 to 127"),
     '{"fp16": {"loss_scale_window": 0}}': ("loss_scale_window", "from 1"),

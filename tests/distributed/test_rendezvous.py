@@ -71,7 +71,7 @@ def test_different_world_sizes_are_refused_without_waiting():
 
     started = time.monotonic()
     printed = together(rank(0, 3), rank(1, 2))
-    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same for all"] * 2
+    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same value on all ranks"] * 2
     assert time.monotonic() - started < 50, "the time for missing ranks was not waited for"
 
 

@@ -120,8 +120,8 @@ BAD = {  # step, flags, what the message must contain
     "stage four": ("ppo", {"actor_zero_stage": 4}, ["--actor_zero_stage 4: choose one of 0, 1, 2, 3"]),
     "a decoder named and switched off": (
         "ppo", {"rollout_engine": "hybrid", "enable_hybrid_engine": False}, ["--rollout_engine hybrid", "drop one"]),
-    "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is no flag of this step: did you mean --kl_coef?"]),
-    "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is no flag of this step"]),
+    "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is not a flag of this step: did you mean --kl_coef?"]),
+    "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is not a flag of this step"]),
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_prompt_and_response_together_must_fit_actor_and_critic(materials, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device trains in fp16")
 def test_fp16_is_refused_on_a_cpu(materials, tmp_path):
     (line,) = mistakes("sft", materials, tmp_path, dtype="fp16")
-    assert line.startswith("--dtype fp16: a CPU cannot train in it")
+    assert line.startswith("--dtype fp16: not supported on a CPU")
 
 
 def test_all_kinds_of_mistakes_are_listed_in_one_message(materials, tmp_path):
@@ -154,7 +154,7 @@ def test_all_kinds_of_mistakes_are_listed_in_one_message(materials, tmp_path):
     )  # fmt: skip
     parts = [
         "--output_dir", "nothing.jsonl", "--max_seq_len 500", "--zero_stage 4", "--learning_rate 0.0: must be above 0",
-        "no_tokenizer has no tokenizer", "--only_optimize_lora", "--learning_rat is no flag", "not valid JSON",
+        "no_tokenizer has no tokenizer", "--only_optimize_lora", "--learning_rat is not a flag", "not valid JSON",
     ]  # fmt: skip
     for part in parts:
         assert sum(part in line for line in lines) == 1, (part, lines)

@@ -179,7 +179,7 @@ def test_a_finished_file_is_replaced_only_with_overwrite_and_training_flags_are_
              "enable_tensorboard": True, "eval_interval": 2, "response_column": "x", "judge_timeout": 0}  # fmt: skip
     printed = programs.run(TOOL, arguments(folder, output, **flags), log=tmp_path / "log", code=2)
     for flag in list(flags)[:-1]:
-        assert f"--{flag} is no flag of this step" in printed
+        assert f"--{flag} is not a flag of this step" in printed
     assert "--judge_timeout 0.0: must be above 0" in printed
     assert "preferences.jsonl already exists" in printed and "--overwrite" in printed
     assert (output / "preferences.jsonl").read_text() == "precious\n"

@@ -14,7 +14,7 @@ Held-out rows (--eval_fraction) are skipped. Every scored batch is saved at once
 from pathlib import Path
 
 from dschat.arguments import PairSettings
-from dschat.arguments.command_line import parse, settings_of_user
+from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.data.collators import collate_prompts
 from dschat.data.datasets import data_problems
 from dschat.distributed import launch, watchdog
@@ -74,7 +74,7 @@ def main() -> None:
     tokenizer = load_tokenizer(model_path, trust_remote_code=trusted)
     options = data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options).train
-    with settings_of_user():
+    with as_settings_errors():
         judged = JudgedBatches(
             run.output_dir, settings_of_pairs(settings, prompts), resume=run.resume == "auto", overwrite=run.overwrite
         )
@@ -82,10 +82,10 @@ def main() -> None:
         log(f"{Path(run.output_dir, FINAL)} is already finished, with the same settings: nothing to do")
         return
     dtype = DTYPES[settings.devices.dtype]
-    with settings_of_user():
+    with as_settings_errors():
         model = load_causal_lm(model_path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trusted).to(device)
     sampler = ResponseSampler(model, tokenizer, sampling, seed=run.seed)
-    with settings_of_user():
+    with as_settings_errors():
         score = score_function(settings, tokenizer)
 
     def judge(indices: list[int]) -> JudgedBatch:
