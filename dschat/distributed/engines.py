@@ -101,7 +101,7 @@ def _agree_on_count(count: int, device: torch.device) -> None:
 
 
 def _grad_norm_without_zero(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
-    """The gradient norm before clipping if DeepSpeed computes none (ZeRO-0 in fp32: plain torch optimizer), else None."""
+    """The gradient norm before clipping if DeepSpeed computes none (ZeRO-0 in fp32: torch's optimizer), else None."""
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return None
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

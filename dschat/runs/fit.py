@@ -50,7 +50,7 @@ class Objective:
 
 
 def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[GlobalBatches, int]:
-    """The rows of every step, and the number of steps. Raises SettingsError if there are too few rows."""
+    """The global batches, and the number of steps. Raises SettingsError if there are too few rows for one step."""
     run = settings.run
     per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
     with as_settings_errors():
@@ -75,7 +75,7 @@ def fit(
         name: name of the step, for log and console.
         load: builds the network, given the DeepSpeed configuration.
         tokenizer: exported with the best model.
-        signal_flag: its signal handlers are installed before the first step, and remain so when this returns.
+        signal_flag: its handlers are installed before the first step, and are still installed when this returns.
     """
     model, run = settings.model, settings.run
     with as_settings_errors():
@@ -89,7 +89,7 @@ def fit(
         resume=ResumePoint(checkpoint=checkpoint, fingerprint=data_fingerprint(batches, splits.train)),
     )  # fmt: skip
     session.log.info(
-        f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
+        f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows dropped per epoch"
     )
 
     def evaluate(step: int) -> None:

@@ -33,7 +33,7 @@ def lock_folder(output_dir: str | Path) -> None:
 
 
 def _lock(output_dir: Path) -> str | None:
-    """Lock the folder for the lifetime of the process; returns None, or why that failed."""
+    """Lock the folder for the lifetime of the process; returns None, or why it failed."""
     path = (output_dir / ".lock").resolve()
     try:
         file = path.open("a+", encoding="utf-8")
@@ -41,7 +41,7 @@ def _lock(output_dir: Path) -> str | None:
         return f"--output_dir {output_dir}: {path.name} cannot be written there ({error.strerror}): name another folder"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the latter where flock is emulated over NFS
+    except (BlockingIOError, PermissionError):  # PermissionError if flock is emulated over NFS
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
@@ -51,8 +51,8 @@ def _lock(output_dir: Path) -> str | None:
         )
     except OSError as error:
         print(
-            f"warning: --output_dir {output_dir}: its file system cannot lock files ({error.strerror}), so nothing "
-            "keeps a second run out of it: start none",
+            f"warning: --output_dir {output_dir}: its file system cannot lock files ({error.strerror}), so a "
+            "second run in this folder is not detected: do not start one",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     file.truncate(0)

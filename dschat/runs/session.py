@@ -27,7 +27,7 @@ from dschat.runs.signals import SignalFlag
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run starts: at a checkpoint, or from scratch.
+    """The state from which a run starts: a checkpoint, or nothing for a new run.
 
     Attributes:
         checkpoint: a checkpoint that find_checkpoint has verified, or None for a new run.
@@ -65,7 +65,7 @@ class TrainingSession:
         engines: the trained engines by name, which checkpoints contain.
         total_steps: number of optimizer steps (in step 3, of iterations).
         resume: the checkpoint to resume from, if any.
-        signal_flag: handles signals inside the context, and after it too if no exception left it: the export follows.
+        signal_flag: handles signals inside the context, and after it if it ends without an exception: export follows.
         stop_at_kl: KL divergence that ends the run, see Health; 0: none.
 
     Attributes:

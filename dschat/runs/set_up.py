@@ -39,8 +39,8 @@ def data_options(
 
 
 def named_columns(data: DataArguments) -> dict[str, str]:
-    """Field of a record → the column that the user's flags map to it."""
-    named = {
+    """Field of a record → the column that its flag names."""
+    columns = {
         "prompt": data.prompt_column,
         "response": data.response_column,
         "messages": data.messages_column,
@@ -51,7 +51,7 @@ def named_columns(data: DataArguments) -> dict[str, str]:
         "system": data.system_column,
         "tools": data.tools_column,
     }
-    return {field: column for field, column in named.items() if column}
+    return {field: column for field, column in columns.items() if column}
 
 
 def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:

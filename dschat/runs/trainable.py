@@ -19,7 +19,7 @@ from dschat.models.lora import add_lora, optimizer_groups
 
 @dataclass(frozen=True, kw_only=True)
 class ModelHyperparameters:
-    """The flags that each trained model of a run has of its own, such as --actor_learning_rate."""
+    """The flags that differ between the trained models of a run, such as --actor_learning_rate."""
 
     learning_rate: float
     weight_decay: float

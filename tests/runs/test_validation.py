@@ -238,7 +238,7 @@ def test_an_output_folder_that_holds_an_input_model_is_refused(step, flag, model
     before = sorted(tmp_path.rglob("*"))
     output = tmp_path / "link" if linked else tmp_path / "run"
     (line,) = mistakes(step, materials, output, **{flag: str(folder)})
-    assert f"--output_dir {output}: this run would overwrite {folder}, which --{flag} {folder} reads" in line
+    assert f"--output_dir {output}: this run would overwrite {folder}, the input of --{flag} {folder}" in line
     assert sorted(tmp_path.rglob("*")) == before
     beside = tmp_path / "run" / "sft"
     folder.rename(beside) if below else shutil.copytree(folder, beside)

@@ -325,7 +325,7 @@ def test_a_solved_task_has_no_signal_and_the_run_ends_normally(run, tmp_path):
 
 def test_reaching_stop_at_kl_ends_the_run_with_an_export(run, tmp_path):
     printed = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
-    assert "has reached --stop_at_kl 0.0001: ending" in printed
+    assert "has reached --stop_at_kl 0.0001: the run ends" in printed
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained[-1] < 6 and (tmp_path / "run" / "model.safetensors").exists()
 

@@ -20,14 +20,14 @@ from dschat.runs.validation import model_problems, one_model_problems, vocabular
 
 
 def check(settings: PreferenceSettings) -> list[str]:
-    """Problems with the settings: model, data, and a reference model that would change or does not fit."""
+    """Problems with the settings: model, data, a reference model that is trained or has another vocabulary."""
     model, preference, data = settings.model, settings.preference, settings.data
     problems = one_model_problems(preference.kind, settings)
-    moves = not (model.lora_dim and settings.lora.only_optimize_lora)
-    if preference.reference == "adapters_off" and not preference.reference_free and moves:
+    trains_base_weights = not (model.lora_dim and settings.lora.only_optimize_lora)
+    if preference.reference == "adapters_off" and not preference.reference_free and trains_base_weights:
         problems.append(
-            "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
-            "and a rank --lora_dim, or take --reference precompute"
+            "--reference adapters_off: the weights of the base model must not be trained: add --only_optimize_lora "
+            "and a rank --lora_dim, or use --reference precompute"
         )
     if reference := preference.ref_model_name_or_path:
         problems += model_problems(

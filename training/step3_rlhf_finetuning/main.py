@@ -72,7 +72,7 @@ def main() -> None:
     )
 
     with signals.capture_signals() as signal_flag:
-        # Fit, evaluating on the way
+        # Fit and evaluate
         PPORun(
             trainer=trainer, dataset=dataset, prompts=prompts, batches=schedule.batches, unsupervised=unsupervised,
             iterations=schedule.iterations, updates_per_iteration=schedule.updates_per_iteration, settings=settings,
