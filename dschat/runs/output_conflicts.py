@@ -24,8 +24,8 @@ def overwritten_models(output_dir: str, models: Sequence[tuple[str, str | None]]
         deleted = [_real(output / name) for name in DELETED_FOLDERS]
         if model in targets or any(folder in model.parents for folder in deleted):
             problems.append(
-                f"--output_dir {output_dir}: this run would overwrite {model}, the input of {flag} {path}: name another "
-                "folder for the output"
+                f"--output_dir {output_dir}: this run would overwrite {model}, the input of {flag} {path}: name "
+                "another folder"
             )
     return problems
 

@@ -1,4 +1,4 @@
-"""What a contender of the benchmark is: a context manager that yields a Ready, whose turns are timed."""
+"""The interface of a benchmark contender: a context manager that yields a Ready, whose turns are timed."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class VLLMProcess:
 
     def _last_log_line(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "without a word")
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "its log is empty")
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

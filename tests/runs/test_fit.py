@@ -105,7 +105,7 @@ def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_load
     def load(config):
         raise AssertionError("the model was loaded")
 
-    with pytest.raises(ValueError, match="--best_metric eval_loss: .* it has none, since there are no held-out rows") as caught:
+    with pytest.raises(ValueError, match="--best_metric eval_loss: .* it has none, since there are no") as caught:
         fit(
             "paint", DataSplits(train=rows(), eval=rows().select([]), report=None), objective(), load=load,
             tokenizer=None, signal_flag=signals.SignalFlag(), settings=arguments.SFTSettings(
