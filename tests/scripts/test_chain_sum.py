@@ -1,4 +1,4 @@
-"""scripts/chain_sum: correct worked_solution sums, unseen evaluation questions, and removal of the system prompt block."""
+"""scripts/chain_sum: correct worked sums, unseen evaluation questions, and removal of the system prompt block."""
 
 import json
 import subprocess
