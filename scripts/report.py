@@ -122,7 +122,7 @@ def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
         for note in run.notes:
             print(f"{run.folder}: {note}")
     if not any(run.metrics or run.samples for run in runs):
-        print("nothing to report: give the --output_dir of a run, the folder of metrics.jsonl")
+        print("nothing to report: name the --output_dir of a run, the folder of metrics.jsonl")
         return 2
     output.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate in a sample cannot be encoded as UTF-8.

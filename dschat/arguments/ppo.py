@@ -237,7 +237,7 @@ class PPOArguments:
     def problems(self) -> list[str]:
         problems = []
         if (self.unsup_coef > 0) != bool(self.unsupervised_dataset_name):
-            problems.append("--unsup_coef and --unsupervised_dataset_name: give both or neither")
+            problems.append("--unsup_coef and --unsupervised_dataset_name: set both or neither")
         if ALGORITHMS[self.algorithm].compares_group and self.num_samples_per_prompt < 2:
             problems.append(
                 f"--algorithm {self.algorithm} compares responses to one prompt, but --num_samples_per_prompt is "

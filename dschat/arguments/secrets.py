@@ -48,6 +48,7 @@ def _redacted_address(address: str) -> str:
 
 
 def _redacted_parameter(match: re.Match[str]) -> str:
-    words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}  # max_tokens and tokenizer are not secret
-    secret = match["value"] and (words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
+    # Whole words: max_tokens and tokenizer are not secret.
+    name_words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}
+    secret = match["value"] and (name_words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
     return f"{match['name']}={HIDDEN if secret else match['value']}"

@@ -75,7 +75,7 @@ class PPORun:
 
         Args:
             resume_from: a checkpoint verified by find_checkpoint.
-            signal_flag: signal flag; its handlers are active from the first iteration on, and still when this returns.
+            signal_flag: its handlers are active from the first iteration on, and still when this returns.
         """
         engine = self.trainer.engine
         session = self.session(resume_from, signal_flag)
