@@ -32,7 +32,7 @@ DAMAGES = {
     "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is not in the manifest"),
     "a file's link": (lambda folder: put_link(folder, "model.bin"), "model.bin is a link"),
     "a folder's link": (lambda folder: (folder / "actor").symlink_to(folder.parent), "actor is a link"),
-    "the manifest's link": (lambda folder: put_link(folder, "manifest.json"), "manifest.json cannot be read (it is a link"),
+    "the manifest's link": (lambda folder: put_link(folder, "manifest.json"), "manifest.json cannot be read (it is a"),
 }
 
 
