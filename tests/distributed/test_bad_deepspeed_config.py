@@ -116,7 +116,7 @@ DEEPSPEED = {  # content → key (or kind of mistake) in the message, the flag t
     '{"hybrid_engine": {"enabled": true}}': ("enabled", "--rollout_engine"),
     '{"data_efficiency": {"enabled": true}}': ("enabled", "--data_path"),
     '{"checkpoint": {"load_universal": true}}': ("load_universal", "--resume"),
-    '{"tensor_parallel": {"autotp_size": 2}}': ("autotp_size", "not split over processes"),
+    '{"tensor_parallel": {"autotp_size": 2}}': ("autotp_size", "tensor parallelism is not supported"),
     '{"steps_per_print": 0}': ("steps_per_print", "from 1"),
     '{"steps_per_print": -1}': ("steps_per_print", "from 1"),
     '{"steps_per_print": 1.5}': ("steps_per_print", "a whole number"),
