@@ -86,7 +86,7 @@ def existing_folder(text: str) -> Path:
     path = Path(text)
     if not text or not path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is not a folder" if text and path.exists()
-                                         else f"there is not a folder {text!r}")  # fmt: skip
+                                         else f"there is no folder {text!r}")  # fmt: skip
     return path
 
 

@@ -82,7 +82,7 @@ def _root(path: Path) -> tuple[yaml.SafeLoader, yaml.Node | None]:
     try:
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"--config {path}: has more than {_LARGEST >> 20} MiB: name a YAML file of flags")
-        loader = yaml.SafeLoader(path.read_argument_text(encoding="utf-8-sig"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
         return loader, loader.get_single_node()
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error

@@ -18,7 +18,7 @@ from dschat.arguments.command_line import SettingsError
 LONGEST_BUILD_SECONDS = 600
 POLL_SECONDS = 1.0
 MACHINES = ".machines"
-MACHINE_EXPIRY_SECONDS = 24 * 3600  # for so long after its last start, a machine may still begin a build
+MACHINE_EXPIRY_SECONDS = 24 * 3600  # a machine may still begin a build this long after its last start
 
 
 def clear_stale_build_locks(builds: Path) -> None:
