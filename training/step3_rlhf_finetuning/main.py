@@ -46,7 +46,6 @@ def main() -> None:
     models, rollouts, ppo, run = settings.models, settings.rollouts, settings.ppo, settings.run
     device = start(run, settings.devices)
     with as_settings_errors():
-        resume_from = find_checkpoint(run.output_dir, run.resume)
         judge = load_judge(rollouts.judge) if rollouts.judge else None
         sources = [parse_reward(entry) for entry in reward_entries(models, settings.rewards)]
     tokenizer = load_tokenizer(
@@ -57,6 +56,7 @@ def main() -> None:
     prompts = load_splits("prompt", tokenizer, options)
     with as_settings_errors():
         check_evaluation_rows(run, len(prompts.eval))
+        resume_from = find_checkpoint(run.output_dir, run.resume)
     schedule = rlhf_schedule(prompts.train, settings)
     trainer = build_trainer(settings, tokenizer, sources=sources, judge=judge, total_updates=schedule.total_updates)
     shuffle = MinibatchShuffle(
