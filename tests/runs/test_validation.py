@@ -95,7 +95,7 @@ BAD = {  # step, flags, what the message must contain
     "reward model as critic": (
         "ppo", {"reward_model_name_or_path": "@other_reward"}, ["other_reward", "actor's own folder"]),
     "a group of one": (
-        "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: give 2"]),
+        "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: set it to 2"]),
     "groups that are cut": (
         "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
     "an unknown rollout engine": ("ppo", {"rollout_engine": "vllm"}, ["--rollout_engine vllm: choose one of hybrid"]),
@@ -103,7 +103,7 @@ BAD = {  # step, flags, what the message must contain
     "KL aimed at for nothing": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
     "no reference to refresh": (
         "ppo", {"ref_refresh_interval": 1, "kl_coef": 0}, ["--ref_refresh_interval", "--kl_coef 0"]),
-    "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "more than 1"]),
+    "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "above 1"]),
     "clipped below 0": ("ppo", {"clip_range_low": 1.5}, ["--clip_range_low 1.5", "at most 1"]),
     "masks that leave nothing": (
         "ppo", {"rollout_correction": "mis", "rollout_correction_cap": 0.4}, ["--rollout_correction_floor 0.5"]),
@@ -261,5 +261,5 @@ def test_an_output_folder_that_holds_the_dpo_reference_is_refused(materials, tmp
     main = runpy.run_path(str(MAINS["dpo"]))
     shutil.copytree(materials / "actor", tmp_path / "run")
     argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")
-    with pytest.raises(SettingsError, match="would overwrite .*run, which --ref_model_name_or_path"):
+    with pytest.raises(SettingsError, match="would overwrite .*run, the input of --ref_model_name_or_path"):
         parse(arguments.PreferenceSettings, argv, description="", check=main["check"])
