@@ -37,7 +37,7 @@ def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, s
     """Stream an answer to the terminal and return it; Ctrl-C stops it and keeps the printed part."""
     streamed, answer = StreamedText(tokenizer), ""
 
-    def show(piece: str) -> None:
+    def write(piece: str) -> None:
         nonlocal answer
         piece = piece if answer else piece.lstrip()
         answer += piece
@@ -47,8 +47,8 @@ def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, s
     try:
         for token in tokens:
             if token not in stops:
-                show(streamed.add(token))
-        show(streamed.finish())
+                write(streamed.add(token))
+        write(streamed.finish())
     except KeyboardInterrupt:
         out.write(" [interrupted]")
     out.write("\n")

@@ -23,7 +23,7 @@ SETTINGS = {"processes": int, "temperature": (int, float), "max_answer_seq_len":
 
 @dataclass(frozen=True)
 class Dump:
-    """The files of --dump_step, models apart.
+    """The files of --dump_step, except the models.
 
     Attributes:
         ppo, temperature, max_answer_seq_len, kl_coef: flags of the update.
@@ -59,15 +59,15 @@ def read_settings(folder: Path) -> dict[str, Any]:
     """The flags of settings.json. Raises ValueError with the file name."""
     path = folder / "settings.json"
     if not path.is_file():
-        raise ValueError(f"{folder} holds no settings.json: name a folder that --dump_step wrote")
+        raise ValueError(f"{folder} contains no settings.json: name a folder that --dump_step wrote")
     settings = read_json_object(path)
-    wrong = [
+    invalid = [
         name for name, kind in SETTINGS.items()
         if not isinstance(settings.get(name), kind) or isinstance(settings[name], bool)
     ]  # fmt: skip
-    if wrong or settings["processes"] < 1:
-        wrong = wrong or ["processes"]
-        raise ValueError(f"{path}: {', '.join(wrong)} is missing or wrong: was it written by --dump_step?")
+    if invalid or settings["processes"] < 1:
+        invalid = invalid or ["processes"]
+        raise ValueError(f"{path}: {', '.join(invalid)} is missing or invalid: was it written by --dump_step?")
     return {name: settings[name] for name in SETTINGS} | {"ppo": ppo_arguments(settings["ppo"], path)}
 
 
@@ -90,7 +90,7 @@ def ppo_arguments(flags: dict[str, Any], path: Path) -> PPOArguments:
 
 
 def has_type(value: Any, hint: Any) -> bool:
-    """Whether a JSON value has the type of a flag; an integer is a float too, true and false are no numbers."""
+    """Whether a JSON value has the type of a flag; an integer is a float too, a bool is not a number."""
     parts = get_args(hint)
     if get_origin(hint) is Literal:
         return value in parts

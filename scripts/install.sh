@@ -23,17 +23,17 @@ Progress goes to standard error; standard output is the environment's bin folder
 TEXT
 }
 
-say() { echo "install: $*" >&2; }
-fail() { say "$*"; exit 1; }
+log() { echo "install: $*" >&2; }
+fail() { log "$*"; exit 1; }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 constraints=${CONSTRAINTS-$root/constraints.txt}
 extras=()
-for word in "$@"; do
-    case $word in
+for extra in "$@"; do
+    case $extra in
         -h | --help) usage; exit 0 ;;
-        test | smollm2 | reasoning | math) extras+=("$word") ;;
-        *) fail "unknown extra '$word': choose from test, smollm2, reasoning, math (or --help)" ;;
+        test | smollm2 | reasoning | math) extras+=("$extra") ;;
+        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, math (or --help)" ;;
     esac
 done
 
@@ -71,7 +71,7 @@ else
 fi
 check_tools
 if [[ ! -x $venv/bin/python ]]; then
-    say "creating $venv with $("$python" --version)"
+    log "creating $venv with $("$python" --version)"
     "$python" -m venv "$venv"
 fi
 python=$venv/bin/python
@@ -90,15 +90,15 @@ for stamp in "${stamps[@]}"; do
 done
 
 if ((!complete)); then
-    say "installing into $venv (a few minutes the first time)"
-    wanted=$root
-    ((${#extras[@]} == 0)) || wanted="${root}[$(IFS=,; echo "${extras[*]}")]"
+    log "installing into $venv (a few minutes the first time)"
+    requirement=$root
+    ((${#extras[@]} == 0)) || requirement="${root}[$(IFS=,; echo "${extras[*]}")]"
     started=$SECONDS
-    "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$wanted" >&2 \
+    "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$requirement" >&2 \
         || fail "pip could not install the requirements; see its message above"
     # ninja came with the requirements: DeepSpeed finds it through PATH only.
     PATH="$venv/bin:$PATH" command -v ninja >/dev/null || fail "ninja is not in $venv/bin: $python -m pip install ninja"
     touch "${stamps[@]}"
-    say "installed in $((SECONDS - started)) s"
+    log "installed in $((SECONDS - started)) s"
 fi
 echo "$venv/bin"

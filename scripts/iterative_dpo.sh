@@ -69,7 +69,7 @@ for ((round = 1; round <= option[rounds]; round++)); do
 done
 if ((fresh)); then
     for folder in "$output"/{pairs,dpo}-*; do # also those of further rounds
-        ! is_ours "$folder" || stages+=("$(basename "$folder")")
+        ! is_marked "$folder" || stages+=("$(basename "$folder")")
     done
 fi
 begin_stages "${stages[@]}"

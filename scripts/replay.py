@@ -145,12 +145,13 @@ def table_row(comparison: Comparison, tolerance: float) -> tuple[str, bool]:
     return f"{comparison.name:28} {largest:12.3g} {position:>12} {size:12.4g}{mark}", differs
 
 
-def device_of(name: str) -> torch.device:
-    """argparse type: a device that is available."""
+def available_device(name: str) -> torch.device:
+    """An argparse type: an available device."""
     try:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError) as error:
-        raise argparse.ArgumentTypeError(f"{name!r} is no device here ({str(error).splitlines()[0]})") from error
+        reason = str(error).splitlines()[0]
+        raise argparse.ArgumentTypeError(f"{name!r} is not an available device ({reason})") from error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -158,7 +159,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=existing_folder, help="OUTPUT_DIR/dump/step-N of a run with --dump_step N")
     parser.add_argument("--tolerance", type=number_type(float, at_least=0), default=1e-3,
                         help="relative to the largest number (default: 1e-3)")  # fmt: skip
-    parser.add_argument("--device", type=device_of, default="cpu")
+    parser.add_argument("--device", type=available_device, default="cpu")
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     options = parser.parse_args(arguments)
     with exit_on_mistake("replay"):

@@ -2,7 +2,7 @@
 
     python scripts/report.py OUTPUT_DIR [OUTPUT_DIR ...] [-o report.html]
 
-Each folder holds `run.json`, `metrics.jsonl` and `samples.jsonl`; missing or truncated files are listed on the page.
+Each folder has `run.json`, `metrics.jsonl` and `samples.jsonl`; missing or truncated files are listed on the page.
 Runs of the same kind (same `name` in run.json) share their plots, so that seeds and settings can be compared.
 """
 
@@ -20,6 +20,8 @@ from report_inputs import Run, before_and_after, read_run
 from dschat.arguments.script_inputs import exit_on_mistake, new_file, number_type
 
 TEMPLATE = Path(__file__).with_name("report_template.html")
+
+
 def flat(tree: dict, prefix: str = "") -> list[tuple[str, str]]:
     """Nested settings as (dotted name, text) pairs."""
     rows: list[tuple[str, str]] = []
@@ -120,13 +122,13 @@ def write_report(folders: list[Path], output: Path, *, samples: int) -> int:
         for note in run.notes:
             print(f"{run.folder}: {note}")
     if not any(run.metrics or run.samples for run in runs):
-        print("nothing to report: give the --output_dir of a run, the folder that holds metrics.jsonl")
+        print("nothing to report: name the --output_dir of a run, the folder of metrics.jsonl")
         return 2
     output.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate in a sample cannot be encoded as UTF-8.
     try:
         output.write_text(page(runs, samples=samples), encoding="utf-8", errors="backslashreplace")
-    except OSError as error:  # a full disk names no file
+    except OSError as error:  # on a full disk the error has no file name
         raise ValueError(f"--output {output}: {error.strerror}") from error
     print(f"wrote {output}")
     return 0

@@ -38,7 +38,7 @@ LEARNING = {
     "rollout_logprob_mismatch_mean": ("Rollout against training", "mean |Δ log-prob|"),
     "rollout_logprob_mismatch_max": ("Rollout against training, worst token", "max |Δ log-prob|"),
     "rollout_ratio": ("Ratio of training to rollout", "mean over tokens"),
-    "updates_without_signal": ("Updates with nothing to learn from", "per iteration"),
+    "updates_without_signal": ("Updates without a gradient", "per iteration"),
 }
 FORMER_NAMES = {  # of metrics, in the metrics.jsonl of earlier versions
     "rollout_gap": "rollout_logprob_mismatch_mean",
@@ -51,12 +51,12 @@ RUNNING = {
     "seconds_scoring": ("Scoring", "seconds"),
     "seconds_update": ("Update", "seconds"),
 }
-# Starting with tokens: sizes, not results.
+# Not plotted; those from tokens on are sizes, not results.
 NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
 
 
 def number_of(value: Any) -> float | None:
-    """`value` when it is a finite number, else None (bool is no number here)."""
+    """The value as a float if it is a finite number (and not a bool), else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:

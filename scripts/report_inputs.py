@@ -1,4 +1,4 @@
-"""Read the output folder of a run for the report; what is missing or invalid becomes a note on the page."""
+"""Read the output folder of a run for the report; missing and invalid files become notes on the page."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_info(path: Path, notes: list[str]) -> dict[str, Any]:
-    """The object that a JSON file holds; {} and a note if there is none."""
+    """Load the object in a JSON file; {} and a note if that fails."""
     if not path.exists():
         notes.append(f"{path.name} is missing")
         return {}
@@ -74,7 +74,7 @@ def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
         if row is not None:
             rows.append(row)
         else:
-            invalid.append(f"line {number}" + (" (the last one: cut off)" if number == len(lines) else f": {problem}"))
+            invalid.append(f"line {number}" + (" (the last, truncated)" if number == len(lines) else f": {problem}"))
     if invalid:
         notes.append(f"{path.name}: {len(invalid)} unreadable line(s), first at {invalid[0]}")
     elif not rows:
@@ -83,12 +83,12 @@ def read_jsonl(path: Path, notes: list[str]) -> list[dict]:
 
 
 def object_of(line: bytes) -> tuple[dict | None, str]:
-    """The JSON object of a line; or None, and what is wrong with it."""
+    """The JSON object of a line, or None and the error."""
     try:
         row = parse_json(line, constants=True)
     except ValueError as error:
         return None, str(error)
-    return (row, "") if isinstance(row, dict) else (None, "no JSON object")
+    return (row, "") if isinstance(row, dict) else (None, "not a JSON object")
 
 
 def before_and_after(samples: list[dict], *, limit: int) -> list[tuple[dict, dict | None]]:

@@ -56,7 +56,7 @@ def load_scorer(
     if mistakes := model_problems("MODEL", path, tokens=0, lengths="", trust_remote_code=trust_remote_code):
         raise ValueError("\n".join(mistakes))
     if not has_scalar_head(path, trust_remote_code=trust_remote_code):
-        raise ValueError(f"{path} has no scalar head: its scores would be random. Name what step 2 has written.")
+        raise ValueError(f"{path} has no scalar head: its scores would be random. Name an output folder of step 2.")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code).to(device)
     longest = longest_sequence(model.config, tokenizer)
@@ -70,10 +70,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--port", type=number_type(int, **PORTS), default=8000, help="port to listen on; 0: any")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
     parser.add_argument("--max_tokens", type=number_type(int), default=0,
-                        help="longer conversations are cut from the left; 0: as many as the model reads")  # fmt: skip
+                        help="longer conversations are truncated on the left; 0: the model's maximum")  # fmt: skip
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
     parser.add_argument("--shutdown_seconds", type=number_type(float, at_least=0), default=30.0,
-                        help="time that SIGTERM leaves to the answers")  # fmt: skip
+                        help="seconds after SIGTERM to answer the accepted requests")  # fmt: skip
     for limit in dataclasses.fields(Limits):
         parser.add_argument(f"--{limit.name}", type=number_type(type(limit.default)), default=limit.default,
                             help=f"{limit.metadata['help']}; default: {limit.default}")  # fmt: skip
@@ -82,36 +82,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def problems(limits: Limits, *, host: str, token: str | None) -> list[str]:
     """One line for each invalid setting."""
-    found = []
+    lines = []
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        found.append(f"--host {host}: others can reach it, so set the environment variable {TOKEN_VARIABLE}")
+        lines.append(f"--host {host}: others can reach it, so set the environment variable {TOKEN_VARIABLE}")
     for name, value in dataclasses.asdict(limits).items():
         if value < 0 or (value == 0 and name != "max_wait"):
-            found.append(f"--{name} {value}: must be above 0")
+            lines.append(f"--{name} {value}: must be above 0")
     if limits.max_rows > limits.max_queue:
-        found.append(f"--max_rows {limits.max_rows} is more than --max_queue {limits.max_queue}: raise the queue")
+        lines.append(f"--max_rows {limits.max_rows} is more than --max_queue {limits.max_queue}: raise the latter")
     if limits.max_body > limits.max_held:
-        found.append(f"--max_body {limits.max_body} is more than --max_held {limits.max_held}: raise what may be held")
-    return found
+        lines.append(f"--max_body {limits.max_body} is more than --max_held {limits.max_held}: raise the latter")
+    return lines
 
 
 def check_address(host: str, port: int) -> None:
     """Raise ValueError if the address cannot be bound; checked before the model is loaded."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise ValueError(f"--host {host}: is no address of this machine ({error})") from error
+        raise ValueError(f"--host {host}: is not an address of this machine ({error})") from error
     problems = []
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as listener:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 listener.bind(address)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                raise ValueError(f"--port {port}: is in use; end the program that has it, or name another") from error
+                raise ValueError(f"--port {port}: is in use; end that program, or choose another") from error
             problems.append(error.strerror)
-    if len(problems) == len(found):  # localhost may resolve to addresses that are not all available
+    if len(problems) == len(addresses):  # localhost may resolve to addresses that are not all available
         raise ValueError(f"--host {host} --port {port}: cannot listen there ({problems[0]})")
 
 
@@ -124,10 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
 def serve_model(options: argparse.Namespace) -> int:
     """Load the model and serve it until a signal arrives; returns the exit status."""
     limits = Limits(**{limit.name: vars(options)[limit.name] for limit in dataclasses.fields(Limits)})
-    room = allow_files(limits.max_connections + OTHER_FILES) - OTHER_FILES
-    if limits.max_connections > room:  # at the file limit, accept() fails for every client
-        print(f"warning: --max_connections {limits.max_connections}: this system allows {room}", file=sys.stderr)
-        limits = dataclasses.replace(limits, max_connections=max(room, 1))
+    allowed = allow_files(limits.max_connections + OTHER_FILES) - OTHER_FILES
+    if limits.max_connections > allowed:  # at the file limit, accept() fails for every client
+        print(f"warning: --max_connections {limits.max_connections}: this system allows {allowed}", file=sys.stderr)
+        limits = dataclasses.replace(limits, max_connections=max(allowed, 1))
     accelerator = get_accelerator()
     on_cpu = accelerator.device_name() == "cpu"
     try:
@@ -151,31 +151,31 @@ def serve_model(options: argparse.Namespace) -> int:
             )
         )
     except OSError as error:
-        print(f"--host {options.host} --port {options.port}: cannot be listened on ({error})", file=sys.stderr)
+        print(f"--host {options.host} --port {options.port}: cannot listen there ({error})", file=sys.stderr)
         return 2
     return 0
 
 
 async def serve_until_signal(server: RewardServer, *, host: str, port: int, shutdown_seconds: float) -> None:
     """Serve until SIGTERM or Ctrl-C."""
-    ended = asyncio.Event()
+    stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
     await serve(
-        server.app(), server.connections, host=host, port=port, shutdown_seconds=shutdown_seconds, until=ended,
+        server.app(), server.connections, host=host, port=port, shutdown_seconds=shutdown_seconds, until=stopped,
         ready=lambda address: print(f"Running on {address} (Ctrl-C ends)", flush=True),
     )  # fmt: skip
 
 
-def allow_files(wanted: int) -> int:
-    """Raise the limit of open files to `wanted` if the system allows; returns the limit."""
+def allow_files(limit: int) -> int:
+    """Raise the limit of open files to `limit` if the system allows; returns the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        return wanted
-    return wanted if soft == resource.RLIM_INFINITY else soft
+        limit = min(limit, hard)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        return limit
+    return limit if soft == resource.RLIM_INFINITY else soft
 
 
 if __name__ == "__main__":

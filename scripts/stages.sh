@@ -16,13 +16,13 @@ export DS_ACCELERATOR # detected once, instead of in every process with a warnin
 earlier_ran=0
 mark=$(basename "$0")
 
-is_ours() { [[ -f $1/.made-by && $(<"$1/.made-by") == "$mark" ]]; }
+is_marked() { [[ -f $1/.made-by && $(<"$1/.made-by") == "$mark" ]]; }
 is_free() { [[ ! -e $1 && ! -L $1 ]] || [[ -d $1 && -z $(ls -A -- "$1") ]]; }
-make_ours() { mkdir -p -- "$1" && echo "$mark" >"$1/.made-by"; }
+create_marked() { mkdir -p -- "$1" && echo "$mark" >"$1/.made-by"; }
 
-# check_ours PATH: exit if PATH exists and was not created by this script.
-check_ours() {
-    is_free "$1" || is_ours "$1" || fail "$1 was not made by this script, which would replace it: move it away, or name \
+# check_marked PATH: exit if PATH exists and was not created by this script.
+check_marked() {
+    is_free "$1" || is_marked "$1" || fail "$1 was not made by this script, which would replace it: move it away, or name \
 another --output (output of earlier versions has no .made-by file: remove it by hand)"
 }
 
@@ -32,10 +32,10 @@ begin_stages() {
     mkdir -p -- "$output" || fail "--output $output: cannot be created; name another folder"
     output=$(cd -- "$output" && pwd) # normalised: the digests in the stamps depend on the path
     for name in stages logs "$@"; do
-        check_ours "$output/$name"
+        check_marked "$output/$name"
     done
     for name in summary.json report.html; do
-        [[ ! -e $output/$name ]] || is_ours "$output/stages" || fail "$output/$name was not made by this script, which \
+        [[ ! -e $output/$name ]] || is_marked "$output/stages" || fail "$output/$name was not made by this script, which \
 would replace it: move it away, or name another --output"
     done
     if ((fresh)); then
@@ -44,8 +44,8 @@ would replace it: move it away, or name another --output"
         done
         rm -f -- "$output"/{summary.json,report.html}
     fi
-    make_ours "$output/stages"
-    make_ours "$output/logs"
+    create_marked "$output/stages"
+    create_marked "$output/logs"
 }
 
 # stage NAME COMMAND...: skipped if it finished before with the same command and no earlier stage was run again.
@@ -59,9 +59,9 @@ stage() {
     fi
     earlier_ran=1
     echo "== $name"
-    check_ours "$output/$name"
+    check_marked "$output/$name"
     rm -rf -- "$stamp" "${output:?}/$name"
-    make_ours "$output/$name"
+    create_marked "$output/$name"
     if ! "$@" 2>&1 | tee "$output/logs/$name.log"; then
         echo "$name failed; its log is $output/logs/$name.log" >&2
         exit 1

@@ -1,4 +1,4 @@
-"""Bounds of a number that a user sets."""
+"""Bounds of numeric flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST_FLOAT, LARGEST_INTEGER = 1e15, 2**31 - 1  # where a flag has no bound of its own
+LARGEST_FLOAT, LARGEST_INTEGER = 1e15, 2**31 - 1  # for flags without a bound of their own
 SMALLEST_FLOAT32 = 1.1754943508222875e-38
 
 
@@ -15,7 +15,7 @@ class Bounds:
     """Range of a number; None: unbounded on that side.
 
     Attributes:
-        finite: False: inf is allowed too, whatever at_most is, and means no limit; NaN never is.
+        finite: False: inf is allowed too, whatever at_most is, and means no limit; NaN is never allowed.
     """
 
     at_least: float | None = None
@@ -24,8 +24,8 @@ class Bounds:
     at_most: float | None = None
     finite: bool = True
 
-    def broken_rule(self, number: Any) -> str:
-        """The rule that a number breaks, or ""; floats end up in float32 tensors, integers are multiplied in int64."""
+    def violation(self, number: Any) -> str:
+        """The bound that a number violates, or "". Values must fit float32 tensors, and products of integers int64."""
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return ""
         if not self.finite and number == math.inf:

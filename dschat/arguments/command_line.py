@@ -16,7 +16,7 @@ from transformers import HfArgumentParser
 
 from dschat.arguments.flags import invalid_values, out_of_bounds, with_defaults, without_effect
 from dschat.arguments.secrets import redacted
-from dschat.arguments.yaml_config import YamlFlags, read_yaml_flags, shown, unknown_flag
+from dschat.arguments.yaml_config import YamlFlags, format_value, read_yaml_flags, unknown_flag
 from dschat.distributed.terminal import printable
 
 Settings = TypeVar("Settings")
@@ -41,7 +41,7 @@ class SuiteParser(HfArgumentParser):
 
     def __init__(self, groups: Sequence[type], **kwargs: Any):
         self.mistakes: list[str] = []
-        self.locate: Callable[[Sequence[str]], Sequence[str]] = list  # adds where a flag was set
+        self.add_locations: Callable[[Sequence[str]], Sequence[str]] = list  # of flags that a file sets
         super().__init__(groups, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
@@ -49,7 +49,7 @@ class SuiteParser(HfArgumentParser):
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
             reason = error.message if len(arg_string) <= 200 and arg_string.isprintable() else "cannot be read"
-            self.mistakes.append(f"{action.option_strings[0]} {shown(arg_string)}: {reason}")
+            self.mistakes.append(f"{action.option_strings[0]} {format_value(arg_string)}: {reason}")
             return action.default
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -57,7 +57,7 @@ class SuiteParser(HfArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError:
             choices = ", ".join(map(str, action.choices))
-            self.mistakes.append(f"{action.option_strings[0]} {shown(value)}: choose one of {choices}")
+            self.mistakes.append(f"{action.option_strings[0]} {format_value(value)}: choose one of {choices}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         values = super()._get_values(action, arg_strings)
@@ -73,7 +73,7 @@ class SuiteParser(HfArgumentParser):
         HfArgumentParser._parse_dataclass_field(parser, plain)
 
     def error(self, message: str) -> None:
-        raise_together(self.locate([*self.mistakes, message]))
+        raise_mistakes(self.add_locations([*self.mistakes, message]))
 
     def flags(self) -> dict[str, argparse.Action]:
         return {
@@ -104,29 +104,32 @@ def parse(
     argv = list(sys.argv[1:] if argv is None else argv)
     groups = group_types(settings)
     parser = SuiteParser(tuple(groups.values()), description=description)
-    parser.add_argument("--config", default=None, help="YAML file of flags (without the dashes); flags given here win")
-    path = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    path.add_argument("--config", nargs="?")  # a missing value is reported by the main parser
-    config = path.parse_known_args(argv)[0].config
-    file = read_yaml_flags(Path(config), parser.flags()) if config else YamlFlags([], {}, [])
-    parser.mistakes += file.mistakes
-    locate = partial(file.with_locations, argv=argv)
-    parser.locate, argv = locate, file.arguments + argv
+    parser.add_argument(
+        "--config", default=None, help="YAML file of flags (without the dashes); flags on the command line override it"
+    )
+    config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    config_parser.add_argument("--config", nargs="?")  # a missing value is reported by the main parser
+    config = config_parser.parse_known_args(argv)[0].config
+    yaml_flags = read_yaml_flags(Path(config), parser.flags()) if config else YamlFlags([], {}, [])
+    parser.mistakes += yaml_flags.mistakes
+    add_locations = partial(yaml_flags.with_locations, argv=argv)
+    parser.add_locations, argv = add_locations, yaml_flags.arguments + argv
 
     *parsed, extra, unparsed = parser.parse_args_into_dataclasses(
         argv, return_remaining_strings=True, look_for_args_file=False
     )
-    del extra  # the namespace that holds --config
+    del extra  # the namespace with --config
     mistakes = parser.mistakes + [parser.unknown(word[2:].split("=")[0]) for word in unparsed if word.startswith("--")]
     if unparsed and not unparsed[0].startswith("--"):
-        mistakes.append(f"{unparsed[0]}: belongs to no flag")
+        mistakes.append(f"{unparsed[0]}: does not belong to any flag")
     invalid = {field.name for group in parsed for field, _, _ in invalid_values(group)}
     mistakes += [line for group in parsed for line in out_of_bounds(group)]
-    parsed = [with_defaults(group, invalid) for group in parsed]  # so that invalid values break no later check
+    parsed = [with_defaults(group, invalid) for group in parsed]  # later checks need valid values
     result = settings(**dict(zip(groups, parsed, strict=True)))
-    further = [line for group in parsed for line in group.problems()] + (check(result) if check is not None else [])
-    mistakes += [line for line in further if invalid.isdisjoint(re.findall(r"--(\w+)", line))]  # others are reported
-    raise_together(locate(mistakes))
+    problems = [line for group in parsed for line in group.problems()] + (check(result) if check is not None else [])
+    # Problems of flags with an invalid value are consequences of it, which is reported already.
+    mistakes += [line for line in problems if invalid.isdisjoint(re.findall(r"--(\w+)", line))]
+    raise_mistakes(add_locations(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
         for line in without_effect(parsed) + (warn(result) if warn else []):
             print(printable(redacted(f"warning: {line}")), file=sys.stderr)
@@ -139,7 +142,7 @@ def group_types(settings: type) -> dict[str, type]:
     return {field.name: hints[field.name] for field in dataclasses.fields(settings)}
 
 
-def raise_together(mistakes: Sequence[str]) -> None:
+def raise_mistakes(mistakes: Sequence[str]) -> None:
     """Raise one SettingsError (a ValueError) that lists all mistakes, if there are any."""
     if mistakes:
         count = f"{len(mistakes)} mistakes" if len(mistakes) > 1 else "1 mistake"
@@ -149,7 +152,7 @@ def raise_together(mistakes: Sequence[str]) -> None:
 
 
 @contextmanager
-def settings_of_user() -> Iterator[None]:
+def as_settings_errors() -> Iterator[None]:
     """Convert a ValueError inside, raised alike on every rank, to a SettingsError."""
     try:
         yield

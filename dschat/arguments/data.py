@@ -7,7 +7,7 @@ from dschat.arguments.flags import flag
 from dschat.arguments.run import unwritable
 
 COLUMN_HELP = "Column that contains"
-COLUMN_DEFAULT = "Default: found by its usual names."
+COLUMN_DEFAULT = "Default: detected by its usual names."
 
 
 @dataclass

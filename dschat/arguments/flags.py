@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 from dschat.arguments.bounds import Bounds
-from dschat.arguments.text_rules import broken_text_rule
-from dschat.arguments.yaml_config import shown
+from dschat.arguments.text_rules import text_problem
+from dschat.arguments.yaml_config import format_value
 
 ResumePolicy = Literal["apply", "refuse", "ignore"]
 
@@ -49,8 +49,8 @@ def subset(group: type, name: str, *, keep: Sequence[str]) -> type:
 
 
 def out_of_bounds(group: Any) -> list[str]:
-    """A line for each value of the group that violates the bounds of its flag(), fits no tensor or cannot be a path."""
-    return [f"--{field.name} {shown(value)}: {rule}" for field, value, rule in invalid_values(group)]
+    """A line for each invalid value of the group: out of the bounds of its flag(), or no valid text or path."""
+    return [f"--{field.name} {format_value(value)}: {rule}" for field, value, rule in invalid_values(group)]
 
 
 def invalid_values(group: Any) -> Iterator[tuple[dataclasses.Field, Any, str]]:
@@ -59,9 +59,9 @@ def invalid_values(group: Any) -> Iterator[tuple[dataclasses.Field, Any, str]]:
         values = vars(group)[field.name]
         for value in values if isinstance(values, list) else [values]:
             if isinstance(value, str):
-                rule = "" if value == field.default else broken_text_rule(value)
+                rule = "" if value == field.default else text_problem(value)
             else:
-                rule = field.metadata["bounds"].broken_rule(value)
+                rule = field.metadata["bounds"].violation(value)
                 rule = f"must be {rule}" if rule else ""
             if rule:
                 yield field, value, rule
@@ -81,10 +81,10 @@ def without_effect(groups: Sequence[Any]) -> list[str]:
     lines = []
     for field in (field for group in groups for field in _flags_of(group)):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        needed = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
-        met = any(str(values[name]) == value if value else values[name] for name, _, value in needed)
-        if needed and values[field.name] != default and not met:
-            ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in needed)
+        alternatives = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
+        satisfied = any(str(values[name]) == value if value else values[name] for name, _, value in alternatives)
+        if alternatives and values[field.name] != default and not satisfied:
+            ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in alternatives)
             lines.append(f"--{field.name} {values[field.name]} has no effect without {ways}")
     return lines
 

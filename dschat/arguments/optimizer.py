@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
 
-LARGEST_RATE = 10.0  # of learning and of weight decay
+LARGEST_RATE = 10.0  # of learning rates and weight decays
 LORA_FLAGS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 
 
@@ -32,7 +32,7 @@ class OptimizerArguments:
 
     def problems(self) -> list[str]:
         if self.lr_scheduler_type == "constant" and self.num_warmup_steps:
-            return ["--lr_scheduler_type constant ignores --num_warmup_steps: take constant_with_warmup"]
+            return ["--lr_scheduler_type constant ignores --num_warmup_steps: use constant_with_warmup"]
         return []
 
 

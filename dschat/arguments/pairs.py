@@ -7,21 +7,22 @@ from dschat.arguments.data import DataArguments
 from dschat.arguments.flags import flag, subset
 from dschat.arguments.run import DeviceArguments, RunArguments
 
-_NOT_OF_PROMPTS = ("response_column", "margin_column", "text_column", "add_eot_token")
+_UNUSED_FOR_PROMPTS = ("response_column", "margin_column", "text_column", "add_eot_token")
 
 
 PromptDataArguments = subset(
     DataArguments, "PromptDataArguments",
-    keep=[field.name for field in fields(DataArguments) if field.name not in _NOT_OF_PROMPTS],
+    keep=[field.name for field in fields(DataArguments) if field.name not in _UNUSED_FOR_PROMPTS],
 )  # fmt: skip
 PairDeviceArguments = subset(DeviceArguments, "PairDeviceArguments", keep=["dtype", "deterministic"])
-_Folder = subset(
-    RunArguments, "_Folder", keep=["output_dir", "seed", "collective_timeout", "rendezvous_timeout", "local_rank"]
+_OutputArguments = subset(
+    RunArguments, "_OutputArguments",
+    keep=["output_dir", "seed", "collective_timeout", "rendezvous_timeout", "local_rank"],
 )
 
 
 @dataclass
-class PairRunArguments(_Folder):
+class PairRunArguments(_OutputArguments):
     """Output and resume; nothing is trained, so no other flags of a run apply."""
 
     _argument_group_name: ClassVar[str] = "run"

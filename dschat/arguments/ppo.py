@@ -17,7 +17,7 @@ BY_ALGORITHM = "Default: by --algorithm."
 class PPOArguments:
     """Policy gradients: PPO (Schulman et al. 2017, arXiv:1707.06347) and its critic-free relatives.
 
-    Fields that are None take the default of the algorithm or of the policy loss.
+    Fields that are None get the default of the algorithm or of the policy loss.
     """
 
     _argument_group_name: ClassVar[str] = "algorithm"
@@ -237,31 +237,31 @@ class PPOArguments:
     def problems(self) -> list[str]:
         problems = []
         if (self.unsup_coef > 0) != bool(self.unsupervised_dataset_name):
-            problems.append("--unsup_coef and --unsupervised_dataset_name: give both or neither")
+            problems.append("--unsup_coef and --unsupervised_dataset_name: set both or neither")
         if ALGORITHMS[self.algorithm].compares_group and self.num_samples_per_prompt < 2:
             problems.append(
                 f"--algorithm {self.algorithm} compares responses to one prompt, but --num_samples_per_prompt is "
-                f"{self.num_samples_per_prompt}: give 2 or more"
+                f"{self.num_samples_per_prompt}: set it to 2 or more"
             )
         if self.dynamic_sampling and self.num_samples_per_prompt < 2:
             problems.append(
-                "--dynamic_sampling asks for responses to one prompt that score differently: "
-                "give --num_samples_per_prompt 2 or more"
+                "--dynamic_sampling compares the scores of responses to one prompt: "
+                "set --num_samples_per_prompt to 2 or more"
             )
         if self.actor_freeze_steps and not self.trains_critic:
             problems.append(
-                f"--actor_freeze_steps {self.actor_freeze_steps}: --algorithm {self.algorithm} has no critic, so that "
-                "nothing would be trained: drop it, or take --algorithm ppo"
+                f"--actor_freeze_steps {self.actor_freeze_steps}: --algorithm {self.algorithm} has no critic, so "
+                "nothing would be trained: remove it, or use --algorithm ppo"
             )
         if 0 < self.dual_clip <= 1:
-            problems.append(f"--dual_clip {self.dual_clip}: bounds ratios from above, so give more than 1; 3 is usual")
+            problems.append(f"--dual_clip {self.dual_clip}: must be above 1, as an upper bound of ratios; 3 is usual")
         if self.kl_target and not self.kl_coef:
-            problems.append("--kl_target adapts --kl_coef, which is 0: give a coefficient to start from")
+            problems.append("--kl_target adapts --kl_coef, which is 0: set an initial coefficient")
         if self.ref_refresh_interval and not self.needs_reference:
-            problems.append("--ref_refresh_interval, but --kl_coef 0 builds no reference model: give a coefficient")
+            problems.append("--ref_refresh_interval: there is no reference model with --kl_coef 0; set a coefficient")
         if self.rollout_correction.endswith("mis") and self.rollout_correction_floor >= self.rollout_correction_cap:
             problems.append(
                 f"--rollout_correction_floor {self.rollout_correction_floor} is not below --rollout_correction_cap "
-                f"{self.rollout_correction_cap}: nothing would be left between them"
+                f"{self.rollout_correction_cap}: every weight would be masked"
             )
         return problems

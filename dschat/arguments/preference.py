@@ -7,6 +7,7 @@ from dschat.arguments.flags import flag
 from dschat.arguments.models import DROPOUT_HELP, ModelArguments
 from dschat.arguments.optimizer import LARGEST_RATE
 
+# `needs` values: the losses that each flag applies to.
 WITH_REFERENCE = tuple(f"preference_loss={name}" for name in ("dpo", "ipo", "hinge", "robust", "kto"))
 WITH_SUMS = WITH_REFERENCE[:-1]
 WITH_SFT = (*WITH_SUMS, "preference_loss=simpo")
@@ -28,7 +29,7 @@ class PolicyArguments(ModelArguments):
 
 @dataclass
 class PreferenceArguments:
-    """The preference loss; it is of pairs, or of single labelled responses (kto)."""
+    """The preference loss, on pairs or on single labelled responses (kto)."""
 
     _argument_group_name: ClassVar[str] = "preferences"
     preference_loss: Literal["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"] = flag(
@@ -102,7 +103,7 @@ class PreferenceArguments:
         return self.preference_loss in ("simpo", "orpo")
 
     @property
-    def takes_means(self) -> bool:
+    def uses_mean_logprobs(self) -> bool:
         """Whether the loss uses mean log-probs per token instead of their sums."""
         if self.reference_free or self.length_normalized is None:
             return self.reference_free or self.preference_loss == "ipo"
@@ -113,6 +114,6 @@ class PreferenceArguments:
         if self.reference == "adapters_off" and self.ref_model_name_or_path:
             problems.append(
                 f"--ref_model_name_or_path {self.ref_model_name_or_path}, but with --reference adapters_off the model "
-                "itself is the reference: drop one of them"
+                "itself is the reference: remove one of them"
             )
         return problems

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dschat.arguments.flags import flag
-from dschat.arguments.run import LONGEST_WAIT
+from dschat.arguments.run import MAX_TIMEOUT
 
 
 @dataclass
@@ -24,7 +24,7 @@ class RewardArguments:
         "Timeout of a function or service for one batch, in seconds, and how long an unavailable service is "
         "retried; inf: no limit.",
         above=0,
-        at_most=LONGEST_WAIT,
+        at_most=MAX_TIMEOUT,
         finite=False,
         needs=["reward"],
         on_resume="apply",

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
 
-LONGEST_WAIT = 1e8  # seconds, 3 years; timers of the system overflow somewhere above it
+MAX_TIMEOUT = 1e8  # seconds, 3 years; system timers overflow above it
 
 
 @dataclass
@@ -71,17 +71,17 @@ class RunArguments:
     )
     collective_timeout: float = flag(
         1800.0,
-        "Seconds without a sign of life of a rank, or without progress of all ranks, before the run ends "
+        "Seconds without a heartbeat of a rank, or without progress of any rank, before the run ends "
         "with a report.",
         above=0,
-        at_most=LONGEST_WAIT,
+        at_most=MAX_TIMEOUT,
         on_resume="apply",
     )
     rendezvous_timeout: float = flag(
         600.0,
         "Seconds to wait for all ranks at the start, before the run ends and names the missing ones.",
         above=0,
-        at_most=LONGEST_WAIT,
+        at_most=MAX_TIMEOUT,
         on_resume="apply",
     )
     resume_anyway: bool = flag(False, "Resume even if flags that identify the run have changed.", on_resume="ignore")
@@ -99,7 +99,7 @@ class RunArguments:
     def problems(self) -> list[str]:
         problems = []
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
-            problems.append(f"--resume {self.resume}: wants auto, never, or the folder of a checkpoint")
+            problems.append(f"--resume {self.resume}: must be auto, never, or the folder of a checkpoint")
         problems += unwritable("--output_dir", self.output_dir)
         return problems + unwritable("--tensorboard_path", self.tensorboard_path)
 
@@ -108,13 +108,13 @@ def unwritable(flag: str, folder: str | None) -> list[str]:
     """Why a folder cannot be created or written to. Creates nothing, since other settings may be invalid."""
     if folder is None:
         return []
-    if folder.startswith("~"):  # the shell expands it after a space, and not after =
-        return [f"{flag} {folder}: the shell has not expanded the ~: write {flag} and {folder} with a space between"]
+    if folder.startswith("~"):  # the shell expands it after a space, but not after =
+        return [f"{flag} {folder}: the shell does not expand ~ after =: write {flag} {folder}"]
     existing = Path(folder)
     while not os.path.lexists(existing):
         existing = existing.parent
     if not existing.is_dir():
-        reason = f"{existing} is no folder"
+        reason = f"{existing} is not a folder"
     elif not os.access(existing, os.W_OK | os.X_OK):
         reason = f"no permission to write into {existing}, or it is mounted read-only"
     else:
@@ -146,7 +146,7 @@ class DeviceArguments:
 
         problems = []
         if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
-            problems.append("--dtype fp16: a CPU cannot train in it; take bf16 or fp32")
+            problems.append("--dtype fp16: not supported on a CPU: use bf16 or fp32")
         if self.deepspeed_config:
             problems += override_problems(self.deepspeed_config, dtype=self.dtype, offload=self.offload)
         return problems

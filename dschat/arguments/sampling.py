@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from dschat.arguments.flags import flag
 from dschat.arguments.models import TRUST_HELP
-from dschat.arguments.run import LONGEST_WAIT
+from dschat.arguments.run import MAX_TIMEOUT
 
 
 @dataclass
@@ -50,7 +50,7 @@ class SamplingArguments:
         300.0,
         "Timeout of the judge for one batch, in seconds; inf: no limit.",
         above=0,
-        at_most=LONGEST_WAIT,
+        at_most=MAX_TIMEOUT,
         finite=False,
         needs=["judge"],
         on_resume="apply",
@@ -81,7 +81,7 @@ class PairArguments(SamplingArguments):
     trust_remote_code: bool = flag(False, TRUST_HELP, on_resume="apply")
 
     def problems(self) -> list[str]:
-        needed = [] if self.model_name_or_path else ["--model_name_or_path: is needed"]
+        needed = [] if self.model_name_or_path else ["--model_name_or_path: is required"]
         return needed + super().problems()
 
 

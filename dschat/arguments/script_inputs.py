@@ -1,6 +1,6 @@
 """Validate arguments of the programs in scripts/: numbers, files, folders. Errors print one message, exit status 2.
 
-The types are for argparse, whose message has the flag. No import of torch.
+The types are for argparse, which adds the flag to their messages. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments.strict_json import parse_json, read_json_file
-from dschat.arguments.text_rules import broken_path_rule
+from dschat.arguments.text_rules import path_problem
 
 MISTAKE = 2  # exit status, as in argparse
 PORTS = {"at_least": 0, "at_most": 65535}
-LARGEST = 1e12  # of a number without a bound of its own
+LARGEST = 1e12  # bound of numbers without a bound of their own
 SEEDS = {"at_least": 0, "at_most": 2**63 - 1}
 
 
@@ -38,7 +38,7 @@ def exit_on_mistake(program: str) -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except (ValueError, OSError) as mistake:
-        print(f"{program}: {_described(mistake)}", file=sys.stderr, flush=True)
+        print(f"{program}: {_message(mistake)}", file=sys.stderr, flush=True)
         raise SystemExit(MISTAKE) from mistake
 
 
@@ -47,9 +47,9 @@ def number_type(
 ) -> Callable[[str], Any]:
     """An argparse type: a finite number within bounds. kind: int or float."""
 
-    def read(text: str) -> Any:
+    def parse(text: str) -> Any:
         try:
-            value = kind(text if text.isascii() else "")  # digits of other scripts are rather a mistake
+            value = kind(text if text.isascii() else "")  # int() also accepts digits of other scripts
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r:.100} is not {expected}") from None
@@ -67,7 +67,7 @@ def number_type(
             raise argparse.ArgumentTypeError(f"{text:.100}: must be {' and '.join(rules)}")
         return value
 
-    return read
+    return parse
 
 
 def existing_file(text: str) -> Path:
@@ -85,7 +85,7 @@ def existing_folder(text: str) -> Path:
     _check_path(text)
     path = Path(text)
     if not text or not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is no folder" if text and path.exists()
+        raise argparse.ArgumentTypeError(f"{text!r} is not a folder" if text and path.exists()
                                          else f"there is no folder {text!r}")  # fmt: skip
     return path
 
@@ -95,7 +95,7 @@ def new_file(text: str) -> Path:
     _check_path(text)
     path = Path(text)
     if not text or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text else "names no file")
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file" if text else "is empty; name a file")
     _check_writable(path.parent, text)
     return path
 
@@ -104,7 +104,7 @@ def new_folder(text: str) -> Path:
     """An argparse type: a folder to write to, which exists or can be created."""
     _check_path(text)
     if not text:
-        raise argparse.ArgumentTypeError("names no folder")
+        raise argparse.ArgumentTypeError("is empty; name a folder")
     _check_writable(Path(text), text)
     return Path(text)
 
@@ -126,7 +126,7 @@ def read_json_lines(path: Path, *, fields: Sequence[str] = ()) -> list[dict[str,
             raise ValueError(f"{path}:{number}: {error}") from error
         missing = [name for name in fields if not isinstance(row, dict) or name not in row]
         if missing or not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: wants a JSON object with {', '.join(fields) or 'fields'}")
+            raise ValueError(f"{path}:{number}: must be a JSON object with {', '.join(fields) or 'fields'}")
         rows.append(row)
     return rows
 
@@ -141,7 +141,7 @@ def unicode_text(text: str) -> str:
 
 
 def _check_path(text: str) -> None:
-    if text and (rule := broken_path_rule(text)):
+    if text and (rule := path_problem(text)):
         raise argparse.ArgumentTypeError(f"{text!r:.200} {rule}")
 
 
@@ -150,10 +150,10 @@ def _check_writable(folder: Path, text: str) -> None:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: {folder} is no folder that can be written")
+        raise argparse.ArgumentTypeError(f"{text!r}: {folder} is not a writable folder")
 
 
-def _described(mistake: Exception) -> str:
+def _message(mistake: Exception) -> str:
     if isinstance(mistake, OSError) and mistake.filename is not None and mistake.strerror:
         return f"{mistake.filename}: {mistake.strerror}"
     return str(mistake)

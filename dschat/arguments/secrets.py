@@ -18,7 +18,7 @@ _SECRET_WORDS = {
     "pwd", "auth", "authorization", "sig", "signature", "credential", "credentials", "jwt", "bearer", "session",
     "sessionid",
 }  # fmt: skip
-# Opaque values: long runs of letters and digits, unlike names, short words and versions.
+# Opaque values: long runs of letters and digits, which names, short words and versions do not have.
 _OPAQUE = re.compile(r"[A-Za-z0-9]{24}|(?=[A-Za-z]*[0-9])(?=[0-9]*[A-Za-z])[A-Za-z0-9]{16}")
 
 
@@ -48,6 +48,7 @@ def _redacted_address(address: str) -> str:
 
 
 def _redacted_parameter(match: re.Match[str]) -> str:
-    words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}  # max_tokens and tokenizer are not secret
-    secret = match["value"] and (words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
+    # Whole words: max_tokens and tokenizer are not secret.
+    name_words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}
+    secret = match["value"] and (name_words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
     return f"{match['name']}={HIDDEN if secret else match['value']}"

@@ -1,4 +1,4 @@
-"""JSON that a user gives, parsed strictly: every error is a ValueError."""
+"""Strict parsing of JSON input: every error is a ValueError."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-LARGEST_FILE = 256 << 20  # bytes of a JSON file that is read as a whole
-DEEPEST = 100  # lists and objects within each other; readers of the result are recursive
-TOO_DEEP = f"not valid JSON (nested deeper than {DEEPEST} levels)"
-_LONGEST_INTEGER = 308  # digits; more are beyond float64
+MAX_FILE_BYTES = 256 << 20  # of a JSON file that is read as a whole
+MAX_DEPTH = 100  # of nested lists and objects; code that reads the result is recursive
+TOO_DEEP = f"not valid JSON (nested deeper than {MAX_DEPTH} levels)"
+_MAX_INTEGER_DIGITS = 308  # more are beyond float64
 
 
 class NumberTooLarge(ValueError):
@@ -17,16 +17,16 @@ class NumberTooLarge(ValueError):
 
 
 def parse_json(text: bytes | str, *, constants: bool = False, unique_keys: bool = False) -> Any:
-    """The value that a JSON text holds.
+    """Parse a JSON text.
 
     Args:
         text: bytes are UTF-8, with or without a byte order mark.
-        constants: NaN, Infinity and numbers beyond float64 such as 1e400 may occur.
+        constants: allow NaN, Infinity and numbers beyond float64 such as 1e400.
         unique_keys: refuse an object that has a key twice; the last one wins otherwise.
 
     Raises:
-        ValueError: not JSON, nested deeper than DEEPEST, numbers beyond float64, or a string that is no Unicode text.
-            The message is one line, and does not name a file.
+        ValueError: not JSON, nested deeper than MAX_DEPTH, numbers beyond float64, or not valid Unicode.
+            The message is one line, without a file name.
     """
     if isinstance(text, bytes):
         text = _decoded(text)
@@ -43,7 +43,7 @@ def parse_json(text: bytes | str, *, constants: bool = False, unique_keys: bool 
 
 
 def json_decoder(*, constants: bool = False, unique_keys: bool = False) -> json.JSONDecoder:
-    """The decoder of `parse_json`, for text that is read piece by piece: what it gives still needs `check_value`."""
+    """The decoder of `parse_json`, for text that is read in pieces; pass its results to `check_value`."""
     hooks: dict[str, Any] = {"parse_int": _integer}
     if not constants:
         hooks |= {"parse_constant": _refuse_constant, "parse_float": _finite}
@@ -53,10 +53,10 @@ def json_decoder(*, constants: bool = False, unique_keys: bool = False) -> json.
 
 
 def check_value(value: Any, text: str) -> None:
-    """Raise ValueError if a value is nested too deep or holds no Unicode text.
+    """Raise ValueError if a value is nested too deep or contains a string that is not valid Unicode.
 
     Args:
-        text: what it was decoded from.
+        text: the JSON text of the value.
     """
     _check_depth(value, text)
     _check_strings(value, text)
@@ -65,14 +65,14 @@ def check_value(value: Any, text: str) -> None:
 def read_json_file(path: str | Path, *, constants: bool = False, unique_keys: bool = False) -> Any:
     """The content of a JSON file; the arguments are those of `parse_json`.
 
-    Raises: ValueError of one line that names the file, also where it cannot be read.
+    Raises: ValueError of one line with the file name, also if it cannot be read.
     """
     path = Path(path)
     try:
         if path.is_dir():
             raise ValueError("is a folder; name a file")
-        if path.stat().st_size > LARGEST_FILE:
-            raise ValueError(f"has more than {LARGEST_FILE >> 20} MiB")
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ValueError(f"has more than {MAX_FILE_BYTES >> 20} MiB")
         return parse_json(path.read_bytes(), constants=constants, unique_keys=unique_keys)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
@@ -81,26 +81,26 @@ def read_json_file(path: str | Path, *, constants: bool = False, unique_keys: bo
 
 
 def read_json_object(path: str | Path, *, constants: bool = False, unique_keys: bool = False) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises: as `read_json_file`, also where it holds something else."""
+    """Load a JSON file that contains an object. Raises: as `read_json_file`, also if it contains another type."""
     value = read_json_file(path, constants=constants, unique_keys=unique_keys)
     if not isinstance(value, dict):
-        raise ValueError(f"{path}: wants a JSON object, not {kind_of(value)}")
+        raise ValueError(f"{path}: must be a JSON object, not {kind_of(value)}")
     return value
 
 
 def kind_of(value: Any) -> str:
-    """JSON name of the type of a value."""
+    """Name of the JSON type of a value, for messages."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
 
 
 def _check_depth(value: Any, text: str) -> None:
-    if text.count("[") + text.count("{") <= DEEPEST:
+    if text.count("[") + text.count("{") <= MAX_DEPTH:
         return
     level, depth = [value], 0
     while level:
         depth += 1
-        if depth > DEEPEST + 1:  # the last level holds no lists or objects
+        if depth > MAX_DEPTH + 1:  # the last level contains scalars only
             raise ValueError(TOO_DEEP)
         inner = [item for item in level if isinstance(item, (dict, list))]
         level = [part for item in inner for part in (item.values() if isinstance(item, dict) else item)]
@@ -112,11 +112,11 @@ def _decoded(content: bytes) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         column = error.start - (content.rfind(b"\n", 0, error.start) + 1) + 1
-        raise ValueError(f"not valid JSON (no UTF-8 at line {line}, byte {column} of it: save it as UTF-8)") from error
+        raise ValueError(f"not valid JSON (invalid UTF-8 at line {line}, byte {column}: save it as UTF-8)") from error
 
 
 def _check_strings(value: Any, text: str) -> None:
-    """Half of a surrogate pair is valid JSON but no text: neither tokenizer nor Arrow takes it."""
+    """Half of a surrogate pair is valid JSON, but tokenizers and Arrow reject it."""
     if "\\u" not in text:
         return
     try:
@@ -126,7 +126,7 @@ def _check_strings(value: Any, text: str) -> None:
 
 
 def _integer(digits: str) -> int:
-    if len(digits.lstrip("-")) > _LONGEST_INTEGER:
+    if len(digits.lstrip("-")) > _MAX_INTEGER_DIGITS:
         raise NumberTooLarge(f"an integer of {len(digits.lstrip('-'))} digits is beyond float64")
     return int(digits)
 
@@ -139,7 +139,7 @@ def _finite(digits: str) -> float:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"not valid JSON ({name} is no JSON number)")
+    raise ValueError(f"not valid JSON ({name} is not a JSON number)")
 
 
 def _object_of_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

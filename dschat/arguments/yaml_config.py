@@ -1,4 +1,4 @@
-"""The YAML file of --config: one level of flags, each named once, with values that a command line could hold."""
+"""The YAML file of --config: a flat mapping of flags, each set once, to values as on a command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LARGEST = 1 << 20  # bytes; a file of flags has a few hundred
 
 
 class YamlFlags(NamedTuple):
-    """What a file sets."""
+    """The flags that a file sets."""
 
     arguments: list[str]  # the equivalent command line
     locations: dict[str, str]  # flag → "file:line"
-    mistakes: list[str]  # a line each
+    mistakes: list[str]  # one line each
 
     def with_locations(self, mistakes: Sequence[str], argv: Sequence[str]) -> list[str]:
-        """The mistakes, with file and line added to those that begin with a flag which the file alone has set."""
+        """The mistakes; file and line are added to those about flags that are set in the file and not in argv."""
         on_command_line = {word[2:].partition("=")[0] for word in argv if word.startswith("--")}
         locations = {flag: location for flag, location in self.locations.items() if flag not in on_command_line}
         matches = [re.match(r"(?:argument )?--(\w+)", mistake) for mistake in mistakes]
@@ -44,8 +44,8 @@ def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
         if root is None:
             return YamlFlags([], {}, [])
         if not isinstance(root, yaml.MappingNode):
-            raise ValueError(f"--config {path}: wants lines of the form `flag: value`")
-        mistakes = _repeated(root, path)
+            raise ValueError(f"--config {path}: must contain lines of the form `flag: value`")
+        mistakes = _repeated_flags(root, path)
         _merge_anchors(loader, root, path)
     except ValueError as error:
         return YamlFlags([], {}, [str(error)])
@@ -53,7 +53,7 @@ def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
     for key, value in root.value:
         location = f"{path}:{key.start_mark.line + 1}"
         try:
-            arguments += _flag_arguments(_name(key), loader, value, flags)
+            arguments += _flag_arguments(_flag_name(key), loader, value, flags)
             locations[key.value] = location
         except ValueError as error:
             mistakes.append(f"--config {location}: {error}")
@@ -61,14 +61,14 @@ def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
 
 
 def unknown_flag(name: str, flags: Mapping[str, Action]) -> str:
-    """The message for a flag that is none, with the nearest that is one."""
+    """The message for an unknown flag, with the closest existing one."""
     near = difflib.get_close_matches(name[:100], flags, n=1)
     hint = f": did you mean --{near[0]}?" if near else "; --help lists them"
-    return f"--{shown(name)} is no flag of this step{hint}"
+    return f"--{format_value(name)} is not a flag of this step{hint}"
 
 
-def shown(value: Any) -> str:
-    """A value in a message: on one line, and of a length that a line can hold."""
+def format_value(value: Any) -> str:
+    """A value for a message: on one line, shortened to about 100 characters if it is longer than 200."""
     text = str(value)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 200 else f"{text[:100]}… ({len(text)} characters)"
@@ -100,14 +100,14 @@ def _yaml_mistake(path: Path, error: yaml.YAMLError) -> str:
     return f"--config {path}{f':{mark.line + 1}' if mark else ''}: not readable as YAML ({reason})"
 
 
-def _repeated(root: yaml.MappingNode, path: Path) -> list[str]:
-    seen: dict[str, int] = {}
+def _repeated_flags(root: yaml.MappingNode, path: Path) -> list[str]:
+    first_lines: dict[str, int] = {}
     mistakes = []
     for key, _ in root.value:
         line = key.start_mark.line + 1
-        if isinstance(key, yaml.ScalarNode) and seen.setdefault(key.value, line) != line:
-            mistakes.append(f"--config {path}:{line}: --{shown(key.value)} is set a second time (first in line "
-                            f"{seen[key.value]}): keep one")  # fmt: skip
+        if isinstance(key, yaml.ScalarNode) and first_lines.setdefault(key.value, line) != line:
+            mistakes.append(f"--config {path}:{line}: --{format_value(key.value)} is set a second time (first in line "
+                            f"{first_lines[key.value]}): keep one")  # fmt: skip
     return mistakes
 
 
@@ -118,48 +118,48 @@ def _merge_anchors(loader: yaml.SafeLoader, root: yaml.MappingNode, path: Path) 
         raise ValueError(_yaml_mistake(path, error)) from error
 
 
-def _name(key: yaml.Node) -> str:
+def _flag_name(key: yaml.Node) -> str:
     if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
         text = key.value if isinstance(key, yaml.ScalarNode) else key.id
-        raise ValueError(f"{shown(text)} is no name of a flag: wants lines of the form `flag: value`")
+        raise ValueError(f"{format_value(text)} is not a flag name: write lines of the form `flag: value`")
     return key.value
 
 
 def _flag_arguments(name: str, loader: yaml.SafeLoader, node: yaml.Node, flags: Mapping[str, Action]) -> list[str]:
-    """`--name value …`, or nothing where the file leaves the value empty."""
+    """`--name value …`; [] if the value is empty."""
     action = flags.get(name)
     if name == "config":
-        raise ValueError("--config: a file of flags cannot name another; put the flags of both into one")
+        raise ValueError("--config: a file of flags cannot include another; merge both into one")
     if action is None or name == "help":
         raise ValueError(unknown_flag(name, {flag: a for flag, a in flags.items() if flag not in ("help", "config")}))
     if action.nargs == 0:
         raise ValueError(f"--{name}: takes no value; write `{action.dest}: false`")
     if isinstance(node, yaml.MappingNode):
-        raise ValueError(f"--{name}: wants a plain value, not a mapping")
+        raise ValueError(f"--{name}: must be a plain value, not a mapping")
     if not isinstance(node, yaml.SequenceNode):
-        text = _text(name, loader, node, action)
+        text = _argument_text(name, loader, node, action)
         return [] if text is None else [f"--{name}={text}"]
     if action.nargs not in ("+", "*"):
-        raise ValueError(f"--{name}: wants one value, not a list")
+        raise ValueError(f"--{name}: must be one value, not a list")
     if not all(isinstance(item, yaml.ScalarNode) for item in node.value):
-        raise ValueError(f"--{name}: wants a list of plain values, not lists or mappings within it")
-    texts = [_text(name, loader, item, action) for item in node.value]
+        raise ValueError(f"--{name}: must be a list of plain values, without nested lists or mappings")
+    texts = [_argument_text(name, loader, item, action) for item in node.value]
     if any(text is None or text.startswith("--") for text in texts):
         raise ValueError(f"--{name}: an item of the list is empty, or begins like a flag")
     return [f"--{name}", *map(str, texts)] if texts else []
 
 
-def _text(name: str, loader: yaml.SafeLoader, node: yaml.Node, action: Action) -> str | None:
+def _argument_text(name: str, loader: yaml.SafeLoader, node: yaml.Node, action: Action) -> str | None:
     try:
         value = loader.construct_object(node, deep=True)
     except (yaml.YAMLError, ValueError, TypeError, OverflowError, AttributeError) as error:
         reason = getattr(error, "problem", None) or str(error)
-        raise ValueError(f"--{name} {shown(node.value)}: cannot be read ({shown(reason)})") from error
+        raise ValueError(f"--{name} {format_value(node.value)}: cannot be read ({format_value(reason)})") from error
     if isinstance(value, (datetime.date, bytes)):
         kind = "a date" if isinstance(value, datetime.date) else "binary data"
-        raise ValueError(f"--{name} {shown(node.value)}: is {kind} in YAML; put text into quotes")
+        raise ValueError(f"--{name} {format_value(node.value)}: is {kind} in YAML; quote text")
     if isinstance(value, bool) and action.type is str:
-        raise ValueError(f"--{name} {node.value}: is true or false in YAML; put text into quotes")
+        raise ValueError(f"--{name} {node.value}: is true or false in YAML; quote text")
     if isinstance(value, str) and "\0" in value:
-        raise ValueError(f"--{name} {shown(value)}: holds a NUL character")
+        raise ValueError(f"--{name} {format_value(value)}: contains a NUL character")
     return None if value is None else str(value)

@@ -1,7 +1,7 @@
 """Move the files of an earlier run aside when a new run starts in its output folder, and restore them on resume.
 
 output_dir/checkpoints-before-1/     its checkpoints, metrics.jsonl, samples.jsonl, run.json and best model
-output_dir/history-before-2/         of a run without checkpoints: metrics.jsonl, samples.jsonl and run.json
+output_dir/history-before-2/         for a run without checkpoints: metrics.jsonl, samples.jsonl and run.json
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 STEP_FOLDER = re.compile(r"step-\d{8}(-update-\d{4})?")
 RECORDS = ("metrics.jsonl", "samples.jsonl", "run.json")
-WITH_CHECKPOINTS, WITHOUT = "checkpoints-before-", "history-before-"
+WITH_CHECKPOINTS, WITHOUT_CHECKPOINTS = "checkpoints-before-", "history-before-"
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -32,9 +32,9 @@ def move_aside(output_dir: str | Path) -> Path | None:
     if not saved and not _has_trained(output / "metrics.jsonl"):
         return None
     number = 1
-    while any((output / f"{name}{number}").exists() for name in (WITH_CHECKPOINTS, WITHOUT)):
+    while any((output / f"{name}{number}").exists() for name in (WITH_CHECKPOINTS, WITHOUT_CHECKPOINTS)):
         number += 1
-    aside = output / f"{WITH_CHECKPOINTS if saved else WITHOUT}{number}"
+    aside = output / f"{WITH_CHECKPOINTS if saved else WITHOUT_CHECKPOINTS}{number}"
     if saved:
         checkpoints.rename(aside)
     else:

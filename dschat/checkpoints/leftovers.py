@@ -1,4 +1,4 @@
-"""Remove files that a killed process left half written in an output folder."""
+"""Remove incomplete files of killed processes from an output folder."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def remove_leftovers(output_dir: str | Path) -> None:
     output = Path(output_dir)
     checkpoints = output / "checkpoints"
     for replaced in checkpoints.glob(".step-*.old"):  # killed between the two renames of a replacement
-        put_back(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old")), replaced)
-    put_back(output / "best", output / "best.replaced")
+        restore_replaced(replaced.with_name(replaced.name.removeprefix(".").removesuffix(".old")), replaced)
+    restore_replaced(output / "best", output / "best.replaced")
     folders = [*checkpoints.glob(".step-*"), output / "best.unfinished", output / "best.replaced"]
     folders += [output / name / UNFINISHED_EXPORT for name in EXPORTS]
     for folder in folders:
@@ -33,7 +33,7 @@ def remove_leftovers(output_dir: str | Path) -> None:
             folder.rmdir()
 
 
-def put_back(folder: Path, replaced: Path) -> None:
+def restore_replaced(folder: Path, replaced: Path) -> None:
     """Rename `replaced` back to `folder`, unless that exists."""
     if replaced.exists() and not folder.exists():
         replaced.rename(folder)

@@ -36,13 +36,13 @@ def load_checkpoint(folder: Path, *, engines: Engines, fingerprint: dict[str, An
     resized = manifest["world_size"] != collectives.world_size()
     watchdog.phase("resume")
     readable = converted_checkpoint(folder, engines) if resized else nullcontext(folder)
-    refusal = f"{folder} is refused: "
-    with keep_optimizer_settings(engines), restricted_unpickling(refusal), readable as source:
+    error_prefix = f"{folder} is refused: "
+    with keep_optimizer_settings(engines), restricted_unpickling(error_prefix), readable as source:
         for name, engine in engines.items():
             watchdog.progress()
             path, _ = engine.load_checkpoint(str(source), tag=name)
             if path is None:
-                raise ValueError(f"{folder} holds no checkpoint of the {name}: was it written by another step?")
+                raise ValueError(f"{folder} contains no checkpoint of the {name}: was it written by another step?")
     if resized:  # data and its order are the same, but random states are per rank
         launch.seed_all(state["seed"] + 1000 * manifest["step"] + collectives.rank())
     else:
@@ -69,7 +69,7 @@ def _check_zero_stages(folder: Path, saved: dict[str, int], engines: Engines) ->
         now = stages.get(name, then)
         if then != now and {then, now} != {1, 2}:
             raise ValueError(
-                f"{folder} holds the {name} of ZeRO stage {then}, and this run has stage {now}: resume with "
+                f"{folder} contains the {name} of ZeRO stage {then}, but this run has stage {now}: resume with "
                 f"stage {then} (only stages 1 and 2 can load each other's checkpoints)"
             )
 
@@ -94,6 +94,6 @@ def changed_arguments(folder: Path, settings: Any, *, resume_anyway: bool) -> li
     if refused and not resume_anyway:
         raise ValueError(
             f"{folder} belongs to another run: {'; '.join(refused)}. Resume with the flags of its manifest.json, start "
-            "from scratch with --resume never, or give --resume_anyway"
+            "from scratch with --resume never, or add --resume_anyway"
         )
     return [line for name, line in changed.items() if policies.get(name) != "ignore"]

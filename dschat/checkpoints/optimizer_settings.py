@@ -14,7 +14,7 @@ from typing import Any
 
 import deepspeed
 
-STATE = ("params", "step")  # entries of a parameter group that are not settings
+NOT_SETTINGS = ("params", "step")  # entries of a parameter group that are not settings
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class OptimizerSettings:
     @classmethod
     def of(cls, engine: deepspeed.DeepSpeedEngine) -> OptimizerSettings:
         groups = [
-            {name: value for name, value in group.items() if name not in STATE}
+            {name: value for name, value in group.items() if name not in NOT_SETTINGS}
             for group in engine.optimizer.param_groups
         ]
         return cls(groups, list(engine.lr_scheduler.base_lrs), getattr(engine.optimizer, "clip_grad", None))
@@ -48,8 +48,8 @@ class OptimizerSettings:
             for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
         ]
         scheduler._last_lr = rates
-        for group, own, rate in zip(engine.optimizer.param_groups, self.groups, rates, strict=True):
-            group.update(own | {"lr": rate})
+        for group, settings, rate in zip(engine.optimizer.param_groups, self.groups, rates, strict=True):
+            group.update(settings | {"lr": rate})
         if self.max_grad_norm is not None:
             engine.optimizer.clip_grad = self.max_grad_norm
 

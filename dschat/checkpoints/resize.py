@@ -32,14 +32,14 @@ def converted_checkpoint(folder: Path, engines: Mapping[str, deepspeed.DeepSpeed
         shutil.rmtree(temporary, ignore_errors=True)
         for name, engine in engines.items():
             try:
-                with watchdog.following(temporary):
+                with watchdog.watch_folder(temporary):
                     _convert(folder / name, temporary / name, partitioned=engine.zero_optimization())
             except (AssertionError, OSError, RuntimeError, ValueError, KeyError) as error:
                 problem = f"{folder} cannot be converted for {collectives.world_size()} processes ({name}: {error})"
     problem = collectives.all_gather_objects(problem)[0]
     try:
         if problem:
-            raise ValueError(f"{problem}: start the world_size of its manifest.json")
+            raise ValueError(f"{problem}: start as many processes as its manifest.json has in world_size")
         for engine in engines.values():
             engine._config.load_universal_checkpoint = bool(engine.zero_optimization())
         yield temporary

@@ -17,56 +17,56 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 # Classes in DeepSpeed's checkpoints that torch does not allow by itself; their constructors only set fields.
 PLAIN_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-FORCED, FORBIDDEN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+FORCE_WEIGHTS_ONLY, FORCE_NO_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 UNREADABLE = (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, IndexError, EOFError,
               AssertionError, MemoryError, RecursionError, pickle.UnpicklingError, zipfile.BadZipFile)  # fmt: skip
 
 
 @contextmanager
-def restricted_unpickling(refusal: str = "") -> Iterator[None]:
+def restricted_unpickling(error_prefix: str = "") -> Iterator[None]:
     """Restrict every torch.load of this process to weights, even if DeepSpeed passes `weights_only=False`.
 
     Args:
-        refusal: prefix of the error message.
+        error_prefix: start of the error message.
 
     Raises: ValueError for a file with anything but tensors and plain containers.
     """
-    before = {name: os.environ.pop(name, None) for name in (FORCED, FORBIDDEN)}
-    os.environ[FORCED] = "1"
+    previous = {name: os.environ.pop(name, None) for name in (FORCE_WEIGHTS_ONLY, FORCE_NO_WEIGHTS_ONLY)}
+    os.environ[FORCE_WEIGHTS_ONLY] = "1"
     try:
         with torch.serialization.safe_globals(list(PLAIN_CLASSES)):
             yield
     except pickle.UnpicklingError as error:
-        raise ValueError(f"{refusal}{_reason(error)}") from error
+        raise ValueError(f"{error_prefix}{_reason(error)}") from error
     finally:
-        del os.environ[FORCED]
-        os.environ.update({name: value for name, value in before.items() if value is not None})
+        del os.environ[FORCE_WEIGHTS_ONLY]
+        os.environ.update({name: value for name, value in previous.items() if value is not None})
 
 
 def pickle_problems(path: Path) -> list[str]:
-    """Why a torch.save file must not be loaded: it is damaged, or holds more than tensors and plain containers.
+    """Why a torch.save file must not be loaded: it is damaged, or contains more than tensors and plain containers.
 
-    Checked by the same unpickler that loads it later, so that no name can pass here and run there. Storages are not
-    read.
+    The check uses the unpickler that loads the file later, so a file that passes cannot run code then. Storages are
+    not read.
     """
     try:
         with restricted_unpickling():
             torch.load(path, map_location="meta", weights_only=True)
     except UNREADABLE as error:
-        return [f"{path} is refused: {_reason(error)}. Get safetensors instead"]
+        return [f"{path} is refused: {_reason(error)}. Use safetensors instead"]
     return []
 
 
 def _reason(error: BaseException) -> str:
     """The error message, without torch's advice to load the file anyway."""
     text = str(error)
-    named = re.search(r"GLOBAL (\S+)", text)
-    if named:
-        return f"it would run {named[1]} when it is loaded"
+    match = re.search(r"GLOBAL (\S+)", text)
+    if match:
+        return f"it would run {match[1]} when it is loaded"
     text = text.partition("WeightsUnpickler error:")[2] or text
     first = next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
     first = first.partition(" In PyTorch")[0][:200]
-    return first if first.startswith("it ") else f"it is no file of torch.save ({first})"
+    return first if first.startswith("it ") else f"it is not a torch.save file ({first})"
 
 
 def is_pickle(path: Path) -> bool:

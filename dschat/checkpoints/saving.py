@@ -50,10 +50,10 @@ def save_checkpoint(
         state: JSON-serialisable, the same on every rank.
         keep: number of checkpoints to keep; older ones are removed once the new one is complete, and so are those of
             later steps, which belong to an abandoned run.
-        metadata: added to the manifest, read by people and by `changed_arguments`.
+        metadata: added to the manifest, for users and `changed_arguments`.
         extra_writer: called on every rank with the temporary folder, to add further files (an EMA, say).
-        run_in_background: called on the main rank with the rest of the work (checksums, renaming, removal of older
-            checkpoints) once all files are on disk and no longer written. None: that work is done here.
+        run_in_background: called on the main rank with the remaining work (checksums, renaming, removal of older
+            checkpoints) once all files are on disk and no longer written. None: it is done before this returns.
 
     Returns: the folder; complete, or completed later by the background work.
     Raises: OSError on every rank if any rank cannot write; the temporary folder is removed.
@@ -101,7 +101,7 @@ def _create_temporary(temporary: Path, engines: Engines) -> None:
 
 def _write_engines(engines: Engines, temporary: Path, errors: WriteErrors) -> None:
     """Write DeepSpeed's checkpoint of each engine; a collective."""
-    with watchdog.following(temporary) if collectives.is_main() else nullcontext():
+    with watchdog.watch_folder(temporary) if collectives.is_main() else nullcontext():
         for name, engine in engines.items():
             with errors.recorded_from(engine):
                 engine.save_checkpoint(str(temporary), tag=name, save_latest=False)
@@ -113,7 +113,7 @@ def _digests_by_all_ranks(temporary: Path, errors: WriteErrors) -> dict[str, tup
     files: dict[str, tuple[int, str]] = {}
     errors.attempt(lambda: files.update(digests(temporary, share=(collectives.rank(), collectives.world_size()))))
     errors.raise_on_all_ranks()
-    entries = [entry for of_rank in collectives.all_gather_objects(files) for entry in of_rank.items()]
+    entries = [entry for rank_files in collectives.all_gather_objects(files) for entry in rank_files.items()]
     return dict(sorted(entries))
 
 

@@ -47,8 +47,8 @@ def find_checkpoint(output_dir: str | Path, resume: str) -> Path | None:
 def _start_from_scratch(output_dir: str | Path) -> None:
     """Move the files of an earlier run aside, and print where its checkpoints are."""
     aside, saved = move_aside(output_dir), newest_moved_aside(output_dir)
-    parts = [f"checkpoints, metrics and samples of the run before are in {aside}"] if aside is not None else []
-    parts += [f"the newest checkpoint of an earlier run is used by --resume {saved}"] if saved is not None else []
+    parts = [f"checkpoints, metrics and samples of the previous run are in {aside}"] if aside is not None else []
+    parts += [f"to resume from the newest checkpoint of an earlier run: --resume {saved}"] if saved is not None else []
     if parts:
         print(f"this run starts from scratch, at step 0: {'; '.join(parts)}", flush=True)
 
@@ -69,7 +69,7 @@ def _resolve(output_dir: str | Path, resume: str) -> Path | None:
     if folders:
         raise ValueError(
             f"--resume auto: none of the {len(folders)} checkpoints in {output_dir} passes verification, and --resume "
-            "auto does not start from scratch then: name a checkpoint, or use --resume never"
+            "auto does not start from scratch in this case: name a checkpoint, or use --resume never"
         )
     return None
 
@@ -83,7 +83,7 @@ def newest_checkpoint(output_dir: str | Path) -> Path | None:
 def verify_checkpoint(folder: str | Path) -> list[str]:
     """Validate a checkpoint: missing, changed or unlisted files, links, code in pickles. Returns a line per problem.
 
-    A checkpoint written within an iteration holds each rank's rollouts, so the world size must be the same.
+    A checkpoint written within an iteration contains each rank's rollouts, so the world size must be the same.
     """
     folder = Path(folder)
     try:
@@ -95,7 +95,7 @@ def verify_checkpoint(folder: str | Path) -> list[str]:
     if world_size != collectives.world_size() and "-update-" in folder.name:
         problems.append(
             f"it was written by {world_size} processes in the middle of an iteration, and this run has "
-            f"{collectives.world_size()}: start as many"
+            f"{collectives.world_size()}: start the same number"
         )
     damaged = file_problems(folder, files)
     if not damaged:

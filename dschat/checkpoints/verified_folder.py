@@ -33,8 +33,8 @@ _ABANDONED_AFTER = 86400.0  # seconds after which an unlocked folder counts as a
 def written_folder(target: Path) -> Iterator[Path]:
     """A temporary folder to write to; at the end it is renamed to `target`, replacing a damaged folder there.
 
-    If killed at any moment, `target` never holds an incomplete folder that `folder_problems` accepts. If another
-    process was faster, its folder is kept.
+    If killed at any moment, `target` is never an incomplete folder that `folder_problems` accepts. If another
+    process finished first, its folder is kept.
 
     Raises: OSError if it cannot be written; the temporary folder is removed after any exception.
     """
@@ -75,7 +75,7 @@ def file_problems(folder: Path, files: Mapping[str, Sequence]) -> list[str]:
         elif path.stat().st_size != size:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
         elif digest(path) != expected:
-            problems.append(f"{name} has another checksum")
+            problems.append(f"{name} has a different checksum")
     return problems
 
 
@@ -136,7 +136,7 @@ def _rename(temporary: Path, target: Path) -> None:
         except OSError:
             if not target.exists() or attempt == 4:
                 raise
-            if not folder_problems(target):  # another process was faster, with the same content
+            if not folder_problems(target):  # another process finished first, with the same content
                 return
             damaged = _unique_name(target)
             with suppress(FileNotFoundError):  # another process has removed it
@@ -158,7 +158,7 @@ def _remove(path: Path) -> None:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     with (folder / _LOCK).open("w", encoding="utf-8") as lock:
-        with suppress(OSError):  # without file locks, the folder is protected by its age
+        with suppress(OSError):  # without file locks, _is_abandoned goes by the age of the folder
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
@@ -166,7 +166,7 @@ def _locked(folder: Path) -> Iterator[None]:
 def _is_abandoned(path: Path) -> bool:
     try:
         lock: IO[str] = (path / _LOCK).open("r+", encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):  # not locked yet, about to be renamed, or of an old version
+    except (FileNotFoundError, NotADirectoryError):  # not locked yet, about to be renamed, or written by an old version
         return _age(path) > _ABANDONED_AFTER
     with lock:
         try:

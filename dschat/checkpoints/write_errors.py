@@ -24,7 +24,7 @@ class WriteErrors:
     Attributes:
         folder: removed if any rank fails.
         content: what is being written, for the message.
-        messages: one line per error; after the first one, this rank writes no more.
+        messages: one line per error; after the first one, this rank stops writing.
     """
 
     def __init__(self, folder: Path, *, content: str) -> None:

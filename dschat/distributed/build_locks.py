@@ -1,4 +1,4 @@
-"""Remove stale build locks of JIT-compiled DeepSpeed ops, which a killed build leaves and torch waits on for ever.
+"""Remove stale build locks of JIT-compiled DeepSpeed ops, left by killed builds; torch would wait on them for ever.
 
 A lock is an empty file that the building process keeps open. One that no process of this machine has open is stale,
 unless another machine or user builds in the same folder: every machine registers its name there at each start.
@@ -16,13 +16,13 @@ from pathlib import Path
 from dschat.arguments.command_line import SettingsError
 
 LONGEST_BUILD_SECONDS = 600
-PAUSE_SECONDS = 1.0
+POLL_SECONDS = 1.0
 MACHINES = ".machines"
-MACHINE_FORGOTTEN_SECONDS = 24 * 3600  # after its last start, a machine may still begin a build for so long
+MACHINE_EXPIRY_SECONDS = 24 * 3600  # a machine may still begin a build this long after its last start
 
 
 def clear_stale_build_locks(builds: Path) -> None:
-    """Remove locks of killed builds; a lock that may be another machine's or user's is first waited for.
+    """Remove locks of killed builds; for a lock that may belong to another machine or user, wait first.
 
     Args:
         builds: folder of torch extensions.
@@ -41,7 +41,7 @@ def clear_stale_build_locks(builds: Path) -> None:
                 print(f"waiting for another machine or user to build an operation, {LONGEST_BUILD_SECONDS:.0f} s at "
                       f"most; if none does, remove {lock}", file=sys.stderr, flush=True)  # fmt: skip
                 announced = True
-            time.sleep(PAUSE_SECONDS)
+            time.sleep(POLL_SECONDS)
 
 
 def _is_stale(lock: Path, *, shared: bool, waited: float) -> bool:
@@ -50,8 +50,8 @@ def _is_stale(lock: Path, *, shared: bool, waited: float) -> bool:
         status = lock.stat()
     except FileNotFoundError:
         return True  # its build has just ended
-    unseen = os.getuid() not in (0, status.st_uid)  # only root can list the open files of other users
-    return not (shared or unseen) or max(waited, time.time() - status.st_mtime) > LONGEST_BUILD_SECONDS
+    may_be_hidden = os.getuid() not in (0, status.st_uid)  # only root can list the open files of other users
+    return not (shared or may_be_hidden) or max(waited, time.time() - status.st_mtime) > LONGEST_BUILD_SECONDS
 
 
 def _remove(lock: Path) -> None:
@@ -59,7 +59,7 @@ def _remove(lock: Path) -> None:
         lock.unlink(missing_ok=True)
     except OSError as error:
         raise SettingsError(
-            f"{lock} is left of a build that was killed and cannot be removed ({error.strerror}): remove it, or set "
+            f"{lock} is left over from a killed build, and cannot be removed ({error.strerror}): remove it, or set "
             "TORCH_EXTENSIONS_DIR to a folder of your own"
         ) from error
 
@@ -72,7 +72,7 @@ def _other_machines(builds: Path) -> bool:
         (folder / socket.gethostname()).touch()
     with suppress(OSError):
         return any(
-            other.name != socket.gethostname() and now - other.stat().st_mtime < MACHINE_FORGOTTEN_SECONDS
+            other.name != socket.gethostname() and now - other.stat().st_mtime < MACHINE_EXPIRY_SECONDS
             for other in folder.iterdir()
         )
     return False

@@ -51,7 +51,7 @@ def broadcast_from_main(value: Any) -> Any:
 
 
 def gather_lists_to_main(values: list[Any]) -> list[Any]:
-    """As all_gather_lists, but only on the main rank, to save memory; [] on the others."""
+    """As all_gather_lists, but only on the main rank, to save memory; other ranks get []."""
     if world_size() == 1:
         return list(values)
     parts: list[list[Any]] | None = [[]] * world_size() if is_main() else None
@@ -61,7 +61,7 @@ def gather_lists_to_main(values: list[Any]) -> list[Any]:
 
 def all_gather_lists(values: list[Any]) -> list[Any]:
     """The lists of all ranks concatenated in rank order."""
-    return [value for of_rank in all_gather_objects(values) for value in of_rank]
+    return [value for rank_values in all_gather_objects(values) for value in rank_values]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

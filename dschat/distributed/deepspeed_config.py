@@ -81,6 +81,6 @@ def with_overrides(config: dict[str, Any], path: str | None) -> dict[str, Any]:
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    both = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()
-            if isinstance(base[key], dict) and isinstance(changes[key], dict)}  # fmt: skip
-    return base | changes | both
+    nested = {key: _merged(base[key], changes[key]) for key in base.keys() & changes.keys()
+              if isinstance(base[key], dict) and isinstance(changes[key], dict)}  # fmt: skip
+    return base | changes | nested

@@ -18,7 +18,7 @@ from dschat.distributed.deepspeed_config import training_config, with_overrides
 from dschat.distributed.deepspeed_values import value_problems
 
 _BATCHES = "--per_device_train_batch_size (step 3: --per_device_training_batch_size)"
-OWNED = {  # key → the flags that set it; several are other names, which DeepSpeed looks up only if they are used
+SET_BY_FLAGS = {  # key → the flags that set it; includes aliases and keys that DeepSpeed looks up only on use
     "train_batch_size": f"{_BATCHES}, --gradient_accumulation_steps and the number of processes",
     "train_micro_batch_size_per_gpu": _BATCHES,
     "gradient_accumulation_steps": "--gradient_accumulation_steps",
@@ -52,21 +52,21 @@ def override_problems(path: str, *, dtype: str, offload: bool) -> list[str]:
     """Validate a --deepspeed_config without building an engine; a line per problem.
 
     Args:
-        dtype, offload: of the run; a file may repeat them.
+        dtype, offload: of the run; a file may repeat the dtype.
     """
     try:
         changes = read_json_object(path, unique_keys=True)
     except ValueError as error:
         return [f"--deepspeed_config {error}"]
-    consistent = {"bf16.enabled": dtype == "bf16", "fp16.enabled": dtype == "fp16"}
+    repeatable = {"bf16.enabled": dtype == "bf16", "fp16.enabled": dtype == "fp16"}
     problems = _unknown_keys(changes) + [
-        f"{key} is set by {flags}: drop the key, and set the flag"
-        for key, flags in OWNED.items()
-        if _holds(changes, key) and not (key in consistent and _at(changes, key) is consistent[key])
+        f"{key} is set by {flags}: remove the key, and set the flag"
+        for key, flags in SET_BY_FLAGS.items()
+        if _contains(changes, key) and not (key in repeatable and _value_of(changes, key) is repeatable[key])
     ]
     problems += _wrong_types(changes)
     problems = problems or value_problems(changes)
-    return [f"--deepspeed_config {path}: {line}" for line in problems or _refusals(path, dtype, offload)]
+    return [f"--deepspeed_config {path}: {line}" for line in problems or _deepspeed_errors(path, dtype, offload)]
 
 
 class _RecordedReads(dict):
@@ -96,9 +96,9 @@ class _RecordedReads(dict):
 
 
 @functools.cache
-def known_keys() -> frozenset[str]:
-    """The top-level keys of a DeepSpeed configuration: those that the installed DeepSpeed looks up in one."""
-    recorded = {key.partition(".")[0] for key in OWNED}
+def deepspeed_keys() -> frozenset[str]:
+    """The top-level keys of a DeepSpeed configuration: those that the installed version looks up."""
+    recorded = {key.partition(".")[0] for key in SET_BY_FLAGS}
     config = training_config(
         dtype="fp32", zero_stage=0, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
         max_grad_norm=1.0,
@@ -109,13 +109,13 @@ def known_keys() -> frozenset[str]:
 
 
 def _unknown_keys(changes: dict[str, Any]) -> list[str]:
-    """Top-level keys that DeepSpeed ignores without a warning, each with the nearest key that it knows."""
+    """Top-level keys that DeepSpeed ignores without a warning, each with the closest existing key."""
     problems = []
     for key in changes:
-        if key not in known_keys():
-            nearest = difflib.get_close_matches(key, known_keys(), n=1)
+        if key not in deepspeed_keys():
+            nearest = difflib.get_close_matches(key, deepspeed_keys(), n=1)
             remedy = f"did you mean {nearest[0]}?" if nearest else "remove it"
-            problems.append(f"{key} is no key of a DeepSpeed configuration, and would be ignored: {remedy}")
+            problems.append(f"{key} is not a key of a DeepSpeed configuration, and would be ignored: {remedy}")
     return problems
 
 
@@ -130,19 +130,19 @@ def _errors_only() -> Iterator[None]:
         deepspeed_logger.setLevel(level)
 
 
-def _holds(changes: dict[str, Any], key: str) -> bool:
+def _contains(changes: dict[str, Any], key: str) -> bool:
     group, _, name = key.rpartition(".")
     inside = changes.get(group) if group else changes
     return isinstance(inside, dict) and name in inside
 
 
-def _at(changes: dict[str, Any], key: str) -> Any:
+def _value_of(changes: dict[str, Any], key: str) -> Any:
     group, _, name = key.rpartition(".")
     return (changes[group] if group else changes)[name]
 
 
 def _wrong_types(changes: dict[str, Any]) -> list[str]:
-    """Values of types that DeepSpeed does not check: it would fail much later, or misread them."""
+    """Values of types that DeepSpeed does not check: they would cause errors much later, or be misread."""
     expected = dict.fromkeys(GROUPS, (dict, "an object")) | dict.fromkeys(SWITCHES, (bool, "true or false"))
     expected |= dict.fromkeys(NUMBERS, ((int, float), "a number"))
     return [
@@ -152,7 +152,7 @@ def _wrong_types(changes: dict[str, Any]) -> list[str]:
     ]
 
 
-def _refusals(path: str, dtype: str, offload: bool) -> list[str]:
+def _deepspeed_errors(path: str, dtype: str, offload: bool) -> list[str]:
     """Errors of DeepSpeed's own reader, a line each."""
     config = training_config(
         dtype=dtype, zero_stage=3, micro_batch_size=1, gradient_accumulation_steps=1, world_size=_world_size(),
@@ -163,10 +163,10 @@ def _refusals(path: str, dtype: str, offload: bool) -> list[str]:
             DeepSpeedConfig(with_overrides(config, path))
     except ValidationError as error:
         return [
-            f"{'.'.join(map(str, fault['loc'])) or error.title}: {fault['msg']} (DeepSpeed's {error.title})"
-            for fault in error.errors()
+            f"{'.'.join(map(str, detail['loc'])) or error.title}: {detail['msg']} (DeepSpeed's {error.title})"
+            for detail in error.errors()
         ]
-    except Exception as error:  # DeepSpeed's readers raise many types; building an engine would raise the same
+    except Exception as error:  # DeepSpeed's readers raise many types; building an engine would raise them too
         return [f"DeepSpeed refuses it ({type(error).__name__}: {' '.join(str(error).split())[:300]})"]
     return []
 

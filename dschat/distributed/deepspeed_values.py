@@ -1,4 +1,4 @@
-"""Values in a --deepspeed_config that DeepSpeed accepts, and that would fail or change the training much later."""
+"""Validate values in a --deepspeed_config that DeepSpeed accepts, but that would fail later or change the training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dschat.arguments.strict_json import kind_of
 
 
 class Bounds(NamedTuple):
-    """The numbers that a key may have."""
+    """The range of a number."""
 
     least: float
     most: float = 2**62
@@ -46,22 +46,22 @@ SWITCHES = tuple(f"activation_checkpointing.{name}" for name in (
     "partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "synchronize_checkpoint_boundary",
     "profile",
 )) + ("aio.single_submit", "aio.overlap_events")  # fmt: skip
-FIXED = {  # key → the value that the suite's engines need, and who sets it
-    "hybrid_engine.enabled": (False, "--rollout_engine chooses what generates"),
-    "data_efficiency.enabled": (False, "--data_path and the flags beside it choose the rows of a step"),
+FIXED = {  # key → the only value that is supported, and why
+    "hybrid_engine.enabled": (False, "--rollout_engine selects the rollout engine"),
+    "data_efficiency.enabled": (False, "the data flags, such as --data_path, determine the rows of a step"),
     "checkpoint.load_universal": (False, "--resume loads checkpoints, also for another number of processes"),
     "zero_optimization.elastic_checkpoint": (False, "--resume loads checkpoints, also for another number of processes"),
     "zero_allow_untested_optimizer": (True, "the optimizer is torch's AdamW"),
     "zero_force_ds_cpu_optimizer": (False, "the optimizer is torch's AdamW"),
-    "tensor_parallel.autotp_size": (0, "models are not split over processes by their layers' width"),
-    "fp16.auto_cast": (False, "--dtype chooses the precision"),
+    "tensor_parallel.autotp_size": (0, "tensor parallelism is not supported"),
+    "fp16.auto_cast": (False, "--dtype sets the precision"),
 }
 
 
 def value_problems(changes: dict[str, Any]) -> list[str]:
-    """A line for each value that is no number within the bounds of its key, or contradicts what the suite sets."""
+    """A line for each value that is out of bounds, of the wrong type, or not supported."""
     problems = [
-        f'{key} is "auto", which no other program fills in here: give a value, or drop the key'
+        f'{key} is "auto", which only other frameworks replace by a value: set a value, or remove the key'
         for key, value in _leaves(changes)
         if value == "auto"
     ]
@@ -71,12 +71,12 @@ def value_problems(changes: dict[str, Any]) -> list[str]:
         elif key in SWITCHES and not isinstance(value, bool):
             problems.append(f"{key} must be true or false, not {kind_of(value)}")
         elif key in FIXED and value != FIXED[key][0]:
-            problems.append(f"{key} must be {str(FIXED[key][0]).lower()}: {FIXED[key][1]}; drop the key")
+            problems.append(f"{key} must be {str(FIXED[key][0]).lower()}: {FIXED[key][1]}; remove the key")
     return problems + _offload_problems(changes) + _partition_problems(changes)
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything that is no object."""
+    """Dotted name and value of every entry that is not an object."""
     for name, value in tree.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{name}.")
@@ -86,8 +86,8 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 def _bound_problems(key: str, value: Any, bounds: Bounds) -> list[str]:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        unread = key.startswith(("aio.", "activation_checkpointing."))  # DeepSpeed's reader refuses the others
-        return [f"{key} must be a number, not {kind_of(value)}"] if unread and value is not None else []
+        unchecked = key.startswith(("aio.", "activation_checkpointing."))  # DeepSpeed checks the types of the others
+        return [f"{key} must be a number, not {kind_of(value)}"] if unchecked and value is not None else []
     whole = not bounds.whole or value == int(value)
     if whole and bounds.least <= value <= bounds.most:
         return []
@@ -96,7 +96,7 @@ def _bound_problems(key: str, value: Any, bounds: Bounds) -> list[str]:
 
 
 def _offload_problems(changes: dict[str, Any]) -> list[str]:
-    """Offloading to a disk needs its folder."""
+    """Offloading to NVMe needs an existing nvme_path."""
     zero, problems = changes.get("zero_optimization"), []
     for name in ("offload_optimizer", "offload_param"):
         offload = zero.get(name) if isinstance(zero, dict) else None
@@ -106,13 +106,13 @@ def _offload_problems(changes: dict[str, Any]) -> list[str]:
         if not isinstance(path, str) or not Path(path).is_dir():
             problems.append(
                 f"zero_optimization.{name}.device is nvme, and its nvme_path "
-                f"{'is missing' if path is None else f'{path} is no folder'}: name a folder on that disk"
+                f"{'is missing' if path is None else f'{path} is not a folder'}: name a folder on that disk"
             )
     return problems
 
 
 def _partition_problems(changes: dict[str, Any]) -> list[str]:
-    """A secondary partition of ZeRO++ holds a whole number of processes."""
+    """The size of ZeRO++'s secondary partition must divide the number of processes."""
     zero = changes.get("zero_optimization")
     size = zero.get("zero_hpz_partition_size", 1) if isinstance(zero, dict) else 1
     processes = int(os.environ.get("WORLD_SIZE") or 1)

@@ -1,4 +1,4 @@
-"""Build DeepSpeed engines, and take the optimizer step that all trainers share."""
+"""Build DeepSpeed engines, and run the optimizer step that all trainers share."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,7 +72,7 @@ def optimizer_step(
         for name, value in {"loss": loss, **metrics}.items():
             totals[name] = totals.get(name, 0.0) + value.detach().to(torch.float64)
     learning_rate = engine.get_lr()[0]
-    norm = _plain_grad_norm(engine)
+    norm = _grad_norm_without_zero(engine)
     if norm is not None and not torch.isfinite(norm):  # gradients are all-reduced, so ranks agree
         engine.zero_grad()
         skipped = True
@@ -96,12 +96,12 @@ def _agree_on_count(count: int, device: torch.device) -> None:
         if most != -least:
             raise RuntimeError(
                 f"one rank has {-least:.0f} micro-batches for this optimizer step and another {most:.0f}: every rank "
-                "has to run as many; give ranks without rows micro-batches that count for nothing"
+                "must run the same number; ranks without rows need dummy micro-batches with count 0"
             )
 
 
-def _plain_grad_norm(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
-    """The gradient norm before clipping if DeepSpeed has none (ZeRO-0 in fp32: a bare torch optimizer), else None."""
+def _grad_norm_without_zero(engine: deepspeed.DeepSpeedEngine) -> torch.Tensor | None:
+    """The gradient norm before clipping if DeepSpeed computes none (ZeRO-0 in fp32: torch's optimizer), else None."""
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return None
     gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]

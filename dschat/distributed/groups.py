@@ -20,8 +20,8 @@ class _Groups:
     sequence_parallel: dist.ProcessGroup | None
 
 
-_ALONE = _Groups(1, None, None)
-_current = _ALONE
+_NO_GROUPS = _Groups(1, None, None)
+_current = _NO_GROUPS
 
 
 def create_groups(*, sequence_parallel_size: int = 1) -> None:
@@ -34,7 +34,7 @@ def create_groups(*, sequence_parallel_size: int = 1) -> None:
     world, size = collectives.world_size(), sequence_parallel_size
     if size < 1 or world % size:
         raise ValueError(f"sequence_parallel_size {size} must divide the {world} processes of the run")
-    _current = _ALONE
+    _current = _NO_GROUPS
     if size > 1:
         # new_group is a collective over all ranks, members or not.
         rows = [dist.new_group(list(range(start, start + size))) for start in range(0, world, size)]
@@ -49,7 +49,7 @@ def data_parallel_rank() -> int:
 
 
 def data_parallel_size() -> int:
-    """Number of shares that the rows are split into."""
+    """Number of shares into which the rows are split."""
     return collectives.world_size() // _current.sequence_parallel_size
 
 
@@ -68,5 +68,5 @@ def sequence_parallel_size() -> int:
 
 
 def sequence_parallel_group() -> dist.ProcessGroup | None:
-    """The ranks that share this rank's rows; None: no other."""
+    """The ranks that share this rank's rows; None: only this rank."""
     return _current.sequence_parallel

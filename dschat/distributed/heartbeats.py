@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from torch import distributed as dist
 
-from dschat.distributed.verdict import Verdict
+from dschat.distributed.failure import Failure
 
-HUNG = 70  # exit status of all ranks if one hung (EX_SOFTWARE)
-LISTED = 4  # maximum number of ranks that a message lists
+HUNG = 70  # exit status of all ranks if one hangs (EX_SOFTWARE)
+MAX_LISTED = 4  # maximum number of ranks that a message lists
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Heartbeats:
         self.beats = 0
         self.reports: dict[int, Report] = {}
 
-    def exchange(self, progress: int, phase: str) -> Verdict | None:
-        """Send this rank's report and read the others'; returns a verdict if the run hangs."""
+    def exchange(self, progress: int, phase: str) -> Failure | None:
+        """Send this rank's report and read the others'; returns a failure if the run hangs."""
         self.beats += 1
         self.store.set(f"alive/{self.rank}", json.dumps([self.beats, progress, phase, process_name()]))
         for rank in range(self.world_size) if self.rank == 0 else [0]:
@@ -60,35 +60,35 @@ class Heartbeats:
             self.reports.setdefault(rank, Report(0, 0, "start", "no heartbeat yet", self.started, self.started))
             return
         beat, progress, phase, process = json.loads(self.store.get(key))
-        before = self.reports.get(rank)
+        previous = self.reports.get(rank)
         self.reports[rank] = Report(
             beat, progress, phase, process,
-            last_beat=before.last_beat if before and before.beat == beat else now,
-            last_progress=before.last_progress if before and before.progress == progress else now,
+            last_beat=previous.last_beat if previous and previous.beat == beat else now,
+            last_progress=previous.last_progress if previous and previous.progress == progress else now,
         )  # fmt: skip
 
-    def _unresponsive_rank(self) -> Verdict | None:
+    def _unresponsive_rank(self) -> Failure | None:
         for rank, report in self.reports.items():
-            silent = time.monotonic() - report.last_beat
-            if silent > self.seconds:
-                return Verdict(
-                    f"rank {rank} ({report.process}) has sent no heartbeat for {silent:.0f} s (--collective_timeout), "
+            waited = time.monotonic() - report.last_beat
+            if waited > self.seconds:
+                return Failure(
+                    f"rank {rank} ({report.process}) has sent no heartbeat for {waited:.0f} s (--collective_timeout), "
                     f"in phase {report.phase!r}",
                     HUNG, hang=True,
                 )  # fmt: skip
         return None
 
-    def _no_progress(self) -> Verdict | None:
-        """A verdict if no rank makes progress; the rank that stopped first is listed first: others may wait for it."""
+    def _no_progress(self) -> Failure | None:
+        """A failure if no rank makes progress; the rank that stopped first is listed first: others may wait for it."""
         now, reports = time.monotonic(), sorted(self.reports.items(), key=lambda entry: entry[1].last_progress)
         if now - reports[-1][1].last_progress <= self.seconds:
             return None
         listed = [
             f"rank {rank} ({report.process}) has been in phase {report.phase!r} for {now - report.last_progress:.0f} s"
-            for rank, report in reports[:LISTED]
+            for rank, report in reports[:MAX_LISTED]
         ]
-        more = f", and {len(reports) - LISTED} more" if len(reports) > LISTED else ""
-        return Verdict(f"no rank makes progress (--collective_timeout): {', '.join(listed)}{more}", HUNG, hang=True)
+        more = f", and {len(reports) - MAX_LISTED} more" if len(reports) > MAX_LISTED else ""
+        return Failure(f"no rank makes progress (--collective_timeout): {', '.join(listed)}{more}", HUNG, hang=True)
 
 
 def process_name() -> str:

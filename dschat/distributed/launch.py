@@ -25,8 +25,8 @@ from dschat.distributed.launch_environment import LaunchError, launch_variables
 from dschat.distributed.rendezvous import open_store
 from dschat.distributed.terminal import printable
 
-# The watchdog ends runs that hang; a collective may wait for hours for a rank that prepares data, say.
-COLLECTIVES_WAIT = timedelta(days=7)
+# The watchdog ends runs that hang; a collective may wait for hours, for example for a rank that prepares data.
+PROCESS_GROUP_TIMEOUT = timedelta(days=7)
 
 
 def run(main: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ def run(main: Callable[[], None]) -> None:
             barrier()
     except SettingsError as mistakes:
         if is_main_of_node() or (isinstance(mistakes, LaunchError) and mistakes.on_this_rank):
-            print(printable(mistakes), file=sys.stderr, flush=True)  # nodes may differ in the files they have
+            print(printable(mistakes), file=sys.stderr, flush=True)  # files may differ between nodes
         _fail(str(mistakes), 2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
@@ -56,9 +56,9 @@ def run(main: Callable[[], None]) -> None:
             raise
         traceback.print_exc()
         sys.stderr.flush()
-        before = watchdog.fail("".join(traceback.format_exception_only(error)).strip(), 1)
-        if before:
-            print(f"rank {rank()}: before that, {before}", file=sys.stderr, flush=True)
+        earlier = watchdog.fail("".join(traceback.format_exception_only(error)).strip(), 1)
+        if earlier:
+            print(f"rank {rank()}: before that, {earlier}", file=sys.stderr, flush=True)
         sys.exit(1)
     watchdog.stop()
     if dist.is_initialized():
@@ -87,17 +87,19 @@ def join(
     Raises: SettingsError if the build tools for DeepSpeed's CPU ops are missing; LaunchError if the launcher's
         variables are missing or wrong, or ranks do not join.
     """
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update(launch_variables(os.environ) or alone)
+    single_process = {
+        "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+    }  # fmt: skip
+    os.environ.update(launch_variables(os.environ) or single_process)
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator = get_accelerator()
-    _keep_builds_apart()
+    _use_own_build_folder()
     if accelerator.device_name() == "cpu":
         _check_build_tools()
         builds = os.environ.get("TORCH_EXTENSIONS_DIR")
         if builds and local_rank == 0:
             clear_stale_build_locks(Path(builds))
-        _share_cores()
+        _set_threads()
         device = torch.device("cpu")
     else:
         _check_device(local_rank, accelerator.device_count())
@@ -125,10 +127,10 @@ def _open_group(device: torch.device, rendezvous_timeout: float) -> None:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = open_store(rank, size, address=address, port=port, seconds=rendezvous_timeout)
     backend = "gloo" if device.type == "cpu" else get_accelerator().communication_backend_name()
-    # As in DeepSpeed: a bound device makes NCCL connect eagerly, which a single rank does not need.
-    bound = {"device_id": device} if device.type == "cuda" and size > 1 else {}
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=COLLECTIVES_WAIT, **bound)
-    deepspeed.init_distributed(dist_backend=backend, timeout=COLLECTIVES_WAIT, verbose=False)
+    # As in DeepSpeed: with a device_id NCCL connects eagerly, which a single rank does not need.
+    eager = {"device_id": device} if device.type == "cuda" and size > 1 else {}
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=PROCESS_GROUP_TIMEOUT, **eager)
+    deepspeed.init_distributed(dist_backend=backend, timeout=PROCESS_GROUP_TIMEOUT, verbose=False)
 
 
 def _check_device(local_rank: int, devices: int) -> None:
@@ -157,7 +159,7 @@ def _check_build_tools() -> None:
         )
 
 
-def _keep_builds_apart() -> None:
+def _use_own_build_folder() -> None:
     """Build ops in the virtual environment, with its own ninja, even if it is not activated.
 
     Two environments, or two versions of ninja, that share a build folder would invalidate each other's builds and
@@ -167,12 +169,12 @@ def _keep_builds_apart() -> None:
     if os.path.exists(os.path.join(scripts, "ninja")):
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ.get("PATH", "")])
     builds = Path(sys.prefix, "torch_extensions")
-    owned = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's default, in this user's home
-    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and owned:
+    is_own = not builds.exists() or builds.stat().st_uid == os.getuid()  # else torch's default, in this user's home
+    if sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK) and is_own:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(builds))
 
 
-def _share_cores() -> None:
+def _set_threads() -> None:
     """Set the threads per rank to the node's cores divided by its ranks, unless OMP_NUM_THREADS is set."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or os.environ["WORLD_SIZE"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dschat.arguments.command_line import SettingsError
-from dschat.arguments.yaml_config import shown
+from dschat.arguments.yaml_config import format_value
 
 HOW_TO_START = (
     "start the run with `deepspeed main.py ...`, `torchrun --nproc_per_node N main.py ...`, `srun python main.py ...` "
@@ -32,7 +32,7 @@ class LaunchError(SettingsError):
 
 @dataclass(frozen=True)
 class Launcher:
-    """Environment variables of a launcher other than torch's; of several names, the first that is set is used."""
+    """Environment variables of a launcher other than torch's; of alternative names, the first that is set is used."""
 
     name: str
     rank: str
@@ -71,17 +71,18 @@ def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
         LaunchError: variables are missing, not numeric or contradictory; one message lists all of them.
     """
     if "RANK" in environment:
-        return _checked(environment)
+        return _validated(environment)
     launcher = _launcher(environment)
     if launcher is not None:
-        return _checked(_from_launcher(launcher, environment))
+        return _validated(_from_launcher(launcher, environment))
     started_by_pmix = "PMIX_RANK" in environment and "SLURM_PROCID" not in environment
-    several = {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environment}
-    if started_by_pmix or several.get("WORLD_SIZE", "1") != "1" or several.get("LOCAL_RANK", "0") != "0":
-        several |= {"PMIX_RANK": environment["PMIX_RANK"]} if started_by_pmix else {}
-        values = ", ".join(f"{name} {value}" for name, value in several.items())
+    partial = {name: environment[name] for name in ("WORLD_SIZE", "LOCAL_RANK") if name in environment}
+    if started_by_pmix or partial.get("WORLD_SIZE", "1") != "1" or partial.get("LOCAL_RANK", "0") != "0":
+        partial |= {"PMIX_RANK": environment["PMIX_RANK"]} if started_by_pmix else {}
+        values = ", ".join(f"{name} {value}" for name, value in partial.items())
         raise LaunchError(
-            f"{values}, but RANK is not set: every process would be a run of its own; {HOW_TO_START}", on_this_rank=True
+            f"{values}, but RANK is not set: every process would start a separate run; {HOW_TO_START}",
+            on_this_rank=True,
         )
     return {}
 
@@ -89,22 +90,23 @@ def launch_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def is_first_of_node(environment: Mapping[str, str]) -> bool:
     """Whether this process has local rank 0; True if the variables are unset or not numeric."""
     names = ["LOCAL_RANK", *(name for launcher in LAUNCHERS for name in launcher.local_rank)]
-    return _first(environment, names, "0").strip() in ("", "0") or not _first(environment, names, "0").strip().isdigit()
+    local_rank = _first_set(environment, names, "0").strip()
+    return local_rank in ("", "0") or not local_rank.isdigit()
 
 
 def _launcher(environment: Mapping[str, str]) -> Launcher | None:
     """The MPI or Slurm launcher that started this process and others; None if there is none."""
     for launcher in LAUNCHERS:
-        size = _first(environment, launcher.world_size)
+        size = _first_set(environment, launcher.world_size)
         if launcher.rank not in environment or not size or size.strip() == "1":
             continue
-        slurm = _first(environment, SLURM.world_size), environment.get(SLURM.rank)
+        slurm = _first_set(environment, SLURM.world_size), environment.get(SLURM.rank)
         if launcher.rank == "PMI_RANK" and slurm == (size, environment["PMI_RANK"]):
             continue  # srun sets PMI variables too, but only Slurm's own include the local rank
         if launcher is SLURM and environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment:
             raise LaunchError(
                 f"SLURM_NTASKS {size}, but this process was started by the batch script itself and is the only one: "
-                "write `srun python main.py ...` there, or set RANK=0 WORLD_SIZE=1 for one process"
+                "use `srun python main.py ...` in it, or set RANK=0 WORLD_SIZE=1 for one process"
             )
         return launcher
     return None
@@ -112,14 +114,14 @@ def _launcher(environment: Mapping[str, str]) -> Launcher | None:
 
 def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
     """Translate the variables of another launcher to those of torch; ones that the user has set take precedence."""
-    size = _first(environment, launcher.world_size)
+    size = _first_set(environment, launcher.world_size)
     if environment.get("WORLD_SIZE", size) != size:
         raise LaunchError(
             f"WORLD_SIZE {environment['WORLD_SIZE']}, but {launcher.name} started {size} processes "
             f"({launcher.world_size[0]}): unset WORLD_SIZE, or start as many"
         )
-    local_rank = environment.get("LOCAL_RANK") or _first(environment, launcher.local_rank)
-    local_size = environment.get("LOCAL_WORLD_SIZE") or _first(environment, launcher.local_world_size)
+    local_rank = environment.get("LOCAL_RANK") or _first_set(environment, launcher.local_rank)
+    local_size = environment.get("LOCAL_WORLD_SIZE") or _first_set(environment, launcher.local_world_size)
     if launcher is SLURM:
         local_size = local_size or _tasks_of_node(environment)
     address = environment.get("MASTER_ADDR") or _address(environment, one_node=local_size == size)
@@ -141,7 +143,7 @@ def _from_launcher(launcher: Launcher, environment: Mapping[str, str]) -> dict[s
     return {name: value for name, value in translated.items() if value}
 
 
-def _checked(environment: Mapping[str, str]) -> dict[str, str]:
+def _validated(environment: Mapping[str, str]) -> dict[str, str]:
     """Validate the variables: none missing, each number within its bounds."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     variables = {name: environment[name].strip() for name in names if environment.get(name, "").strip()}
@@ -167,8 +169,8 @@ def _checked(environment: Mapping[str, str]) -> dict[str, str]:
     _number(variables, "LOCAL_RANK", ranks, least=0, most=last, of="LOCAL_WORLD_SIZE")
     _number(variables, "MASTER_PORT", problems, least=1, most=65535)
     if not _is_host(variables["MASTER_ADDR"]):
-        address = shown(repr(variables["MASTER_ADDR"]))
-        problems.append(f"MASTER_ADDR {address} is no name or address of a host (MASTER_PORT has the port)")
+        address = format_value(repr(variables["MASTER_ADDR"]))
+        problems.append(f"MASTER_ADDR {address} is not a host name or address (the port belongs into MASTER_PORT)")
     mistakes = dict.fromkeys(problems + ranks)
     if mistakes:
         raise LaunchError(f"{'; '.join(mistakes)}: {HOW_TO_START}", on_this_rank=len(ranks) > 0)
@@ -180,7 +182,7 @@ def _number(
 ) -> int | None:
     text = variables[name]
     if not re.fullmatch(r"[+-]?[0-9]{1,10}", text):
-        problems.append(f"{name} {shown(repr(text))} is not a whole number")
+        problems.append(f"{name} {format_value(repr(text))} is not a whole number")
         return None
     value = int(text)
     if value < least or (most is not None and value > most):
@@ -195,15 +197,15 @@ def _is_host(text: str) -> bool:
     return len(text) <= 253 and re.fullmatch(r"[\w][\w.-]*|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[\w%.]*", text) is not None
 
 
-def _first(environment: Mapping[str, str], names: tuple[str, ...] | list[str], default: str = "") -> str:
+def _first_set(environment: Mapping[str, str], names: tuple[str, ...] | list[str], default: str = "") -> str:
     return next((environment[name] for name in names if environment.get(name)), default)
 
 
 def _address(environment: Mapping[str, str], *, one_node: bool) -> str:
     """The host of rank 0; "" if it cannot be determined."""
-    if one_node or _first(environment, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) == "1":
+    if one_node or _first_set(environment, ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")) == "1":
         return "127.0.0.1"
-    return first_host(_first(environment, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")))
+    return first_host(_first_set(environment, ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")))
 
 
 def first_host(nodes: str) -> str:
@@ -214,13 +216,13 @@ def first_host(nodes: str) -> str:
 
 def _tasks_of_node(environment: Mapping[str, str]) -> str:
     """Number of tasks on this node, from a Slurm list such as "2(x3),1"; "" if it cannot be determined."""
-    tasks = _first(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    tasks = _first_set(environment, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     node = environment.get("SLURM_NODEID", "0")
-    before = int(node) if re.fullmatch(r"[0-9]{1,9}", node) else 0
+    index = int(node) if re.fullmatch(r"[0-9]{1,9}", node) else 0
     for number, times in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", tasks):
-        if before < int(times or 1):
+        if index < int(times or 1):
             return number
-        before -= int(times or 1)
+        index -= int(times or 1)
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Forward passes over a rollout in micro-batches, equally many on all ranks under ZeRO-3."""
+"""Forward passes over a rollout in micro-batches, the same number on all ranks under ZeRO-3."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ def forward_in_micro_batches(
     Args:
         engine: returns a tensor [B, …], or a tuple of such tensors.
         rows: tensors [B, …] with B ≥ 1, split along the first dimension.
-        micro_batch_size: rows per forward pass; None: all.
+        micro_batch_size: rows per forward pass; None: all rows.
         settings: keyword arguments of every forward pass.
     """
     total = len(rows[0])
     size = micro_batch_size or total
     starts = range(0, total, size)
-    repeated = _forwards_of_other_ranks(engine, len(starts))  # first, so that all ranks order their collectives alike
+    # First, so that all ranks run their collectives in the same order.
+    repeated = _forwards_of_other_ranks(engine, len(starts))
     parts = [engine(*(tensor[start : start + size] for tensor in rows), **settings) for start in starts]
     for _ in range(repeated):
         engine(*(tensor[:1] for tensor in rows), **settings)

@@ -15,8 +15,8 @@ from pathlib import Path
 def private_folder(parents: Sequence[str | Path]) -> Path:
     """The folder `dschat-UID` in the first of these parents where it is private to this user; created if missing.
 
-    If none can be (a link, another user's, writable by others), warns and returns a temporary folder, which is removed
-    when the process ends, so ops are rebuilt at every start.
+    If none is private (a link, another user's, writable by others), warns and returns a temporary folder, which is
+    removed when the process ends, so ops are rebuilt at every start.
 
     Raises: OSError if no folder can be created at all.
     """
@@ -27,16 +27,17 @@ def private_folder(parents: Sequence[str | Path]) -> Path:
             parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(folder):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            reason = _not_private(folder)
+            reason = _privacy_problem(folder)
         except OSError as error:
             reason = str(error)
         if reason is None:
             return folder
         reasons.append(f"{folder}: {reason}")
-    fresh = Path(tempfile.mkdtemp(prefix="dschat-"))
-    atexit.register(shutil.rmtree, fresh, ignore_errors=True)
-    warnings.warn(f"built operations are kept in {fresh} for this process only ({'; '.join(reasons)})", stacklevel=2)
-    return fresh
+    temporary = Path(tempfile.mkdtemp(prefix="dschat-"))
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    text = f"built operations are stored in {temporary} for this process only ({'; '.join(reasons)})"
+    warnings.warn(text, stacklevel=2)
+    return temporary
 
 
 def is_private_file(path: Path) -> bool:
@@ -48,7 +49,7 @@ def is_private_file(path: Path) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def _not_private(folder: Path) -> str | None:
+def _privacy_problem(folder: Path) -> str | None:
     """Why a folder is not private: others may write to it or replace it; None if it is."""
     status, parent = folder.lstat(), folder.parent.stat()
     if not stat.S_ISDIR(status.st_mode):
@@ -60,5 +61,5 @@ def _not_private(folder: Path) -> str | None:
     if status.st_mode & 0o077:
         folder.chmod(0o700)  # created readable by an earlier version
     if parent.st_mode & 0o002 and not parent.st_mode & stat.S_ISVTX:
-        return f"everybody may rename what is in {folder.parent}"
+        return f"everybody may rename files in {folder.parent}"
     return None

@@ -1,4 +1,4 @@
-"""Escape control characters in text of models, data and services before it is printed to a terminal."""
+"""Escape control characters in text from models, data and services before it is printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 _RANGES = [
     (0x00, 0x08), (0x0B, 0x1F), (0x7F, 0x9F), (0x2028, 0x2029), (0x202A, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF),
 ]  # fmt: skip
-_VISIBLE = {
+_ESCAPES = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
     for first, last in _RANGES
     for code in range(first, last + 1)
@@ -19,4 +19,4 @@ def printable(text: object) -> str:
 
     Newlines, tabs and letters of every script are kept. Works per character, so chunks of a stream can be passed.
     """
-    return str(text).translate(_VISIBLE)
+    return str(text).translate(_ESCAPES)

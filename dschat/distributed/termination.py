@@ -29,12 +29,12 @@ def exit_on_signals() -> Iterator[None]:
 
     def end(number: int, _frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
-        print(f"{signal.Signals(number).name}: the run ends here, not saved", file=sys.stderr, flush=True)
+        print(f"{signal.Signals(number).name}: the run ends without saving a checkpoint", file=sys.stderr, flush=True)
         raise EndedBySignal(number)
 
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    previous = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

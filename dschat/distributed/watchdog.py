@@ -13,13 +13,13 @@ from pathlib import Path
 
 from torch import distributed as dist
 
+from dschat.distributed.failure import Failure, confirm, wait_for_readers
 from dschat.distributed.heartbeats import HUNG, Heartbeats, process_name
 from dschat.distributed.terminal import printable
-from dschat.distributed.verdict import Verdict, confirm, wait_for_readers
 
-GRACE = 5.0  # seconds for a rank to fail by itself after another rank has failed
-READERS_TIMEOUT = 3.0  # seconds that rank 0, which hosts the store, waits for the others to read the verdict
-FOLLOWING_INTERVAL = 5.0  # seconds between two measurements of the size of a folder
+GRACE_SECONDS = 5.0  # seconds for a rank to fail by itself after another rank has failed
+READERS_TIMEOUT = 3.0  # seconds that rank 0, which hosts the store, waits for the others to read the failure
+FOLDER_POLL_SECONDS = 5.0  # seconds between two measurements of the size of a folder
 CHECKPOINT_THREAD = "checkpoint"  # joined before exit: it completes a checkpoint already on disk
 
 
@@ -47,7 +47,7 @@ class Watchdog:
         self.phase, self.progress = "start", 0
         self._heartbeats = Heartbeats(store, rank=rank, world_size=world_size, seconds=seconds)
         self._last_response = time.monotonic()  # of the store
-        self._verdict: Verdict | None = None
+        self._failure: Failure | None = None
         self._stop = threading.Event()
         self._threads = [
             threading.Thread(target=target, name=f"watchdog-{target.__name__.strip('_')}", daemon=True)
@@ -57,37 +57,38 @@ class Watchdog:
             thread.start()
 
     def enter_phase(self, phase: str) -> None:
-        """This rank enters another phase."""
+        """Record that this rank enters another phase."""
         self.phase = phase
         self.progress += 1
 
     def advance(self) -> None:
-        """This rank has made progress in its phase."""
+        """Record progress of this rank in its phase."""
         self.progress += 1
 
     def close(self) -> None:
+        """Stop both threads."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=5)
 
     def fail(self, problem: str, status: int) -> str:
-        """This rank has failed: stop the threads, and abort the other ranks with this problem and exit status.
+        """Report that this rank has failed: stop the threads, and abort the others with this problem and exit status.
 
         Returns: the problem of a rank that failed earlier, which may be the cause; "" if there is none.
         """
         self._stop.set()
         text = f"rank {self.rank} ({process_name()}) has failed in phase {self.phase!r}: {problem}"
         # In another thread, since calls to the store block for ever if its host is gone.
-        publishing = threading.Thread(target=self._publish, args=(Verdict(text, status or 1),), daemon=True)
+        publishing = threading.Thread(target=self._publish, args=(Failure(text, status or 1),), daemon=True)
         publishing.start()
-        publishing.join(timeout=GRACE)
-        return self._verdict.problem if self._verdict and self._verdict.problem != text else ""
+        publishing.join(timeout=GRACE_SECONDS)
+        return self._failure.problem if self._failure and self._failure.problem != text else ""
 
-    def _publish(self, verdict: Verdict) -> None:
-        """Publish a verdict, unless there is one, and confirm that this rank has read it."""
+    def _publish(self, failure: Failure) -> None:
+        """Publish a failure, unless there is one, and confirm that this rank has read it."""
         try:
-            verdict.publish(self.store)
-            self._verdict = Verdict.read(self.store)
+            failure.publish(self.store)
+            self._failure = Failure.read(self.store)
             self._confirm()
         except RuntimeError:
             pass  # rank 0 is gone, which the other ranks detect by themselves
@@ -102,51 +103,51 @@ class Watchdog:
         return min(self.seconds / 4, 10.0)
 
     def _exchange_heartbeats(self) -> None:
-        """Thread: exchange heartbeats until there is a verdict."""
+        """Thread: exchange heartbeats until there is a failure."""
         next_heartbeat = 0.0
-        while not self._stop.wait(min(self._interval, 1.0)) and self._verdict is None:
+        while not self._stop.wait(min(self._interval, 1.0)) and self._failure is None:
             try:
-                verdict = Verdict.read(self.store)
-                if verdict is None and time.monotonic() >= next_heartbeat:
+                failure = Failure.read(self.store)
+                if failure is None and time.monotonic() >= next_heartbeat:
                     next_heartbeat = time.monotonic() + self._interval
-                    verdict = self._heartbeats.exchange(self.progress, self.phase)
-                    if verdict is not None:
-                        verdict.publish(self.store)
-                        verdict = Verdict.read(self.store)
-                self._last_response, self._verdict = time.monotonic(), verdict
+                    failure = self._heartbeats.exchange(self.progress, self.phase)
+                    if failure is not None:
+                        failure.publish(self.store)
+                        failure = Failure.read(self.store)
+                self._last_response, self._failure = time.monotonic(), failure
             except RuntimeError as error:  # the rank that hosts the store is gone
-                self._verdict = Verdict(f"the store of the ranks is closed, so rank 0 has ended ({error})", HUNG)
+                self._failure = Failure(f"the store of the ranks is closed, so rank 0 has ended ({error})", HUNG)
 
     def _watch(self) -> None:
-        """End this process if there is a verdict, or if the store does not respond."""
+        """End this process if there is a failure, or if the store does not respond."""
         while not self._stop.wait(min(self._interval, 0.5)):
-            verdict, waited = self._verdict, time.monotonic() - self._last_response
-            if verdict is None and waited > self.seconds + self._interval:
-                verdict = Verdict(
+            failure, waited = self._failure, time.monotonic() - self._last_response
+            if failure is None and waited > self.seconds + self._interval:
+                failure = Failure(
                     f"rank 0, which hosts the ranks' store, has not responded for {waited:.0f} s "
                     "(--collective_timeout)",
                     HUNG, hang=True,
                 )  # fmt: skip
-            if verdict is not None:
-                self._end(verdict)
+            if failure is not None:
+                self._end(failure)
                 return
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, failure: Failure) -> None:
         """Print why the run aborts, let a checkpoint on disk be completed, and end this process."""
-        publishing = threading.Thread(target=self._publish, args=(verdict,), daemon=True)
+        publishing = threading.Thread(target=self._publish, args=(failure,), daemon=True)
         publishing.start()
-        if not verdict.hang and self._stop.wait(GRACE):
+        if not failure.hang and self._stop.wait(GRACE_SECONDS):
             return  # this rank is failing by itself
-        here = f"Rank {self.rank} is in phase {self.phase!r}" + (", here:" if verdict.hang else " and ends, too")
-        print(printable(f"{verdict.problem}. {here}"), file=sys.stderr, flush=True)
-        if verdict.hang:
+        status = f"Rank {self.rank} is in phase {self.phase!r}" + (", here:" if failure.hang else " and ends, too")
+        print(printable(f"{failure.problem}. {status}"), file=sys.stderr, flush=True)
+        if failure.hang:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
             sys.stderr.flush()
         for thread in threading.enumerate():
             if thread.name == CHECKPOINT_THREAD:
                 thread.join(timeout=self.seconds)
         publishing.join(timeout=READERS_TIMEOUT + 1)
-        self.end_process(verdict.status)
+        self.end_process(failure.status)
 
 
 _current: Watchdog | None = None
@@ -175,38 +176,38 @@ def stop() -> None:
 
 
 def fail(problem: str, status: int) -> str:
-    """This rank has failed: abort the other ranks, which print this rank and its problem.
+    """Report that this rank has failed: abort the other ranks, which print this rank and its problem.
 
     Returns: the problem of a rank that failed earlier; "" if this is the first.
     """
     global _current
-    before = ""
+    earlier = ""
     if _current is not None:
-        before = _current.fail(problem, status)
+        earlier = _current.fail(problem, status)
         _current.close()
     _current = None
-    return before
+    return earlier
 
 
 def phase(name: str) -> None:
-    """This rank enters another phase; every call counts as progress."""
+    """Record that this rank enters another phase; every call counts as progress."""
     if _current is not None:
         _current.enter_phase(name)
 
 
 @contextmanager
-def following(folder: str | Path) -> Iterator[None]:
-    """Inside, growth of a folder counts as progress: for long writes inside a library."""
+def watch_folder(folder: str | Path) -> Iterator[None]:
+    """Inside, a change of the folder's size counts as progress: for long writes inside a library."""
 
-    def follow() -> None:
+    def poll() -> None:
         size = -1
-        while not ended.wait(FOLLOWING_INTERVAL):
-            before, size = size, _size(Path(folder))
-            if size != before:
+        while not ended.wait(FOLDER_POLL_SECONDS):
+            previous, size = size, _size(Path(folder))
+            if size != previous:
                 progress()
 
     ended = threading.Event()
-    thread = threading.Thread(target=follow, name="watchdog-following", daemon=True)
+    thread = threading.Thread(target=poll, name="watchdog-watch_folder", daemon=True)
     if _current is not None:
         thread.start()
     try:
@@ -218,7 +219,7 @@ def following(folder: str | Path) -> Iterator[None]:
 def _size(folder: Path) -> int:
     try:
         return sum(path.stat().st_size for path in folder.rglob("*"))
-    except OSError:  # files come and go
+    except OSError:  # a file was removed meanwhile
         return -1
 
 

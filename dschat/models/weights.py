@@ -196,7 +196,7 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
         watchdog.progress()
     problem = None
     if writes:
-        with watchdog.following(folder):
+        with watchdog.watch_folder(folder):
             problem = _write_folder(model, Path(folder), tokenizer, state)
     if distributed:
         answer = [problem]

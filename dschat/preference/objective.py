@@ -61,7 +61,7 @@ def configured_pair_loss(preference: arguments.PreferenceArguments) -> Callable[
         pair_loss,
         loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
         reference_free=preference.reference_free,
-        length_normalized=preference.takes_means,
+        length_normalized=preference.uses_mean_logprobs,
         # ORPO already includes this term, with weight 1.
         sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
     )

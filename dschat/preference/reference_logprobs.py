@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dschat import arguments
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.verified_folder import written_folder
 from dschat.data.arrow import content_digest, is_prepared
 from dschat.data.datasets import DataSplits
@@ -96,7 +96,7 @@ def _compute(
     load: Callable[[dict[str, Any]], nn.Module], config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
     """Tables [rows, 2] float32 of both splits, the same on every rank; each rank computes its share."""
-    with settings_of_user():
+    with as_settings_errors():
         network = load(config)
     engine = frozen_engine(network, config=config)
     tables = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings, RolloutArguments
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -159,7 +159,7 @@ class DeepSpeedRLHFEngine:
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None
     ) -> TokenLogprobs:
-        with settings_of_user():
+        with as_settings_errors():
             network = load_causal_lm(
                 self.models.actor_model_name_or_path,
                 dtype=dtype or DTYPES[self.devices.dtype],
@@ -173,7 +173,7 @@ class DeepSpeedRLHFEngine:
 
     def _scalar_head(self, path: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float,
                      trained: bool = False) -> TokenScores:  # fmt: skip
-        with settings_of_user():
+        with as_settings_errors():
             network = load_scalar_head(
                 path,
                 dtype=DTYPES[self.devices.dtype],

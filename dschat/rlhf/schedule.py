@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datasets import Dataset
 
 from dschat.arguments import RLHFSettings
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.data.batches import GlobalBatches
 from dschat.distributed import groups
 
@@ -36,7 +36,7 @@ def rlhf_schedule(prompts: Dataset, settings: RLHFSettings) -> RLHFSchedule:
     rollouts, ppo, run = settings.rollouts, settings.ppo, settings.run
     prompts_per_rank = rollouts.per_device_generation_batch_size * rollouts.generation_batches
     minibatch_size = ppo.per_device_training_batch_size * settings.optimizer.gradient_accumulation_steps
-    with settings_of_user():
+    with as_settings_errors():
         batches = GlobalBatches(
             prompts["length"], global_batch_size=prompts_per_rank * groups.data_parallel_size(), seed=run.seed,
             group_by_length=False,

@@ -70,15 +70,15 @@ class PPORun:
             "iterations_without_scores": self.missing_scores.iterations,
         }  # fmt: skip
 
-    def fit(self, resume_from: Path | None, received: SignalFlag) -> None:
+    def fit(self, resume_from: Path | None, signal_flag: SignalFlag) -> None:
         """Run the remaining iterations.
 
         Args:
             resume_from: a checkpoint verified by find_checkpoint.
-            received: signal flag; its handlers are active from the first iteration on, and still when this returns.
+            signal_flag: its handlers are active from the first iteration on, and still when this returns.
         """
         engine = self.trainer.engine
-        session = self.session(resume_from, received)
+        session = self.session(resume_from, signal_flag)
         unfinished = None
         if resume_from:
             engine.load_shadow_models(resume_from)
@@ -106,7 +106,7 @@ class PPORun:
                 if session.is_last(done):
                     break
 
-    def session(self, resume_from: Path | None, received: SignalFlag) -> TrainingSession:
+    def session(self, resume_from: Path | None, signal_flag: SignalFlag) -> TrainingSession:
         """Create the session of this run; with a checkpoint it restores the trainer's state."""
         engine = self.trainer.engine
         fingerprint = data_fingerprint(self.batches, self.prompts.train) | {
@@ -117,7 +117,7 @@ class PPORun:
         return TrainingSession(
             "step3_rlhf_finetuning", settings=self.settings, engines=engine.trained, total_steps=self.iterations,
             resume=ResumePoint(checkpoint=resume_from, fingerprint=fingerprint, restore=self.load_state),
-            received=received, stop_at_kl=self.trainer.ppo.stop_at_kl,
+            signal_flag=signal_flag, stop_at_kl=self.trainer.ppo.stop_at_kl,
         )  # fmt: skip
 
     def save_and_end(self, done: int, reason: str, session: TrainingSession) -> NoReturn:

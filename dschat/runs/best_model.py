@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from dschat.arguments import RunArguments
-from dschat.checkpoints.leftovers import put_back
+from dschat.checkpoints.leftovers import restore_replaced
 from dschat.distributed import collectives, failpoint
 from dschat.models.weights import ExportError
 from dschat.runs.run_log import RunLog
 
-NO_ROWS = "none: give held-out rows, by --eval_fraction or --eval_data_path"
+NO_ROWS = "none, since there are no held-out rows: set --eval_fraction or --eval_data_path"
 
 
 def check_evaluation_rows(run: RunArguments, rows: int) -> None:
@@ -33,14 +33,15 @@ class BestModel:
         state: loaded from a checkpoint, or None; ignored if it belongs to another metric or mode.
 
     Attributes:
-        needs_evaluation: no evaluation has been compared yet, so one is due before the first step, which also validates
-            the metric.
+        needs_evaluation: there is no evaluation to compare with yet, so one is due before the first step; it also
+            validates the name of the metric.
     """
 
     def __init__(self, run: RunArguments, log: RunLog, state: Mapping[str, Any] | None) -> None:
         self.run, self.log = run, log
         resumed = state is not None and (run.best_metric, run.best_mode) == (
-            state.get("metric", run.best_metric if state["value"] is not None else None),  # older states lack both
+            # States of older versions lack metric and mode.
+            state.get("metric", run.best_metric if state["value"] is not None else None),
             state.get("mode", run.best_mode),
         )
         self.step, self.value = (state["step"], state["value"]) if resumed else (None, None)
@@ -77,7 +78,7 @@ class BestModel:
         try:
             self._export_and_swap(folder, {"step": step, name: value}, export)
         except ExportError as error:
-            self.log.info(f"warning: {error}. The previous best model is kept, and the run goes on")
+            self.log.info(f"warning: {error}. The previous best model is kept, and the run continues")
             return
         self.step, self.value = step, value
         self.log.info(f"best so far: {name} {value:.4g} at step {step}, kept in {folder}")
@@ -106,6 +107,6 @@ class BestModel:
                 raise ExportError(problem)
         finally:
             if collectives.is_main():
-                put_back(folder, replaced)
+                restore_replaced(folder, replaced)
                 for temporary in (unfinished, replaced):
                     shutil.rmtree(temporary, ignore_errors=True)

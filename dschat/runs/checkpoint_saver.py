@@ -31,17 +31,17 @@ class CheckpointSaver:
         seconds: total time that training has been blocked by saving.
     """
 
-    def __init__(self, run: RunArguments, engines: Engines, log: RunLog, received: SignalFlag) -> None:
+    def __init__(self, run: RunArguments, engines: Engines, log: RunLog, signal_flag: SignalFlag) -> None:
         """Log the expected size of a checkpoint.
 
         Args:
-            received: the signal that this rank has received, if any.
+            signal_flag: the signal that this rank has received, if any.
         """
-        self.run, self.engines, self.log, self.received = run, engines, log, received
+        self.run, self.engines, self.log, self.signal_flag = run, engines, log, signal_flag
         self.device = next(iter(engines.values())).device  # NCCL reduces no CPU tensors
         self.seconds, self.started = 0.0, time.monotonic()
         self._background: threading.Thread | None = None
-        self.last = self.started
+        self.last_save = self.started
         if run.save_interval or run.save_minutes:
             size = expected_bytes(engines.values())
             log.info(f"a checkpoint takes about {size / 1e9:.2f} GB, {run.keep_checkpoints} are kept")
@@ -64,9 +64,9 @@ class CheckpointSaver:
             ExitAfterSave: a signal was received, and the checkpoint is saved.
             EndedBySignal: a signal was received, and the checkpoint cannot be saved; the reason has been logged.
         """
-        due, number = self._agree(step, update)
+        due, signal_number = self._agree(step, update)
         due |= force
-        ends_run = bool(number) and not last
+        ends_run = bool(signal_number) and not last
         if not (due or ends_run):
             return
         watchdog.phase("checkpoint")
@@ -80,29 +80,30 @@ class CheckpointSaver:
             )  # fmt: skip
         except OSError as error:
             if ends_run:
-                self._log_lost_steps(number, step, error)
-                raise EndedBySignal(number) from None
-            self.log.info(f"warning: {error}. The run goes on without it")
+                self._log_lost_steps(signal_number, step, error)
+                raise EndedBySignal(signal_number) from None
+            self.log.info(f"warning: {error}. The run continues without it")
             return
         finally:
-            self.last = time.monotonic()
-            self.seconds += self.last - started
-        share = self.seconds / (self.last - self.started)
-        self.log.info(f"saving {folder} took {self.last - started:.1f} s; saving has taken {share:.1%} of the time")
+            self.last_save = time.monotonic()
+            self.seconds += self.last_save - started
+        share = self.seconds / (self.last_save - self.started)
+        seconds = self.last_save - started
+        self.log.info(f"saving {folder} took {seconds:.1f} s; saving has taken {share:.1%} of the time")
         if ends_run:
-            self.log.info(f"{signal.Signals(number).name}: the run ends here; --resume auto continues it")
+            self.log.info(f"{signal.Signals(signal_number).name}: the run ends here; --resume auto continues it")
             raise ExitAfterSave
 
     def _agree(self, step: int, update: int) -> tuple[bool, int]:
         """Whether a checkpoint is due, and the number of the signal that any rank has received. A collective."""
-        minutes = (time.monotonic() - self.last) / 60
+        minutes = (time.monotonic() - self.last_save) / 60
         by_time = self.run.save_minutes and minutes >= self.run.save_minutes and collectives.is_main()
-        requests = torch.tensor([bool(by_time), self.received.number], dtype=torch.float64, device=self.device)
-        by_time, number = collectives.max_over_ranks(requests).tolist()
+        requests = torch.tensor([bool(by_time), self.signal_flag.number], dtype=torch.float64, device=self.device)
+        by_time, signal_number = collectives.max_over_ranks(requests).tolist()
         by_step = bool(self.run.save_interval) and not update and step % self.run.save_interval == 0
-        return by_step or bool(by_time), int(number)
+        return by_step or bool(by_time), int(signal_number)
 
-    def _log_lost_steps(self, number: int, step: int, error: OSError) -> None:
+    def _log_lost_steps(self, signal_number: int, step: int, error: OSError) -> None:
         """Log that the run ends without a checkpoint, and from which step it can be resumed."""
         newest = newest_checkpoint(self.run.output_dir)
         if newest is None:
@@ -114,7 +115,7 @@ class CheckpointSaver:
                 + (f", {lost} step{'s' if lost > 1 else ''} earlier" if lost > 0 else "")
                 + ": make room, then --resume auto continues from there"
             )
-        name = signal.Signals(number).name
+        name = signal.Signals(signal_number).name
         self.log.info(f"{name}: the run ends at step {step} without saving it: {error}. {remedy}")
 
     def finish(self) -> None:
@@ -128,7 +129,7 @@ class CheckpointSaver:
             try:
                 complete()
             except WRITE_ERRORS as error:
-                self.log.info(f"warning: the checkpoint cannot be written: {error}. The run goes on without it")
+                self.log.info(f"warning: the checkpoint cannot be written: {error}. The run continues without it")
 
         # Not a daemon thread: a run that ends by an exception still completes its checkpoint.
         self._background = threading.Thread(target=complete_or_warn, name=watchdog.CHECKPOINT_THREAD)

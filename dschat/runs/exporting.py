@@ -26,18 +26,18 @@ class ExportFailed(SystemExit):
 
 def export_run(
     models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
-    received: SignalFlag,
+    signal_flag: SignalFlag,
 ) -> None:  # fmt: skip
     """Export every model of a finished run; a collective. Signals do not interrupt the export.
 
     Args:
         models: subfolder of output_dir ("" is output_dir itself) → module for export_model; None is skipped.
-        received: its signal handlers have been installed since training began.
+        signal_flag: its signal handlers have been installed since training began.
 
     Raises:
         ExportFailed: on every rank, if a model cannot be written; its partial files are removed.
     """
-    received.reaction = "the model is exported first, then the run ends"
+    signal_flag.reaction = "the model is exported first, then the run ends"
     watchdog.phase("export")
     for name, module in models.items():
         if module is None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from dschat import arguments
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.selection import find_checkpoint
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.datasets import DataSplits
@@ -50,10 +50,10 @@ class Objective:
 
 
 def schedule(rows: Dataset, settings: arguments.OneModelSettings) -> tuple[GlobalBatches, int]:
-    """The rows of every step, and the number of steps. Raises SettingsError if there are too few rows."""
+    """The global batches, and the number of steps. Raises SettingsError if there are too few rows for one step."""
     run = settings.run
     per_rank = settings.model.per_device_train_batch_size * settings.optimizer.gradient_accumulation_steps
-    with settings_of_user():
+    with as_settings_errors():
         size = per_rank * groups.data_parallel_size()
         batches = GlobalBatches(rows["length"], global_batch_size=size, seed=run.seed)
     return batches, run.max_steps or run.num_train_epochs * len(batches)
@@ -67,7 +67,7 @@ def fit(
     load: Callable[[dict[str, Any]], nn.Module],
     settings: arguments.OneModelSettings,
     tokenizer: PreTrainedTokenizerBase,
-    received: SignalFlag,
+    signal_flag: SignalFlag,
 ) -> deepspeed.DeepSpeedEngine:
     """Train one model to the end of the run, from scratch or from a checkpoint; evaluate before, during and after.
 
@@ -75,21 +75,21 @@ def fit(
         name: name of the step, for log and console.
         load: builds the network, given the DeepSpeed configuration.
         tokenizer: exported with the best model.
-        received: its signal handlers are installed before the first step, and remain so when this returns.
+        signal_flag: its handlers are installed before the first step, and are still installed when this returns.
     """
     model, run = settings.model, settings.run
-    with settings_of_user():
+    with as_settings_errors():
         check_evaluation_rows(run, len(splits.eval))
     batches, total_steps = schedule(splits.train, settings)
-    with settings_of_user():
+    with as_settings_errors():
         checkpoint = find_checkpoint(run.output_dir, run.resume)
     engine = build_engine(load, objective, settings, total_steps=total_steps)
     session = TrainingSession(
-        name, settings=settings, engines={"model": engine}, total_steps=total_steps, received=received,
+        name, settings=settings, engines={"model": engine}, total_steps=total_steps, signal_flag=signal_flag,
         resume=ResumePoint(checkpoint=checkpoint, fingerprint=data_fingerprint(batches, splits.train)),
     )  # fmt: skip
     session.log.info(
-        f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows left over per epoch"
+        f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows dropped per epoch"
     )
 
     def evaluate(step: int) -> None:
@@ -135,7 +135,7 @@ def build_engine(
         devices=settings.devices,
     )  # fmt: skip
     if objective.verify is not None:
-        with settings_of_user():
+        with as_settings_errors():
             objective.verify(engine)
     # Same initial weights on all ranks, different dropout masks.
     launch.seed_all(settings.run.seed + collectives.rank())

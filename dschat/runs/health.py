@@ -10,8 +10,8 @@ from dschat.arguments import RunArguments
 from dschat.checkpoints.selection import newest_checkpoint
 from dschat.runs.run_log import RunLog
 
-WATCHED = ("loss", "kl", "policy_loss", "value_loss")
-LEARNING_STEPS = 20  # samples needed before the standard deviation is used
+METRICS_WITH_OUTLIER_WARNING = ("loss", "kl", "policy_loss", "value_loss")
+MIN_SAMPLES = 20  # samples needed before the standard deviation is used
 
 
 class TooManyBadSteps(SystemExit):
@@ -58,30 +58,31 @@ class Health:
                 f"warning: step {step}: {sum(skipped)} of {len(skipped)} updates skipped on all ranks, since a loss or "
                 "a gradient was not finite; the models did not change"
             )
-        for one in skipped:
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if one else 0
-            if one and 0 < self.run.max_bad_steps <= self.skipped_in_a_row:
-                good = newest_checkpoint(self.run.output_dir)
+        for update_skipped in skipped:
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if update_skipped else 0
+            if update_skipped and 0 < self.run.max_bad_steps <= self.skipped_in_a_row:
+                checkpoint = newest_checkpoint(self.run.output_dir)
                 self.log.info(
                     f"{self.skipped_in_a_row} updates in a row were skipped (--max_bad_steps): "
-                    + (f"the last good checkpoint is {good}" if good else "there is no checkpoint")
+                    + (f"the last good checkpoint is {checkpoint}" if checkpoint else "there is no checkpoint")
                     + "; lower the learning rate, or check the data of these steps"
                 )
                 raise TooManyBadSteps
-        for name in WATCHED:
+        for name in METRICS_WITH_OUTLIER_WARNING:
             if name in metrics:
-                self._compare(step, name, metrics[name])
+                self._warn_of_outlier(step, name, metrics[name])
         if self.stop_at_kl and metrics.get("kl", 0.0) >= self.stop_at_kl and not self.ends_early:
             self.ends_early = True
-            self.log.info(f"step {step}: KL {metrics['kl']:.4g} has reached --stop_at_kl {self.stop_at_kl}: ending")
+            kl = metrics["kl"]
+            self.log.info(f"step {step}: KL {kl:.4g} has reached --stop_at_kl {self.stop_at_kl}: the run ends")
 
-    def _compare(self, step: int, name: str, value: float) -> None:
+    def _warn_of_outlier(self, step: int, name: str, value: float) -> None:
         """Warn of an outlier; update mean and variance by Welford 1962 (doi:10.1080/00401706.1962.10490022)."""
         if not math.isfinite(value):
             return
         count, mean, squares = self.moments.get(name, [0, 0.0, 0.0])
         deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
-        if self.run.warn_sigma and count >= LEARNING_STEPS and abs(value - mean) > self.run.warn_sigma * deviation > 0:
+        if self.run.warn_sigma and count >= MIN_SAMPLES and abs(value - mean) > self.run.warn_sigma * deviation > 0:
             self.log.info(
                 f"warning: step {step}: {name} {value:.4g} is {abs(value - mean) / deviation:.1f} standard deviations "
                 f"from its mean {mean:.4g}"

@@ -1,4 +1,4 @@
-"""Load the network of a step that trains one model, with the flags of its settings."""
+"""Load the network of steps 1 and 2, which train one model, by the flags of their settings."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ def load_network(
 
     Args:
         load_model: load_causal_lm or load_scalar_head.
-        wrapper: TokenLogprobs or TokenScores, whose forward pass the step trains.
+        wrapper: TokenLogprobs or TokenScores, whose forward pass is trained.
         path: folder or hub name; None: --model_name_or_path.
         frozen: no dropout and no gradient checkpointing, as for a reference model.
     """

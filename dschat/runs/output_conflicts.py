@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-WRITTEN = ("", "critic", "actor_ema", "best")  # subfolders of OUTPUT_DIR that a run exports models to
-OWNED = ("checkpoints",)  # subfolders whose content a run deletes
+EXPORT_FOLDERS = ("", "critic", "actor_ema", "best")  # subfolders of OUTPUT_DIR to which a run exports models
+DELETED_FOLDERS = ("checkpoints",)  # subfolders whose content a run deletes
 
 
 def overwritten_models(output_dir: str, models: Sequence[tuple[str, str | None]]) -> list[str]:
@@ -20,11 +20,12 @@ def overwritten_models(output_dir: str, models: Sequence[tuple[str, str | None]]
         if not path or not Path(path).expanduser().is_dir():
             continue
         model = _real(path)
-        into = [_real(output / name) for name in WRITTEN]
-        if model in into or any(_real(output / name) in model.parents for name in OWNED):
+        targets = [_real(output / name) for name in EXPORT_FOLDERS]
+        deleted = [_real(output / name) for name in DELETED_FOLDERS]
+        if model in targets or any(folder in model.parents for folder in deleted):
             problems.append(
-                f"--output_dir {output_dir}: this run would overwrite {model}, which {flag} {path} reads: name another "
-                "folder for the output"
+                f"--output_dir {output_dir}: this run would overwrite {model}, the input of {flag} {path}: name "
+                "another folder"
             )
     return problems
 

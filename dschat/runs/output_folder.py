@@ -15,10 +15,10 @@ from dschat.distributed import collectives
 
 VISIBLE_WITHIN = 15.0  # seconds: network file systems cache directory listings, and show new files late
 
-_held: dict[Path, IO[str]] = {}
+_locks: dict[Path, IO[str]] = {}
 
 
-def claim(output_dir: str | Path) -> None:
+def lock_folder(output_dir: str | Path) -> None:
     """Lock an output folder until this process ends. A collective.
 
     On a file system without locks it only prints a warning.
@@ -33,7 +33,7 @@ def claim(output_dir: str | Path) -> None:
 
 
 def _lock(output_dir: Path) -> str | None:
-    """Lock the folder for the lifetime of the process; returns None, or why that failed."""
+    """Lock the folder for the lifetime of the process; returns None, or why it failed."""
     path = (output_dir / ".lock").resolve()
     try:
         file = path.open("a+", encoding="utf-8")
@@ -41,7 +41,7 @@ def _lock(output_dir: Path) -> str | None:
         return f"--output_dir {output_dir}: {path.name} cannot be written there ({error.strerror}): name another folder"
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # the latter where flock is emulated over NFS
+    except (BlockingIOError, PermissionError):  # PermissionError if flock is emulated over NFS
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
@@ -51,14 +51,14 @@ def _lock(output_dir: Path) -> str | None:
         )
     except OSError as error:
         print(
-            f"warning: --output_dir {output_dir}: its file system cannot lock files ({error.strerror}), so nothing "
-            "keeps a second run out of it: start none",
+            f"warning: --output_dir {output_dir}: its file system cannot lock files ({error.strerror}), so a "
+            "second run in this folder is not detected: do not start one",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    _held[path] = file  # closing it would release the lock
+    _locks[path] = file  # closing it would release the lock
     return None
 
 
@@ -77,20 +77,20 @@ def check_shared(output_dir: str | Path) -> None:
             problem = f"--output_dir {output_dir}: cannot be written ({error.strerror}): name another folder"
     problem = collectives.broadcast_from_main(problem)
     if problem is None:
-        hosts = collectives.all_gather_lists([] if _appears(path) else [socket.gethostname()])
+        hosts = collectives.all_gather_lists([] if _wait_until_visible(path) else [socket.gethostname()])
         if collectives.is_main():
             path.unlink(missing_ok=True)
         if hosts:
             names = ", ".join(sorted(set(hosts))[:8])
             problem = (
-                f"--output_dir {output_dir}: what rank 0 writes there is not there on {names}: every node must have "
-                "the same folder, since all ranks write its checkpoints; name one on a file system that the nodes share"
+                f"--output_dir {output_dir}: files that rank 0 writes there are not visible on {names}: all ranks "
+                "write checkpoints, so name a folder on a file system that all nodes share"
             )
     if problem:
         raise ValueError(problem)
 
 
-def _appears(path: Path) -> bool:
+def _wait_until_visible(path: Path) -> bool:
     deadline = time.monotonic() + VISIBLE_WITHIN
     while not path.exists():
         if time.monotonic() > deadline:

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from dschat.arguments import flag_values
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.loading import changed_arguments, load_checkpoint
 from dschat.checkpoints.saving import Engines
 from dschat.data.arrow import content_digest
@@ -27,7 +27,7 @@ from dschat.runs.signals import SignalFlag
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run starts: at a checkpoint, or from scratch.
+    """The state from which a run starts: a checkpoint, or nothing for a new run.
 
     Attributes:
         checkpoint: a checkpoint that find_checkpoint has verified, or None for a new run.
@@ -65,7 +65,7 @@ class TrainingSession:
         engines: the trained engines by name, which checkpoints contain.
         total_steps: number of optimizer steps (in step 3, of iterations).
         resume: the checkpoint to resume from, if any.
-        received: handles signals inside the context, and after it too if no exception left it: the export follows.
+        signal_flag: handles signals inside the context, and after it if it ends without an exception: export follows.
         stop_at_kl: KL divergence that ends the run, see Health; 0: none.
 
     Attributes:
@@ -78,11 +78,11 @@ class TrainingSession:
 
     def __init__(
         self, name: str, *, settings: Any, engines: Engines, total_steps: int, resume: ResumePoint,
-        received: SignalFlag, stop_at_kl: float = 0.0,
+        signal_flag: SignalFlag, stop_at_kl: float = 0.0,
     ) -> None:  # fmt: skip
         self.run, self.engines, self.fingerprint = settings.run, engines, dict(resume.fingerprint)
-        self.total_steps, self.received = total_steps, received
-        with settings_of_user():
+        self.total_steps, self.signal_flag = total_steps, signal_flag
+        with as_settings_errors():
             self.resumed_state, changed = resume.load(engines, settings)
         self.first_step = self.resumed_state.get("step", 0)
         tensorboard = self.run.tensorboard_path or str(Path(self.run.output_dir, "tensorboard"))
@@ -99,8 +99,8 @@ class TrainingSession:
         self._stack = ExitStack()
 
     def __enter__(self) -> TrainingSession:
-        self._stack.enter_context(self.received.installed())
-        self.saver = CheckpointSaver(self.run, self.engines, self.log, self.received)
+        self._stack.enter_context(self.signal_flag.installed())
+        self.saver = CheckpointSaver(self.run, self.engines, self.log, self.signal_flag)
         return self
 
     def __exit__(
@@ -140,7 +140,7 @@ class TrainingSession:
             self.log.metrics(step, metrics, phase="eval")
             if samples:
                 self.log.samples(step, samples, phase="eval")
-        with settings_of_user():
+        with as_settings_errors():
             self.best.update_best(step, metrics, export)
 
     def save_if_due(

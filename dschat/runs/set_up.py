@@ -6,11 +6,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import DataArguments, DeviceArguments, RunArguments
-from dschat.arguments.command_line import raise_together, settings_of_user
+from dschat.arguments.command_line import as_settings_errors, raise_mistakes
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset
 from dschat.distributed import collectives, launch, watchdog
 from dschat.distributed.terminal import printable
-from dschat.runs.output_folder import check_shared, claim
+from dschat.runs.output_folder import check_shared, lock_folder
 
 
 def data_options(
@@ -39,8 +39,8 @@ def data_options(
 
 
 def named_columns(data: DataArguments) -> dict[str, str]:
-    """Field of a record → the column that the user's flags map to it."""
-    named = {
+    """Field of a record → the column that its flag names."""
+    columns = {
         "prompt": data.prompt_column,
         "response": data.response_column,
         "messages": data.messages_column,
@@ -51,7 +51,7 @@ def named_columns(data: DataArguments) -> dict[str, str]:
         "system": data.system_column,
         "tools": data.tools_column,
     }
-    return {field: column for field, column in named.items() if column}
+    return {field: column for field, column in columns.items() if column}
 
 
 def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> DataSplits:
@@ -67,7 +67,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
         except ValueError as error:
             problem = str(error)
     problems = collectives.all_gather_objects(problem)  # all ranks raise together, or the others would hang
-    raise_together(sorted({problem for problem in problems if problem}))
+    raise_mistakes(sorted({problem for problem in problems if problem}))
     if collectives.is_main():
         print(printable(splits.report.summary()), flush=True)
     return splits
@@ -79,9 +79,9 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
         seed=run.seed, collective_timeout=run.collective_timeout, rendezvous_timeout=run.rendezvous_timeout,
         deterministic=devices.deterministic,
     )  # fmt: skip
-    with settings_of_user():
+    with as_settings_errors():
         make_output_folder(run.output_dir)
-        claim(run.output_dir)
+        lock_folder(run.output_dir)
         check_shared(run.output_dir)
     return device
 

@@ -30,7 +30,7 @@ class SignalFlag:
     def __init__(self) -> None:
         self.number = 0
         self.reaction = "a checkpoint is saved at the next step, then the run ends"
-        self._before: dict[int, Callable | int | None] = {}
+        self._previous_handlers: dict[int, Callable | int | None] = {}
 
     def _record(self, number: int, _frame: Any) -> None:
         if number == signal.SIGINT and self.number == signal.SIGINT:
@@ -43,12 +43,12 @@ class SignalFlag:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install handlers that only record SIGTERM, SIGUSR1 and SIGINT; a second SIGINT raises KeyboardInterrupt.
+        """Install handlers that record SIGTERM, SIGUSR1 and SIGINT; a second SIGINT raises KeyboardInterrupt.
 
-        Without an exception they stay installed after the block, since the export follows.
+        If the block ends without an exception they stay installed, for the export that follows.
         """
         for number in HANDLED:
-            self._before.setdefault(number, signal.signal(number, self._record))
+            self._previous_handlers.setdefault(number, signal.signal(number, self._record))
         try:
             yield
         except BaseException:
@@ -57,16 +57,16 @@ class SignalFlag:
 
     def restore(self) -> None:
         """Restore the previous signal handlers."""
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous_handlers = {}
 
 
 @contextmanager
 def capture_signals() -> Iterator[SignalFlag]:
-    """A SignalFlag whose handlers, if installed inside, are removed at the end."""
-    received = SignalFlag()
+    """Yields a SignalFlag; its handlers, if installed inside, are removed at the end."""
+    signal_flag = SignalFlag()
     try:
-        yield received
+        yield signal_flag
     finally:
-        received.restore()
+        signal_flag.restore()

@@ -10,7 +10,7 @@ import deepspeed
 from torch import nn
 
 from dschat.arguments import DeviceArguments, LoraArguments, OptimizerArguments
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.distributed import groups, watchdog
 from dschat.distributed.deepspeed_config import training_config, with_overrides
 from dschat.distributed.engines import trainable_engine
@@ -19,7 +19,7 @@ from dschat.models.lora import add_lora, optimizer_groups
 
 @dataclass(frozen=True, kw_only=True)
 class ModelHyperparameters:
-    """The flags that each trained model of a run has of its own, such as --actor_learning_rate."""
+    """The flags that differ between the trained models of a run, such as --actor_learning_rate."""
 
     learning_rate: float
     weight_decay: float
@@ -55,7 +55,7 @@ def build_trainable(
     )
     config = with_overrides(config, devices.deepspeed_config)
     watchdog.phase("model loading")
-    with settings_of_user():
+    with as_settings_errors():
         network = load(config)
         if model.lora_dim:
             add_lora(

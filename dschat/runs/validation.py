@@ -33,17 +33,17 @@ def model_problems(
     Args:
         flag: the flag that names the model, for the message.
         tokens: length of the longest sequence of the run.
-        lengths: the flags and values that add up to it, for the message.
+        lengths: the flags that sum to `tokens`, for the message.
         add_eot_token: whether the run adds an end token to the model's tokenizer.
         trust_remote_code: whether code that ships with the model may run.
-        causal: whether it has to continue text.
+        causal: whether it must be a causal language model.
     """
     if not path:
-        return []  # reported by the argument group of the flag
+        return []  # reported by problems() of the flag's group
     folder = Path(path)
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if folder.is_file():
-        return [f"{flag} {path}: is a file; name the folder that holds config, weights and tokenizer"]
+        return [f"{flag} {path}: is a file; name the folder with config, weights and tokenizer"]
     if is_path and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
     invalid = (json_problems(folder) or config_problems(folder)) if folder.is_dir() else []
@@ -54,7 +54,7 @@ def model_problems(
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError as error:
         return [f"{flag}: {error}"]
-    except Exception as error:  # of transformers' checks of each config: none has a type of its own
+    except Exception as error:  # transformers' config checks raise many types
         return [f"{flag} {path}: no model configuration found ({one_line(error)})"]
     problems = _weight_problems(folder, config, new_head=not causal) if folder.is_dir() else []
     problems += causal_problems(config) if causal else []
@@ -99,9 +99,9 @@ def vocabulary_problems(
     if not differing:
         return []
     return [
-        f"{flag} {path}: reads the token ids of {trained}, but {len(differing)} tokens differ between their "
+        f"{flag} {path}: receives token ids of {trained}, but {len(differing)} tokens differ between their "
         f"vocabularies ({', '.join(map(repr, differing[:3]))}{', …' if len(differing) > 3 else ''}), so its log-probs "
-        "would be those of other text: name a reference with the same tokenizer, such as the model to start from"
+        "would be of a different text: name a reference with the same tokenizer, such as the initial model"
     ]
 
 
@@ -128,8 +128,8 @@ def contradictions(
     problems = []
     if lora.only_optimize_lora and not any(dims.values()):
         names = " or ".join(f"--{name}" for name in dims)
-        problems.append(f"--only_optimize_lora, but there are no adapters: give {names} a rank, or drop the flag")
+        problems.append(f"--only_optimize_lora, but there are no adapters: set the rank {names}, or remove the flag")
     for name, stage in stages.items():
         if devices.offload and stage == 0:
-            problems.append(f"--offload, but --{name} 0 has nothing to offload: take stage 1, 2 or 3, or drop the flag")
+            problems.append(f"--offload, but --{name} 0 has nothing to offload: use stage 1, 2 or 3, or remove it")
     return problems

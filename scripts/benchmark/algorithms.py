@@ -94,16 +94,17 @@ def train(algorithm: str, folder: Path, seed: int, iterations: int) -> tuple[Pat
     return output, seconds
 
 
-def show(rows: list[dict]) -> None:
-    """Print a table of means over seeds, with the worst run in brackets."""
+def print_table(rows: list[dict]) -> None:
+    """Print a table of means over seeds, with the lowest gold reward in brackets."""
     print(f"\n{'algorithm':22}{'gold before':>12}{'gold after':>18}{'accuracy':>10}{'seconds':>9}")
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
-        mine = [row for row in rows if row["algorithm"] == algorithm]
-        before, after, right, seconds = (
-            [row[name] for row in mine] for name in ("gold_reward_start", "gold_reward_end", "accuracy_end", "seconds")
+        algorithm_rows = [row for row in rows if row["algorithm"] == algorithm]
+        before, after, accuracy, seconds = (
+            [row[name] for row in algorithm_rows]
+            for name in ("gold_reward_start", "gold_reward_end", "accuracy_end", "seconds")
         )
         mean = statistics.mean
-        print(f"{algorithm:22}{mean(before):12.3f}{mean(after):10.3f} ({min(after):.3f}){mean(right):10.3f}"
+        print(f"{algorithm:22}{mean(before):12.3f}{mean(after):10.3f} ({min(after):.3f}){mean(accuracy):10.3f}"
               f"{mean(seconds):9.0f}")  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def main() -> None:
             print(json.dumps(rows[-1]), "|", prompts[0]["prompt"], "->", responses[0], flush=True)
             if options.json:
                 options.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    show(rows)
+    print_table(rows)
 
 
 if __name__ == "__main__":

@@ -62,12 +62,12 @@ def run_all(output: Path) -> None:
 
 
 class Inputs(NamedTuple):
-    """What the programs start from.
+    """Inputs of the programs.
 
     Attributes:
         data: folder of the quickstart's data.
         model: random weights.
-        base: a model that gives answers of different quality, for the later programs.
+        base: a briefly trained model with answers of different quality, for the later programs.
         pairs: preference pairs of its answers.
     """
 
@@ -150,11 +150,13 @@ def differences(before: Path, after: Path) -> list[str]:
         old, new = lines_of(folder), lines_of(after / folder.name)
         if len(old) != len(new):
             lines.append(f"{folder.name}: {len(old)} lines before, {len(new)} after")
-        for was, now in zip(old, new, strict=False):
-            label = f"{folder.name} {was['phase']} {was['step']}"
-            lines += [f"{label}: {name} {was[name]!r} -> {now[name]!r}" for name in was.keys() & now.keys()
-                      if was[name] != now[name]]  # fmt: skip
-            lines += [f"{label}: {name} is on one side only" for name in was.keys() ^ now.keys()]
+        for old_line, new_line in zip(old, new, strict=False):
+            label = f"{folder.name} {old_line['phase']} {old_line['step']}"
+            lines += [
+                f"{label}: {name} {old_line[name]!r} -> {new_line[name]!r}"
+                for name in old_line.keys() & new_line.keys() if old_line[name] != new_line[name]
+            ]  # fmt: skip
+            lines += [f"{label}: {name} is on one side only" for name in old_line.keys() ^ new_line.keys()]
     return lines
 
 

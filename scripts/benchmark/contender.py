@@ -1,4 +1,4 @@
-"""What a contender of the benchmark is: a context manager that yields a Ready, whose turns are timed."""
+"""The interface of a benchmark contender: a context manager that yields a Ready, whose turns are timed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ready(NamedTuple):
 Contender = Callable[[Setting, Case], AbstractContextManager[Ready]]
 
 
-def clocked(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
+def timed(setting: Setting, rollout: Callable[[], int]) -> Callable[[], Turn]:
     """Time a function that returns the number of tokens it generated."""
 
     def turn() -> Turn:

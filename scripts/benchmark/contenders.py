@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from contender import Contender, Ready, Setting, Turn, clocked
+from contender import Contender, Ready, Setting, Turn, timed
 from deepspeed_contender import deepspeed_rollout
 from shapes import Case
 from transformers import PreTrainedModel
@@ -28,12 +28,12 @@ def ours(
 
     def rollout() -> int:
         with engine.generation():
-            made = engine.generate(
+            result = engine.generate(
                 case.prompts, max_new_tokens=case.limits, eos_token_ids=None, pad_token_id=0, seed=setting.seed
             )
-        return int(made.response_mask.sum())
+        return int(result.response_mask.sum())
 
-    yield Ready(clocked(setting, rollout))
+    yield Ready(timed(setting, rollout))
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def vllm(setting: Setting, case: Case) -> Iterator[Ready]:
     """vLLM in its own process, which is stopped between turns; time is measured in that process."""
     process = setting.start_vllm()
     process.set_requests(case.prompts, case.limits)
-    note = f"vLLM {process.version}, started in {process.start_seconds:.0f} s, memory of its processes, weights too"
+    note = f"vLLM {process.version}, started in {process.start_seconds:.0f} s, memory with weights"
     yield Ready(lambda: Turn(*process.turn()), note, process.peak_bytes)
 
 
@@ -68,9 +68,9 @@ def equal_greedy_tokens(model: PreTrainedModel, case: Case, *, rows: int = 8) ->
     exact = copy.deepcopy(model).float()
     engine = HybridEngine(exact)
     with engine.generation():
-        made = engine.generate(
+        result = engine.generate(
             prompts, max_new_tokens=limits, eos_token_ids=None, pad_token_id=0, sampling=SamplingParams(temperature=0)
         )
     expected = generated(exact, *left_padded(prompts, exact.device), limits, do_sample=False)
-    pairs = zip(made.responses(), expected, strict=True)
-    return sum(a == b for ours_, theirs in pairs for a, b in zip(ours_, theirs, strict=False)), sum(limits)
+    pairs = zip(result.responses(), expected, strict=True)
+    return sum(a == b for actual, reference in pairs for a, b in zip(actual, reference, strict=False)), sum(limits)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
-from contender import Ready, Setting, clocked, one_line
+from contender import Ready, Setting, one_line, timed
 from shapes import Case
 from transformers_contenders import cut_to_lengths, left_padded
 
@@ -40,11 +40,11 @@ def deepspeed_rollout(setting: Setting, case: Case, *, graphs: bool = False) -> 
     )
 
     def rollout() -> int:
-        made = rollout_engine.generate(RolloutRequest(ids, mask), sampling)
-        return sum(map(len, cut_to_lengths(made.input_ids[: case.batch, ids.shape[1] :], case.limits)))
+        result = rollout_engine.generate(RolloutRequest(ids, mask), sampling)
+        return sum(map(len, cut_to_lengths(result.input_ids[: case.batch, ids.shape[1] :], case.limits)))
 
     try:
-        yield Ready(clocked(setting, rollout), "; ".join(filter(None, ["greedy" if graphs else "", note])))
+        yield Ready(timed(setting, rollout), "; ".join(filter(None, ["greedy" if graphs else "", note])))
     finally:
         engine.destroy()
 
@@ -55,11 +55,10 @@ def inference_engine(setting: Setting, case: Case) -> tuple[torch.nn.Module, str
     import deepspeed
 
     if not torch.distributed.is_initialized():
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update(alone)
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = str(listener.getsockname()[1])
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         deepspeed.init_distributed("nccl" if setting.device.type == "cuda" else "gloo", verbose=False)
     config = {
         "train_micro_batch_size_per_gpu": 1,

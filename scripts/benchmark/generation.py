@@ -166,7 +166,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     problems = case_problems(options)
     options.contenders, unknown = chosen_contenders(options)
     problems += unknown
-    problems += [f"--repeat {options.repeat} is not at least 1"] if options.repeat < 1 else []
+    problems += [f"--repeat {options.repeat} must be at least 1"] if options.repeat < 1 else []
     if problems:
         parser.error("; ".join(problems))
     return options
@@ -199,10 +199,10 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def case_problems(options: argparse.Namespace) -> list[str]:
     """Unknown models, and sizes that make no case."""
-    problems = [f"--models {name} is none of {', '.join(SHAPES)}" for name in options.models if name not in SHAPES]
+    problems = [f"--models {name}: not one of {', '.join(SHAPES)}" for name in options.models if name not in SHAPES]
     try:
         sizes = [size for model in options.models for size in plan(options, model)[0]]
-        problems += [f"--batch {size} is not at least 1" for size in sizes if size < 1]
+        problems += [f"--batch {size} must be at least 1" for size in sizes if size < 1]
     except ValueError as error:
         problems.append(f"--batch, --prompts or --lengths: {error}")
     return problems
@@ -211,11 +211,11 @@ def case_problems(options: argparse.Namespace) -> list[str]:
 def chosen_contenders(options: argparse.Namespace) -> tuple[dict[str, Contender], list[str]]:
     """The contenders of --contenders and --without by name, and a line for each unknown name."""
     names = options.contenders.split(",")
-    problems = [f"--contenders {name} is none of {', '.join(CONTENDERS)}" for name in names if name not in CONTENDERS]
+    problems = [f"--contenders {name}: not one of {', '.join(CONTENDERS)}" for name in names if name not in CONTENDERS]
     contenders = {name: CONTENDERS[name] for name in names if name in CONTENDERS}
     for combination in filter(None, options.without.split(",")):
         parts = combination.split("+")
-        problems += [f"--without {part} is none of {', '.join(sorted(PARTS))}" for part in parts if part not in PARTS]
+        problems += [f"--without {part}: not one of {', '.join(sorted(PARTS))}" for part in parts if part not in PARTS]
         contenders[f"ours -{combination}"] = partial(ours, without=frozenset(parts))
     return contenders, problems
 

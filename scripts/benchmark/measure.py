@@ -78,19 +78,19 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated(self.device)
         else:
             self._before = self._highest = resident_bytes()
-            self._over = threading.Event()
-            self._watcher = threading.Thread(target=self._watch, daemon=True)
-            self._watcher.start()
+            self._done = threading.Event()
+            self._sampler = threading.Thread(target=self._sample, daemon=True)
+            self._sampler.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(self.device) - self._before
         else:
-            self._over.set()
-            self._watcher.join()
+            self._done.set()
+            self._sampler.join()
             self.peak_bytes = max(self._highest, resident_bytes()) - self._before
 
-    def _watch(self) -> None:
-        while not self._over.wait(SAMPLE_SECONDS):
+    def _sample(self) -> None:
+        while not self._done.wait(SAMPLE_SECONDS):
             self._highest = max(self._highest, resident_bytes())

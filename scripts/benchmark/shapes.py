@@ -74,7 +74,7 @@ class PromptKind:
         shortest, _, longest = lengths.partition("-")
         kind = cls(int(shortest), int(longest or shortest), int(samples or 1))
         if not 1 <= kind.shortest <= kind.longest or kind.samples < 1:
-            raise ValueError(f"{text!r}: prompt lengths start at 1 and rise, and each prompt gets at least 1 response")
+            raise ValueError(f"{text!r}: must be LOW-HIGH or N, from 1 up, with at least 1 response per prompt")
         return kind
 
     def __str__(self) -> str:
@@ -94,19 +94,19 @@ class LengthKind:
         name, _, longest = text.partition(":")
         kind = cls(name, int(longest or default))
         if name not in ("constant", "lognormal") or kind.longest < 1:
-            raise ValueError(f"{text!r}: lengths are constant or lognormal, with a longest of at least 1 token")
+            raise ValueError(f"{text!r}: must be constant or lognormal, with a maximum of at least 1 token")
         return kind
 
     def __str__(self) -> str:
         return f"{self.name}:{self.longest}"
 
-    def draw(self, count: int, chooser: Random) -> list[int]:
+    def draw(self, count: int, rng: Random) -> list[int]:
         """One length for each response: the distribution's quantiles, shuffled, so that the total does not vary."""
         if self.name == "constant":
             return [self.longest] * count
         normal = NormalDist(math.log(MEDIAN_SHARE * self.longest), DEVIATION)
         lengths = [round(math.exp(normal.inv_cdf((i + 0.5) / count))) for i in range(count)]
-        chooser.shuffle(lengths)
+        rng.shuffle(lengths)
         return [min(max(length, 1), self.longest) for length in lengths]
 
 
@@ -141,12 +141,12 @@ class Case:
 
 def make_case(batch: int, prompt_kind: PromptKind, length_kind: LengthKind, *, vocabulary: int, seed: int) -> Case:
     """A case that depends on the arguments alone, not on other cases of the run."""
-    chooser = Random(f"{seed} {batch} {prompt_kind} {length_kind}")
+    rng = Random(f"{seed} {batch} {prompt_kind} {length_kind}")
     prompts: list[list[int]] = []
     while len(prompts) < batch:
-        length = chooser.randint(prompt_kind.shortest, prompt_kind.longest)
-        prompts += [[chooser.randrange(3, vocabulary) for _ in range(length)]] * prompt_kind.samples
-    return Case(prompt_kind, length_kind, prompts[:batch], length_kind.draw(batch, chooser))
+        length = rng.randint(prompt_kind.shortest, prompt_kind.longest)
+        prompts += [[rng.randrange(3, vocabulary) for _ in range(length)]] * prompt_kind.samples
+    return Case(prompt_kind, length_kind, prompts[:batch], length_kind.draw(batch, rng))
 
 
 def random_model(name: str, *, dtype: torch.dtype, device: torch.device, seed: int) -> PreTrainedModel:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from contender import Ready, Setting, Turn, clocked
+from contender import Ready, Setting, Turn, timed
 from shapes import Case
 from torch import Tensor
 from transformers import (
@@ -63,7 +63,7 @@ def transformers_generate(setting: Setting, case: Case, *, cache: str | None = N
     def rollout() -> int:
         return sum(map(len, generated(setting.model, ids, mask, case.limits, do_sample=True, **more)))
 
-    yield Ready(clocked(setting, rollout))
+    yield Ready(timed(setting, rollout))
 
 
 @contextmanager
@@ -84,7 +84,7 @@ def continuous_batching(setting: Setting, case: Case) -> Iterator[Ready]:
         if manager.batch_processor is not None and manager.is_running():
             with manager.pause():
                 manager.batch_processor.cache.free_all_requests(clear_ledgers=True)
-        return clocked(setting, rollout)()
+        return timed(setting, rollout)()
 
     manager.start()
     try:

@@ -98,22 +98,22 @@ class VLLMProcess:
             self._process.stdin.flush()
             return self._answer(TURN_SECONDS)
         except BrokenPipeError as error:
-            raise RuntimeError(f"vLLM ended: {self._last_words()}") from error
+            raise RuntimeError(f"vLLM ended: {self._last_log_line()}") from error
         finally:
             self._signal(signal.SIGSTOP)
 
     def _answer(self, seconds: float) -> dict:
         # One line per request, so no further line can be in the buffer of the text layer.
         if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise RuntimeError(f"vLLM has not answered for {seconds} s: {self._last_words()}")
+            raise RuntimeError(f"vLLM has not answered for {seconds} s: {self._last_log_line()}")
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"vLLM ended: {self._last_words()}")
+            raise RuntimeError(f"vLLM ended: {self._last_log_line()}")
         return json.loads(line)
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "without a word")
+        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "its log is empty")
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

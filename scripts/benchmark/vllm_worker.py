@@ -38,7 +38,7 @@ def main() -> None:
                 vllm.SamplingParams(temperature=1.0, max_tokens=limit, ignore_eos=True, detokenize=False)
                 for limit in request["limits"]
             ]
-            answer(taken=len(prompts))
+            answer(prompts=len(prompts))
         else:
             # In training, weights change between rollouts, so cached keys and values are invalid.
             llm.reset_prefix_cache()

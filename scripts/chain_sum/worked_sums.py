@@ -17,11 +17,11 @@ import reasoning_gym
 from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, new_folder, number_type
 
 
-def worked(expression: str) -> str:
-    """The running totals of a chain of additions and subtractions, one per line."""
-    total, *rest = re.findall(r"[+-]|\d+", expression)
-    value, lines = int(total), []
-    for sign, number in zip(rest[::2], rest[1::2], strict=True):
+def worked_solution(expression: str) -> str:
+    """The steps of a chain of additions and subtractions, one per line: "4 + 3 = 7"."""
+    first, *operations = re.findall(r"[+-]|\d+", expression)
+    value, lines = int(first), []
+    for sign, number in zip(operations[::2], operations[1::2], strict=True):
         result = value + int(number) if sign == "+" else value - int(number)
         lines.append(f"{value} {sign} {number} = {result}")
         value = result
@@ -51,7 +51,7 @@ def write_sums(options: argparse.Namespace) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     with (options.output / "sft.jsonl").open("w", encoding="utf-8") as file:
         for entry in sums:
-            row = {"prompt": entry["question"], "response": worked(entry["metadata"]["expression"])}
+            row = {"prompt": entry["question"], "response": worked_solution(entry["metadata"]["expression"])}
             assert row["response"].rpartition(" ")[2] == entry["answer"], entry
             file.write(json.dumps(row) + "\n")
 

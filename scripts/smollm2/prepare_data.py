@@ -6,7 +6,7 @@ or step 3 (prompts). So no conversation is used for training twice, nor for both
 
 The preference pairs are DERIVED, not human judgements: the original reply is chosen over a reply from another
 conversation on another topic. Within a part, every reply is chosen in one pair and rejected in another, of about the
-same length: from the reply alone, no reward model can exceed an accuracy of one half.
+same length: a reward model that ignores the prompt cannot exceed an accuracy of one half.
 """
 
 import argparse
@@ -62,18 +62,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--output", type=new_folder, default=Path("output/smollm2/data"),
                         help="folder of the jsonl files")  # fmt: skip
     parser.add_argument("--downloads", type=new_folder,
-                        help="where the conversations are kept; default: OUTPUT/../downloads")  # fmt: skip
+                        help="folder of the downloaded conversations; default: OUTPUT/../downloads")  # fmt: skip
     parser.add_argument("--seed", type=number_type(int, **SEEDS), default=0,
-                        help="part of every hash, so of every choice")  # fmt: skip
+                        help="part of every hash, so it determines the split and the samples")  # fmt: skip
     rows = number_type(int, at_least=0)
     parser.add_argument("--sft", type=rows, default=0, help="SFT examples to write; 0: all")
     parser.add_argument("--preferences", type=rows, default=0, help="preference pairs to write; 0: all")
     parser.add_argument("--prompts", type=rows, default=0, help="prompts to write; 0: all")
     parser.add_argument("--eval", type=rows, default=256, help="held-out rows of each kind; 0: all")
     parser.add_argument("--max_turns", type=number_type(int, at_least=2), default=6,
-                        help="messages of an example: the prompt's and the reply")  # fmt: skip
+                        help="maximum messages of an example, the reply included")  # fmt: skip
     parser.add_argument("--max_chars", type=number_type(int, at_least=100), default=600,
-                        help="characters of an example, roughly four a token")  # fmt: skip
+                        help="maximum characters of an example, roughly four per token")  # fmt: skip
     arguments = parser.parse_args(argv)
     with exit_on_mistake("prepare_data"):
         source = CONVERSATIONS.fetch(arguments.downloads or arguments.output.parent / "downloads")
@@ -109,18 +109,18 @@ def uniform(key: str, *, seed: int) -> float:
 
 def part_of(share: float) -> str:
     """The part whose interval of [0, 1) contains `share`."""
-    reached = 0.0
+    upper = 0.0
     for name, width in PARTS.items():
-        reached += width
-        if share < reached:
+        upper += width
+        if share < upper:
             return name
     return name
 
 
 def clean(text: str, counts: Counter[str]) -> str:
     """One line, single spaces, e-mail addresses replaced and counted."""
-    text, found = EMAIL.subn("[email]", " ".join(text.split()))
-    counts["e-mail addresses scrubbed"] += found
+    text, replaced = EMAIL.subn("[email]", " ".join(text.split()))
+    counts["e-mail addresses scrubbed"] += replaced
     return text
 
 
@@ -148,17 +148,17 @@ def examples_of(key: str, conversation: dict, counts: Counter[str], max_turns: i
         # The topic was given as a conversation opener; later turns have usually left it.
         system = f"{SYSTEM} Topic: {topic}" if topic and start == 0 else SYSTEM
         roles = ("user", "assistant") * (len(window) // 2)
-        said = [{"role": role, "content": text} for role, text in zip(roles, window, strict=True)]
-        examples.append(Example(key, topic, ({"role": "system", "content": system}, *said)))
+        dialogue = [{"role": role, "content": text} for role, text in zip(roles, window, strict=True)]
+        examples.append(Example(key, topic, ({"role": "system", "content": system}, *dialogue)))
     return examples[:6]
 
 
 def windows(turns: Sequence[str], *, max_turns: int, max_chars: int) -> Iterator[tuple[int, Sequence[str]]]:
-    """Yields (start, turns[start:end]): an even number of turns, at most max_turns, that passes `fit`."""
+    """Yields (start, turns[start:end]): an even number of turns, at most max_turns, that passes `is_usable`."""
     start = 0
     while start + 2 <= len(turns):
         end = min(start + max_turns - max_turns % 2, start + (len(turns) - start) // 2 * 2)
-        while end > start and not fit(turns[start:end], max_chars=max_chars):
+        while end > start and not is_usable(turns[start:end], max_chars=max_chars):
             end -= 2
         if end > start:
             yield start, turns[start:end]
@@ -166,13 +166,13 @@ def windows(turns: Sequence[str], *, max_turns: int, max_chars: int) -> Iterator
         start = max(end, start + 1)
 
 
-def fit(window: Sequence[str], *, max_chars: int) -> bool:
+def is_usable(window: Sequence[str], *, max_chars: int) -> bool:
     """Quality filter: minimum length of context and reply, maximum length, no links."""
-    said, reply = " ".join(window[:-1]), window[-1]
+    context, reply = " ".join(window[:-1]), window[-1]
     return (
         sum(map(len, window)) <= max_chars
         and not any(LINK.search(turn) for turn in window)
-        and len(said.split()) >= 5
+        and len(context.split()) >= 5
         and len(reply.split()) >= 4
         and 15 <= len(reply) <= max_chars // 2
         and sum(map(str.isalpha, reply)) >= len(reply) // 2
@@ -199,9 +199,9 @@ def rows_of(kind: str, examples: Sequence[Example], *, seed: int) -> list[dict]:
 def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Example, Example]]:
     """Pairs (example, other example whose reply is the rejected one), in the order of `examples`.
 
-    Examples are sorted by reply length and split into blocks. Within a block, replies are permuted so that none gets
-    its own, one of the same conversation or topic, or the same words. A block without such a permutation in 200 draws
-    is skipped.
+    Examples are sorted by reply length and split into blocks. Within a block, replies are permuted so that no
+    example gets its own reply, or one with the same conversation, topic or words. A block without such a
+    permutation in 200 draws is skipped.
     """
     generator = random.Random(seed)
     order = sorted(range(len(examples)), key=lambda index: (len(examples[index].reply), index))
@@ -209,15 +209,15 @@ def derived_pairs(examples: Sequence[Example], *, seed: int) -> list[tuple[Examp
     for begin in range(0, len(order), BLOCK):
         block = order[begin : begin + BLOCK]
         for _ in range(200):
-            exchanged = generator.sample(block, len(block))
-            if all(foreign(examples[own], examples[other]) for own, other in zip(block, exchanged, strict=True)):
-                rejected.update(zip(block, exchanged, strict=True))
+            permuted = generator.sample(block, len(block))
+            if all(is_unrelated(examples[own], examples[other]) for own, other in zip(block, permuted, strict=True)):
+                rejected.update(zip(block, permuted, strict=True))
                 break
     return [(example, examples[rejected[index]]) for index, example in enumerate(examples) if index in rejected]
 
 
-def foreign(example: Example, other: Example) -> bool:
-    """Whether the other's reply can serve as the rejected one here."""
+def is_unrelated(example: Example, other: Example) -> bool:
+    """Whether the other's reply can be the rejected one: from another conversation and topic, with other words."""
     same_topic = example.topic != "" and example.topic == other.topic
     same_words = example.reply.casefold() == other.reply.casefold()
     return example.conversation != other.conversation and not same_topic and not same_words

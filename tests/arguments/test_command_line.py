@@ -7,7 +7,7 @@ from typing import Literal
 
 import pytest
 
-from dschat.arguments.command_line import SettingsError, parse, raise_together, settings_of_user
+from dschat.arguments.command_line import SettingsError, as_settings_errors, parse, raise_mistakes
 from dschat.arguments.flags import flag
 
 
@@ -71,12 +71,12 @@ def test_defaults_types_lists_and_booleans():
         (["--width", "0"], "--width 0.0: must be above 0"),
         (["--coats", "many"], "--coats many: invalid int value: 'many'"),
         (["--varnish", "perhaps"], "--varnish perhaps: "),
-        (["--glos", "0.1"], "--glos is no flag of this step: did you mean --gloss?"),
-        (["--glos=0.1"], "--glos is no flag of this step: did you mean --gloss?"),
-        (["--zzzzzz"], "--zzzzzz is no flag of this step; --help lists them"),
+        (["--glos", "0.1"], "--glos is not a flag of this step: did you mean --gloss?"),
+        (["--glos=0.1"], "--glos is not a flag of this step: did you mean --gloss?"),
+        (["--zzzzzz"], "--zzzzzz is not a flag of this step; --help lists them"),
         (["--coats"], "argument --coats: expected one argument"),
         (["--config"], "argument --config: expected one argument"),
-        (["--coats", "2", "stray"], "stray: belongs to no flag"),
+        (["--coats", "2", "stray"], "stray: does not belong to any flag"),
         (["--config", "/nowhere/paint.yaml"], "--config /nowhere/paint.yaml: there is no such file"),
     ],
 )
@@ -94,7 +94,7 @@ def test_all_mistakes_are_reported_together():
     with pytest.raises(SettingsError) as caught:
         parse(Paint, argv, description="paint", check=check)
     lines = str(caught.value).splitlines()[1:]
-    words = ["--glos is no flag", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
+    words = ["--glos is not", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
     assert len(lines) == len(words)
     for word in words:
         assert sum(word in line for line in lines) == 1, (word, lines)
@@ -118,8 +118,8 @@ def test_flags_override_the_yaml_file(tmp_path: Path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("glos: 1", "--glos is no flag of this step: did you mean --gloss?"),
-        ("- gloss", "wants lines of the form `flag: value`"),
+        ("glos: 1", "--glos is not a flag of this step: did you mean --gloss?"),
+        ("- gloss", "must contain lines of the form `flag: value`"),
         ("gloss: [", "not readable as YAML"),
         ("gloss: 7", "--gloss 7.0: must be at least 0 and below 1"),
     ],
@@ -171,10 +171,10 @@ def test_help_names_every_flag_its_meaning_and_its_default(capsys):
 
 
 def test_only_value_errors_become_mistakes_of_the_user():
-    with pytest.raises(SettingsError, match="too long"), settings_of_user():
+    with pytest.raises(SettingsError, match="too long"), as_settings_errors():
         raise ValueError("too long")
-    with pytest.raises(SettingsError, match="^1 mistake"), settings_of_user():
-        raise_together(["once"])
-    with pytest.raises(KeyError), settings_of_user():
+    with pytest.raises(SettingsError, match="^1 mistake"), as_settings_errors():
+        raise_mistakes(["once"])
+    with pytest.raises(KeyError), as_settings_errors():
         raise KeyError("a fault of ours")
-    raise_together([])
+    raise_mistakes([])

@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from dschat.arguments import RewardArguments, RLHFSettings
-from dschat.arguments.command_line import SettingsError, raise_together
+from dschat.arguments.command_line import SettingsError, raise_mistakes
 from dschat.arguments.secrets import redacted, redacted_values
 from dschat.checkpoints.loading import changed_arguments
 from dschat.rewards.specification import parse_reward
@@ -81,6 +81,6 @@ def test_a_manifest_of_an_earlier_version_that_holds_the_key_is_the_same_run(rew
 
 def test_mistakes_in_an_address_do_not_print_its_secrets():
     with pytest.raises(SettingsError) as caught:
-        raise_together(["--reward http://me:SECRET@host/score: may hold no password", "http://h/?key=SECRET: no flag"])
+        raise_mistakes(["--reward http://me:SECRET@host/score: may hold no password", "http://h/?key=SECRET: no flag"])
     assert "SECRET" not in str(caught.value) and "http://***@host/score" in str(caught.value)
     assert parse_reward("http://host/score?api_key=SECRET@2").url == "http://host/score?api_key=SECRET"

@@ -85,4 +85,4 @@ def test_two_ranks_save_and_find_the_same_checkpoint(programs, tmp_path):
     assert verify_checkpoint(folder) == [], "one process may convert it"
     folder = folder.rename(folder.with_name("step-00000003-update-0001"))
     (problem,) = verify_checkpoint(folder)
-    assert "2 processes in the middle of an iteration" in problem and "start as many" in problem
+    assert "2 processes in the middle of an iteration" in problem and "start the same number" in problem

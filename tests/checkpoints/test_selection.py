@@ -19,7 +19,7 @@ def flip_a_byte(folder: Path) -> None:
 
 
 DAMAGES = {
-    "flipped byte": (flip_a_byte, "model.bin has another checksum"),
+    "flipped byte": (flip_a_byte, "model.bin has a different checksum"),
     "truncated": (lambda folder: os.truncate(folder / "model.bin", 10), "model.bin has 10 bytes instead of 400"),
     "missing": (lambda folder: (folder / "model.bin").unlink(), "model.bin is missing"),
     "changed state": (lambda folder: (folder / "state.json").write_text('{"step": 9}'), "state.json"),
@@ -32,7 +32,7 @@ DAMAGES = {
     "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is not in the manifest"),
     "a file's link": (lambda folder: put_link(folder, "model.bin"), "model.bin is a link"),
     "a folder's link": (lambda folder: (folder / "actor").symlink_to(folder.parent), "actor is a link"),
-    "the manifest's link": (lambda folder: put_link(folder, "manifest.json"), "manifest.json cannot be read (a link"),
+    "the manifest's link": (lambda folder: put_link(folder, "manifest.json"), "manifest.json cannot be read (it is a"),
 }
 
 
@@ -45,12 +45,12 @@ def put_link(folder: Path, name: str) -> None:
 
 DIGEST = "0" * 64
 BAD_MANIFESTS = {
-    "a parent folder": ({"files": {"../secret": [1, DIGEST]}}, "'../secret' is no name of a file in the folder"),
-    "an absolute path": ({"files": {"/etc/passwd": [1, DIGEST]}}, "'/etc/passwd' is no name"),
-    "a detour": ({"files": {"a/../model.bin": [1, DIGEST]}}, "'a/../model.bin' is no name"),
-    "a NUL": ({"files": {"a\0b": [1, DIGEST]}}, "is no name"),
-    "escape codes": ({"files": {"\x1b]0;x\x07": [1, DIGEST]}}, r"'\x1b]0;x\x07' is no name"),
-    "an empty name": ({"files": {"": [1, DIGEST]}}, "'' is no name"),
+    "a parent folder": ({"files": {"../secret": [1, DIGEST]}}, "'../secret' is not the name of a file in the folder"),
+    "an absolute path": ({"files": {"/etc/passwd": [1, DIGEST]}}, "'/etc/passwd' is not the name"),
+    "a detour": ({"files": {"a/../model.bin": [1, DIGEST]}}, "'a/../model.bin' is not the name"),
+    "a NUL": ({"files": {"a\0b": [1, DIGEST]}}, "is not the name"),
+    "escape codes": ({"files": {"\x1b]0;x\x07": [1, DIGEST]}}, r"'\x1b]0;x\x07' is not the name"),
+    "an empty name": ({"files": {"": [1, DIGEST]}}, "'' is not the name"),
     "a list of files": ({"files": ["model.bin"]}, "files must be an object"),
     "a digest alone": ({"files": {"model.bin": DIGEST}}, "must be its size and SHA-256"),
     "a text as size": ({"files": {"model.bin": ["1", DIGEST]}}, "must be its size and SHA-256"),
@@ -130,7 +130,7 @@ def test_a_run_without_resume_keeps_the_earlier_checkpoints_and_prints_how_to_us
     assert find_checkpoint(tmp_path, "never") is None
     aside = tmp_path / "checkpoints-before-1"
     (printed,) = capsys.readouterr().out.splitlines()
-    assert f"metrics and samples of the run before are in {aside}" in printed
+    assert f"metrics and samples of the previous run are in {aside}" in printed
     assert f"--resume {aside / 'step-00000005'}" in printed
     assert sorted(path.name for path in aside.iterdir()) == [
         "best", "latest", "metrics.jsonl", "run.json", "samples.jsonl", "step-00000005"]  # fmt: skip

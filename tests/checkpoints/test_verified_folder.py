@@ -43,7 +43,7 @@ def test_every_flipped_bit_and_every_missing_file_is_found(tmp_path):
         for place in range(len(content)):
             file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
             (problem,) = folder_problems(tmp_path / "x")
-            assert problem == f"{file.relative_to(tmp_path / 'x')} has another checksum"
+            assert problem == f"{file.relative_to(tmp_path / 'x')} has a different checksum"
         file.write_bytes(content[:-1])
         assert "bytes instead of" in folder_problems(tmp_path / "x")[0]
         file.unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from dschat.arguments.command_line import raise_together
+from dschat.arguments.command_line import raise_mistakes
 from dschat.distributed import collectives, launch
 
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -50,7 +50,7 @@ def main_first() -> None:
 
 def mistake() -> None:
     launch.join(seed=5)
-    raise_together(["--shade green: choose another"])
+    raise_mistakes(["--shade green: choose another"])
 
 
 def fault() -> None:
@@ -72,7 +72,7 @@ def fault_of_one() -> None:
 def mistake_of_one() -> None:
     launch.join(seed=5)
     if collectives.rank() == 1:
-        raise_together(["--shade green: choose another"])
+        raise_mistakes(["--shade green: choose another"])
     collectives.barrier()
 
 

@@ -70,7 +70,7 @@ def test_a_lock_that_another_machine_may_hold_is_waited_for(tmp_path, monkeypatc
 @pytest.mark.parametrize("age", [0.0, -5000.0], ids=["", "whose clock is ahead"])
 def test_the_wait_ends_after_the_longest_build_time(age, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
-    monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(build_locks, "POLL_SECONDS", 0.05)
     lock = lock_of(tmp_path, "theirs", age=age)
     another_machine(tmp_path)
     clear_stale_build_locks(tmp_path)
@@ -79,7 +79,7 @@ def test_the_wait_ends_after_the_longest_build_time(age, tmp_path, monkeypatch, 
 
 def test_a_lock_of_another_user_is_waited_for_before_it_is_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
-    monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(build_locks, "POLL_SECONDS", 0.05)
     monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)
     lock = lock_of(tmp_path, "theirs")
 
@@ -87,7 +87,7 @@ def test_a_lock_of_another_user_is_waited_for_before_it_is_removed(tmp_path, mon
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with pytest.raises(SettingsError, match=r"left of a build .* \(Permission denied\): remove it, or set TORCH"):
+    with pytest.raises(SettingsError, match=r"left over .* \(Permission denied\): remove it, or set TORCH"):
         clear_stale_build_locks(tmp_path)
 
 

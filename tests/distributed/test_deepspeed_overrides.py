@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from dschat.distributed.deepspeed_overrides import GROUPS, NUMBERS, OWNED, SWITCHES, known_keys, override_problems
+from dschat.distributed.deepspeed_overrides import (
+    GROUPS,
+    NUMBERS,
+    SET_BY_FLAGS,
+    SWITCHES,
+    deepspeed_keys,
+    override_problems,
+)
 
 
 def problems_of(content: dict, folder: Path) -> list[str]:
@@ -27,13 +34,13 @@ def problems_of(content: dict, folder: Path) -> list[str]:
 )
 def test_a_misspelt_top_level_key_is_refused_with_the_nearest_key(key, nearest, tmp_path):
     (line,) = problems_of({key: {}, "steps_per_print": 10}, tmp_path)
-    assert line.startswith(f"--deepspeed_config {tmp_path / 'overrides.json'}: {key} is no key of a DeepSpeed config")
+    assert line.startswith(f"--deepspeed_config {tmp_path / 'overrides.json'}: {key} is not a key of a DeepSpeed")
     assert line.endswith(f"did you mean {nearest}?")
 
 
 def test_an_unknown_key_without_a_near_one_is_to_be_removed(tmp_path):
     (line,) = problems_of({"$schema": "x"}, tmp_path)
-    assert "$schema is no key" in line and line.endswith("remove it")
+    assert "$schema is not a key" in line and line.endswith("remove it")
 
 
 def test_all_unknown_keys_are_listed(tmp_path):
@@ -42,6 +49,6 @@ def test_all_unknown_keys_are_listed(tmp_path):
 
 def test_known_keys_are_those_of_the_installed_deepspeed():
     """The tables of this module are a part of them; keys of the groups inside are none."""
-    tables = {*GROUPS, *NUMBERS, *SWITCHES, *(key.partition(".")[0] for key in OWNED)}
-    assert tables <= known_keys() and len(known_keys()) > 50
-    assert not known_keys() & {"stage", "enabled", "offload_optimizer", "overlap_comm", "type", "params"}
+    tables = {*GROUPS, *NUMBERS, *SWITCHES, *(key.partition(".")[0] for key in SET_BY_FLAGS)}
+    assert tables <= deepspeed_keys() and len(deepspeed_keys()) > 50
+    assert not deepspeed_keys() & {"stage", "enabled", "offload_optimizer", "overlap_comm", "type", "params"}

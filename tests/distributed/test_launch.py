@@ -46,7 +46,7 @@ def test_a_settings_error_of_one_rank_ends_all_with_status_2(programs, tmp_path)
 
 def test_a_signal_to_one_rank_before_training_ends_all_with_its_status(programs, tmp_path):
     text = programs.run(RANKS, ["terminated", tmp_path], processes=2, log=tmp_path / "log", code=128 + signal.SIGTERM)
-    assert text.count("SIGTERM: the run ends here, not saved") == 1 and "rank 1 (" in text
+    assert text.count("SIGTERM: the run ends without saving a checkpoint") == 1 and "rank 1 (" in text
     assert "Traceback" not in text
 
 
@@ -106,7 +106,7 @@ def test_ranks_share_the_cores(given, expected, environment, monkeypatch):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
-        launch._share_cores()
+        launch._set_threads()
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(before)
@@ -131,13 +131,13 @@ def test_a_virtual_environment_builds_into_itself_with_its_own_ninja(environment
     monkeypatch.setattr("sysconfig.get_path", lambda name: str(scripts))
     environment["PATH"] = "/usr/bin"
     environment.pop("TORCH_EXTENSIONS_DIR", None)
-    launch._keep_builds_apart()
+    launch._use_own_build_folder()
     assert environment["PATH"] == "/usr/bin"  # it has no ninja of its own
     assert Path(environment["TORCH_EXTENSIONS_DIR"]) == tmp_path / "torch_extensions"
     scripts.mkdir()
     (scripts / "ninja").touch()
     environment["TORCH_EXTENSIONS_DIR"] = "/chosen"
-    launch._keep_builds_apart()
+    launch._use_own_build_folder()
     assert environment["PATH"] == f"{scripts}{os.pathsep}/usr/bin"
     assert environment["TORCH_EXTENSIONS_DIR"] == "/chosen"
 
@@ -148,5 +148,5 @@ def test_a_build_folder_of_another_user_is_not_used(environment, monkeypatch, tm
     environment.pop("TORCH_EXTENSIONS_DIR", None)
     (tmp_path / "torch_extensions").mkdir()
     os.chown(tmp_path / "torch_extensions", 12345, 12345)
-    launch._keep_builds_apart()
+    launch._use_own_build_folder()
     assert "TORCH_EXTENSIONS_DIR" not in environment

@@ -117,7 +117,7 @@ def test_an_invalid_variable_is_named_with_the_ways_to_launch(change, message):
         ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "mpirun -x MASTER_ADDR=HOST"),
         ({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "a"}, "MPI_LOCALRANKID or PMI_LOCAL_RANK is not set"),
         (SLURM | {"WORLD_SIZE": "8"}, "WORLD_SIZE 8, but Slurm started 4 processes"),
-        (SLURM | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}, "write `srun python main.py ...`"),
+        (SLURM | {"SLURM_PROCID": "0", "ENVIRONMENT": "BATCH"}, "use `srun python main.py ...`"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "7"}, "RANK 7 must be from 0 to 3"),
     ],
 )

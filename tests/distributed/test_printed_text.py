@@ -12,7 +12,7 @@ from torch import distributed as dist
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.data.datasets import DataOptions
 from dschat.distributed import launch, watchdog
-from dschat.distributed.verdict import Verdict
+from dschat.distributed.failure import Failure
 from dschat.rewards.retry import RetryPolicy
 from dschat.runs.run_log import RunLog
 from dschat.runs.set_up import load_splits
@@ -77,14 +77,14 @@ def test_warnings_about_settings(capsys):
 
 
 def test_the_problem_of_another_rank(capsys, monkeypatch):
-    monkeypatch.setattr(watchdog, "GRACE", 0.1)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.1)
     monkeypatch.setattr(watchdog, "READERS_TIMEOUT", 0.1)
     left = threading.Event()
     ranks = [
         watchdog.Watchdog(seconds=60, store=store, rank=rank, world_size=2, end_process=lambda status: left.set())
         for rank, store in enumerate([dist.HashStore()] * 2)
     ]
-    Verdict(f"rank 1 has failed: {CODES}", 1).publish(ranks[0].store)
+    Failure(f"rank 1 has failed: {CODES}", 1).publish(ranks[0].store)
     assert left.wait(60)
     for rank in ranks:
         rank._stop.set()

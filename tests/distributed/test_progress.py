@@ -92,8 +92,8 @@ def test_waiting_for_a_reward_function_counts_while_its_time_limit_runs(reports)
 
 
 def test_a_folder_that_grows_counts_and_one_that_does_not_counts_no_more(reports, monkeypatch, tmp_path):
-    monkeypatch.setattr(watchdog, "FOLLOWING_INTERVAL", 0.02)
-    with watchdog.following(tmp_path):
+    monkeypatch.setattr(watchdog, "FOLDER_POLL_SECONDS", 0.02)
+    with watchdog.watch_folder(tmp_path):
         for size in (1, 2, 3):
             before, deadline = reports.progress, time.monotonic() + 60
             sparse(tmp_path / "file", size)

@@ -71,7 +71,7 @@ def test_different_world_sizes_are_refused_without_waiting():
 
     started = time.monotonic()
     printed = together(rank(0, 3), rank(1, 2))
-    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same for all"] * 2
+    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same value on all ranks"] * 2
     assert time.monotonic() - started < 50, "the time for missing ranks was not waited for"
 
 
@@ -128,5 +128,5 @@ def test_a_rank_that_is_terminated_while_it_waits_ends_the_others(tmp_path):
     started[1].send_signal(signal.SIGTERM)
     printed = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [2, 128 + signal.SIGTERM]
-    assert "rank 1 has ended" in printed[0] and "SIGTERM: the run ends here" in printed[1]
+    assert "rank 1 has ended" in printed[0] and "SIGTERM: the run ends without saving" in printed[1]
     assert "Traceback" not in "".join(printed)

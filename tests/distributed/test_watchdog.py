@@ -11,7 +11,7 @@ import pytest
 from torch import distributed as dist
 
 from dschat.distributed import watchdog
-from dschat.distributed.verdict import Verdict
+from dschat.distributed.failure import Failure
 from dschat.distributed.watchdog import HUNG, Watchdog
 
 SECONDS = 2.0  # the hang timeout of a rank
@@ -51,8 +51,8 @@ class Ranks:
 
     def silence(self, rank: int) -> None:
         """Stop the rank's thread that reports, as SIGSTOP would."""
-        self.watchdogs[rank]._verdict = Verdict("", 0)
-        self.watchdogs[rank]._end = lambda verdict: None
+        self.watchdogs[rank]._failure = Failure("", 0)
+        self.watchdogs[rank]._end = lambda failure: None
 
     def wait_for(self, count: int) -> None:
         deadline = time.monotonic() + 60
@@ -63,7 +63,7 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
-    monkeypatch.setattr(watchdog, "GRACE", 0.5)
+    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.5)
     monkeypatch.setattr(watchdog, "READERS_TIMEOUT", 0.5)
     started: list[Ranks] = []
 

@@ -239,7 +239,7 @@ def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_
     arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
     found, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
     assert found.item() == pytest.approx(expected, abs=1e-6)
-    assert metrics["chosen_logprob"].item() == (-1 if arguments.takes_means else -2)
+    assert metrics["chosen_logprob"].item() == (-1 if arguments.uses_mean_logprobs else -2)
 
 
 def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
@@ -251,7 +251,7 @@ def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
 
 def test_contradictions_are_refused_together(run, materials):
     output = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
-    for part in ("3 mistakes", "drop one of them", "--only_optimize_lora", "there is no such folder"):
+    for part in ("3 mistakes", "remove one of them", "--only_optimize_lora", "there is no such folder"):
         assert output.count(part) == 1, output
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
     output = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))

@@ -62,8 +62,8 @@ def fit(models: Path, folder: Path, function: str, *, iterations: int, max_bad_s
             run=arguments.RunArguments(output_dir=str(output), max_bad_steps=max_bad_steps),
         ),
     )  # fmt: skip
-    with signals.capture_signals() as received:
-        run.fit(resume, received)
+    with signals.capture_signals() as signal_flag:
+        run.fit(resume, signal_flag)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

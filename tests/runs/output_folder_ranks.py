@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.distributed import collectives, launch
 from dschat.runs import output_folder
 
@@ -15,7 +15,7 @@ def main() -> None:
     output_folder.VISIBLE_WITHIN = 0.5
     own = root / f"node-{collectives.rank()}"
     own.mkdir()
-    with settings_of_user():
+    with as_settings_errors():
         output_folder.check_shared(own)
 
 

@@ -92,7 +92,7 @@ def test_too_few_rows_are_refused_before_a_model_is_loaded(tmp_path):
     with pytest.raises(ValueError, match="The data has 11 rows, but one step needs 12") as caught:
         fit(
             "paint", DataSplits(train=rows(), eval=rows(), report=None), objective(), load=load, tokenizer=None,
-            received=signals.SignalFlag(), settings=arguments.SFTSettings(
+            signal_flag=signals.SignalFlag(), settings=arguments.SFTSettings(
                 model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
                 optimizer=arguments.OptimizerArguments(gradient_accumulation_steps=3),
                 run=arguments.RunArguments(output_dir=str(tmp_path)),
@@ -105,10 +105,10 @@ def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_load
     def load(config):
         raise AssertionError("the model was loaded")
 
-    with pytest.raises(ValueError, match="--best_metric eval_loss: .* it has none: give held-out rows") as caught:
+    with pytest.raises(ValueError, match="--best_metric eval_loss: .* it has none, since there are no") as caught:
         fit(
             "paint", DataSplits(train=rows(), eval=rows().select([]), report=None), objective(), load=load,
-            tokenizer=None, received=signals.SignalFlag(), settings=arguments.SFTSettings(
+            tokenizer=None, signal_flag=signals.SignalFlag(), settings=arguments.SFTSettings(
                 model=arguments.ModelArguments(per_device_train_batch_size=4, model_name_or_path="m"),
                 run=arguments.RunArguments(output_dir=str(tmp_path), best_metric="eval_loss"),
             ),

@@ -72,8 +72,8 @@ def make_run(models: Path, output: Path, *, minibatch_size: int = 4, run: dict |
 
 def fit(run: PPORun, resumed: Path | None) -> PPORun:
     Path(run.settings.run.output_dir).mkdir(exist_ok=True)
-    with signals.capture_signals() as received:
-        run.fit(resumed, received)
+    with signals.capture_signals() as signal_flag:
+        run.fit(resumed, signal_flag)
     return run
 
 

@@ -95,7 +95,7 @@ BAD = {  # step, flags, what the message must contain
     "reward model as critic": (
         "ppo", {"reward_model_name_or_path": "@other_reward"}, ["other_reward", "actor's own folder"]),
     "a group of one": (
-        "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: give 2"]),
+        "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: set it to 2"]),
     "groups that are cut": (
         "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
     "an unknown rollout engine": ("ppo", {"rollout_engine": "vllm"}, ["--rollout_engine vllm: choose one of hybrid"]),
@@ -103,7 +103,7 @@ BAD = {  # step, flags, what the message must contain
     "KL aimed at for nothing": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
     "no reference to refresh": (
         "ppo", {"ref_refresh_interval": 1, "kl_coef": 0}, ["--ref_refresh_interval", "--kl_coef 0"]),
-    "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "more than 1"]),
+    "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "above 1"]),
     "clipped below 0": ("ppo", {"clip_range_low": 1.5}, ["--clip_range_low 1.5", "at most 1"]),
     "masks that leave nothing": (
         "ppo", {"rollout_correction": "mis", "rollout_correction_cap": 0.4}, ["--rollout_correction_floor 0.5"]),
@@ -120,8 +120,8 @@ BAD = {  # step, flags, what the message must contain
     "stage four": ("ppo", {"actor_zero_stage": 4}, ["--actor_zero_stage 4: choose one of 0, 1, 2, 3"]),
     "a decoder named and switched off": (
         "ppo", {"rollout_engine": "hybrid", "enable_hybrid_engine": False}, ["--rollout_engine hybrid", "drop one"]),
-    "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is no flag of this step: did you mean --kl_coef?"]),
-    "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is no flag of this step"]),
+    "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is not a flag of this step: did you mean --kl_coef?"]),
+    "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is not a flag of this step"]),
 }  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def test_prompt_and_response_together_must_fit_actor_and_critic(materials, tmp_p
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device trains in fp16")
 def test_fp16_is_refused_on_a_cpu(materials, tmp_path):
     (line,) = mistakes("sft", materials, tmp_path, dtype="fp16")
-    assert line.startswith("--dtype fp16: a CPU cannot train in it")
+    assert line.startswith("--dtype fp16: not supported on a CPU")
 
 
 def test_all_kinds_of_mistakes_are_listed_in_one_message(materials, tmp_path):
@@ -154,7 +154,7 @@ def test_all_kinds_of_mistakes_are_listed_in_one_message(materials, tmp_path):
     )  # fmt: skip
     parts = [
         "--output_dir", "nothing.jsonl", "--max_seq_len 500", "--zero_stage 4", "--learning_rate 0.0: must be above 0",
-        "no_tokenizer has no tokenizer", "--only_optimize_lora", "--learning_rat is no flag", "not valid JSON",
+        "no_tokenizer has no tokenizer", "--only_optimize_lora", "--learning_rat is not a flag", "not valid JSON",
     ]  # fmt: skip
     for part in parts:
         assert sum(part in line for line in lines) == 1, (part, lines)
@@ -238,7 +238,7 @@ def test_an_output_folder_that_holds_an_input_model_is_refused(step, flag, model
     before = sorted(tmp_path.rglob("*"))
     output = tmp_path / "link" if linked else tmp_path / "run"
     (line,) = mistakes(step, materials, output, **{flag: str(folder)})
-    assert f"--output_dir {output}: this run would overwrite {folder}, which --{flag} {folder} reads" in line
+    assert f"--output_dir {output}: this run would overwrite {folder}, the input of --{flag} {folder}" in line
     assert sorted(tmp_path.rglob("*")) == before
     beside = tmp_path / "run" / "sft"
     folder.rename(beside) if below else shutil.copytree(folder, beside)
@@ -261,5 +261,5 @@ def test_an_output_folder_that_holds_the_dpo_reference_is_refused(materials, tmp
     main = runpy.run_path(str(MAINS["dpo"]))
     shutil.copytree(materials / "actor", tmp_path / "run")
     argv = flags("dpo", materials, tmp_path / "run", ref_model_name_or_path=tmp_path / "run")
-    with pytest.raises(SettingsError, match="would overwrite .*run, which --ref_model_name_or_path"):
+    with pytest.raises(SettingsError, match="would overwrite .*run, the input of --ref_model_name_or_path"):
         parse(arguments.PreferenceSettings, argv, description="", check=main["check"])

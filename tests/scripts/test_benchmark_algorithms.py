@@ -49,6 +49,6 @@ def test_an_existing_sft_model_is_reused(started, tmp_path):
 
 def test_the_table_shows_means_and_the_worst_seed(capsys):
     row = {"algorithm": "grpo", "gold_reward_start": 0.4, "accuracy_end": 0.5, "seconds": 10.0}
-    algorithms.show([row | {"seed": 1, "gold_reward_end": 1.0}, row | {"seed": 2, "gold_reward_end": 0.8}])
+    algorithms.print_table([row | {"seed": 1, "gold_reward_end": 1.0}, row | {"seed": 2, "gold_reward_end": 0.8}])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("grpo")]
     assert line.split() == ["grpo", "0.400", "0.900", "(0.800)", "0.500", "10"]

@@ -12,12 +12,12 @@ sys.path[:0] = [str(SCRIPTS / "chain_sum"), str(SCRIPTS / "smollm2")]
 
 from evaluate import seen_prompts, unseen_sums  # noqa: E402
 from prepare_model import without_system_prompt  # noqa: E402
-from worked_sums import worked  # noqa: E402
+from worked_sums import worked_solution  # noqa: E402
 
 
 def test_worked_sums_have_one_step_per_line():
-    assert worked("4 - 1") == "4 - 1 = 3"
-    assert worked("4 - 9 + 12 - 0") == "4 - 9 = -5\n-5 + 12 = 7\n7 - 0 = 7"
+    assert worked_solution("4 - 1") == "4 - 1 = 3"
+    assert worked_solution("4 - 9 + 12 - 0") == "4 - 9 = -5\n-5 + 12 = 7\n7 - 0 = 7"
 
 
 def test_prompts_are_those_of_reasoning_gym_and_every_step_is_correct(tmp_path):
@@ -51,5 +51,5 @@ def test_only_the_default_system_prompt_is_removed_from_a_template():
     turns = "{% for message in messages %}%s{{ message['content'] }}{% endfor %}"
     block = "{% if loop.first and messages[0]['role'] != 'system' %}{{ 'You are\nhelpful' }}{% endif %}"
     assert without_system_prompt(turns.replace("%s", block)) == turns.replace("%s", "")
-    with pytest.raises(ValueError, match="adds no system prompt"):
+    with pytest.raises(ValueError, match="no block that adds a default system prompt"):
         without_system_prompt(turns.replace("%s", ""))

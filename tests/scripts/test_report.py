@@ -101,7 +101,7 @@ def test_a_truncated_last_line_is_noted_and_the_other_lines_are_plotted(tmp_path
     path.write_text(path.read_text() + '{"step": 3, "ti')
     run = report.read_run(folder)
     assert len(run.metrics) == 3
-    assert any("metrics.jsonl: 1 unreadable" in note and "line 4" in note and "cut off" in note for note in run.notes)
+    assert any("metrics.jsonl: 1 unreadable" in note and "line 4" in note and "truncated" in note for note in run.notes)
     assert "line 4" in report.page([run])
 
 

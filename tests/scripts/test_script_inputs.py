@@ -91,7 +91,7 @@ def inputs(tmp_path_factory) -> Path:
 BAD_DUMP_METRICS = {
     "dump_metrics_torn": ('{"policy_loss": 1', "not valid JSON"),
     "dump_metrics_deep": ('{"a":' * 100_000, "not valid JSON"),
-    "dump_metrics_list": ('["policy_loss"]', "wants a JSON object, not a list"),
+    "dump_metrics_list": ('["policy_loss"]', "must be a JSON object, not a list"),
     "dump_metrics_text": ('{"policy_loss": "1"}', "policy_loss is a string, not a number or null"),
     "dump_metrics_nan": ('{"policy_loss": NaN}', "not valid JSON"),
 }
@@ -167,8 +167,8 @@ CASES: list[tuple[str, list, str]] = [
     (REPORT, ["broken_metrics/sft"], "1 unreadable line(s), first at line 1"),
     (REPORT, ["strange"], "metrics.jsonl is a folder"),
     (REPORT, ["one_metric/sft", "-o", "empty"], "'empty' is a folder; name a file"),
-    (REPORT, ["one_metric/sft", "-o", "a_file/page.html"], "a_file is no folder that can be written"),
-    (REPORT, ["one_metric/sft", "-o", ""], "names no file"),
+    (REPORT, ["one_metric/sft", "-o", "a_file/page.html"], "a_file is not a writable folder"),
+    (REPORT, ["one_metric/sft", "-o", ""], "is empty; name a file"),
     *numbers(REPORT, ["one_metric/sft"], {"samples": ("-1",)}),
     (CHAT, ["missing/model"], "missing/model"),
     (CHAT, ["./missing"], "./missing"),
@@ -188,17 +188,17 @@ CASES: list[tuple[str, list, str]] = [
                                 "max_rows": (0,), "max_body": (0,), "max_held": (0,), "max_batch_tokens": (0,)}),
     *floats(SERVE, ["empty"], {"shutdown_seconds": (-1,), "max_wait": (-1,), "max_read_seconds": (0, -1)}),
     (REPLAY, ["missing"], "there is no folder 'missing'"),
-    (REPLAY, ["a_file"], "'a_file' is no folder"),
+    (REPLAY, ["a_file"], "'a_file' is not a folder"),
     (REPLAY, [""], "there is no folder ''"),
-    (REPLAY, ["empty"], "empty holds no settings.json"),
+    (REPLAY, ["empty"], "empty contains no settings.json"),
     (REPLAY, ["dump_broken"], "dump_broken/settings.json: not valid JSON"),
-    (REPLAY, ["dump_list"], "dump_list/settings.json: wants a JSON object, not a list"),
+    (REPLAY, ["dump_list"], "dump_list/settings.json: must be a JSON object, not a list"),
     (REPLAY, ["dump_empty"], "dump_empty/settings.json: processes, temperature"),
     (REPLAY, ["dump_bytes"], "dump_bytes/settings.json: not valid JSON"),
     (REPLAY, ["dump_deep"], "dump_deep/settings.json: not valid JSON"),
-    (REPLAY, ["dump_few"], "settings.json: ppo is missing or wrong"),
-    (REPLAY, ["dump_word"], "settings.json: processes is missing or wrong"),
-    (REPLAY, ["dump_none"], "settings.json: processes is missing or wrong"),
+    (REPLAY, ["dump_few"], "settings.json: ppo is missing or invalid"),
+    (REPLAY, ["dump_word"], "settings.json: processes is missing or invalid"),
+    (REPLAY, ["dump_none"], "settings.json: processes is missing or invalid"),
     (REPLAY, ["dump_newer"], "this version has no flag warp"),
     (REPLAY, ["dump_alone"], "dump_alone/metrics.json: No such file"),
     (REPLAY, ["dump_metrics"], "metrics.json: not valid JSON"),
@@ -207,44 +207,44 @@ CASES: list[tuple[str, list, str]] = [
     (REPLAY, ["dump_tensors"], "iteration_rank0.safetensors: not readable as safetensors"),
     (REPLAY, ["dump_fields"], "iteration_rank0.safetensors: its tensors are not those of an Experience"),
     (REPLAY, ["dump_model"], "dump_model/iteration_rank0.safetensors"),
-    (REPLAY, ["empty", "--device", "warp"], "'warp' is no device here"),
+    (REPLAY, ["empty", "--device", "warp"], "'warp' is not an available device"),
     *floats(REPLAY, ["empty"], {"tolerance": (-1,)}),
     (CHATS, [], "--output"),
-    (CHATS, ["--output", "a_file"], "a_file is no folder that can be written"),
-    (CHATS, ["--output", "a_file/below"], "a_file is no folder that can be written"),
-    (CHATS, ["--output", ""], "--output: names no folder"),
+    (CHATS, ["--output", "a_file"], "a_file is not a writable folder"),
+    (CHATS, ["--output", "a_file/below"], "a_file is not a writable folder"),
+    (CHATS, ["--output", ""], "--output: is empty; name a folder"),
     *numbers(CHATS, ["--output", "new"], {"seed": (-1, HUGE), "sft_examples": (0, -1), "pair_prompts": (0,),
                                           "rl_prompts": (0,), "eval_prompts": (0,)}),
     *((MODEL, ["--output", "new", "--data", name], part) for name, part in {
         "missing": "there is no file 'missing'", "empty": "'empty' is a folder; name a file", "": "there is no file ''",
         "empty.jsonl": "empty.jsonl has no rows", "broken.jsonl": "broken.jsonl:3: not valid JSON",
-        "list.jsonl": "list.jsonl:1: wants a JSON object with messages", "deep.jsonl": "deep.jsonl:1: not valid JSON",
-        "bytes.jsonl": "bytes.jsonl:1: not valid JSON", "other.jsonl": "other.jsonl:1: wants a JSON object",
+        "list.jsonl": "list.jsonl:1: must be a JSON object with messages", "deep.jsonl": "deep.jsonl:1: not valid JSON",
+        "bytes.jsonl": "bytes.jsonl:1: not valid JSON", "other.jsonl": "other.jsonl:1: must be a JSON object",
         "no_chat.jsonl": "are no chats", "a_file": "a_file:1: not valid JSON",
     }.items()),
-    (MODEL, ["--output", "a_file", "--data", "other.jsonl"], "a_file is no folder that can be written"),
+    (MODEL, ["--output", "a_file", "--data", "other.jsonl"], "a_file is not a writable folder"),
     *numbers(MODEL, ["--output", "new", "--data", "other.jsonl"], {"seed": (-1, HUGE)}),
     (SUMMARY, [], "--output"),
     (SUMMARY, summary_with(sft="missing"), "--sft: there is no folder 'missing'"),
-    (SUMMARY, summary_with(ppo="a_file"), "--ppo: 'a_file' is no folder"),
+    (SUMMARY, summary_with(ppo="a_file"), "--ppo: 'a_file' is not a folder"),
     (SUMMARY, summary_with(dpo="missing"), "--dpo: there is no folder"),
     (SUMMARY, summary_with(prompts="empty"), "--prompts: 'empty' is a folder"),
     (SUMMARY, summary_with(prompts="empty.jsonl"), "empty.jsonl has no rows"),
-    (SUMMARY, summary_with(prompts="other.jsonl"), "other.jsonl:1: wants a JSON object with prompt, answer"),
+    (SUMMARY, summary_with(prompts="other.jsonl"), "other.jsonl:1: must be a JSON object with prompt, answer"),
     (SUMMARY, summary_with(reward_run="empty"), "empty/metrics.jsonl: No such file"),
     (SUMMARY, summary_with(reward_run="broken_metrics/sft"), "metrics.jsonl:1: not valid JSON"),
     (SUMMARY, summary_with(), "stamps/sft: is not a stamp of a stage"),
     (SUMMARY, summary_with(stages="missing"), "--stages: there is no folder"),
     *numbers(SUMMARY, summary_with(), {"samples": (0,), "seed": (-1,)}),
-    (DATA, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (DATA, ["--output", "a_file"], "a_file is not a writable folder"),
     (DATA, ["--output", "new", "--downloads", "a_file/x"], "--downloads: 'a_file/x'"),
     *numbers(DATA, ["--output", "new"], {"seed": (-1,), "sft": (-1,), "preferences": (-1,), "prompts": (-1,),
                                          "eval": (-1,), "max_turns": (1,), "max_chars": (99,)}),
-    (CONVERT, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (CONVERT, ["--output", "a_file"], "a_file is not a writable folder"),
     (CONVERT, ["--output", "new", "--downloads", "a_file"], "--downloads: 'a_file'"),
     (SMOLLM2, [], "output"),
     (SMOLLM2, ["missing"], "there is no folder 'missing'"),
-    (SMOLLM2, ["a_file"], "'a_file' is no folder"),
+    (SMOLLM2, ["a_file"], "'a_file' is not a folder"),
     (SMOLLM2, ["empty"], "empty/sft/metrics.jsonl: 0 evaluations, two are needed"),
     (SMOLLM2, ["one_metric"], "1 evaluations, two are needed"),
     (SMOLLM2, ["broken_metrics"], "broken_metrics/sft/metrics.jsonl:1: not valid JSON"),
@@ -252,7 +252,7 @@ CASES: list[tuple[str, list, str]] = [
 ]  # fmt: skip
 WITH_REASONING_GYM = [
     (SUMS, [], "--output"),
-    (SUMS, ["--output", "a_file"], "a_file is no folder that can be written"),
+    (SUMS, ["--output", "a_file"], "a_file is not a writable folder"),
     (SUMS, ["--output", "new", "--min_terms", "4"], "--min_terms 4 is more than --max_terms 3"),
     *numbers(SUMS, ["--output", "new"], {"seed": (-1,), "rows": (0,), "min_terms": (1,), "max_terms": (1, 0),
                                          "max_digits": (0, 99)}),
@@ -260,7 +260,7 @@ WITH_REASONING_GYM = [
     (EVALUATE, ["--output", "exam", "--models", "missing"], "--models: there is no folder"),
     (EVALUATE, ["--output", "exam", "--models"], "--models"),
     (EVALUATE, ["--output", "empty", "--models", "empty"], "empty/data/sft.jsonl: No such file"),
-    (EVALUATE, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: wants a JSON object with prompt"),
+    (EVALUATE, ["--output", "exam", "--models", "empty"], "exam/data/sft.jsonl:2: must be a JSON object with prompt"),
     *numbers(EVALUATE, ["--output", "exam", "--models", "empty"], {"sums": (0,)}),
 ]  # fmt: skip
 
@@ -293,7 +293,7 @@ def test_a_reward_server_listens_at_addresses_of_this_machine_only(host, inputs,
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "token")
     code, printed = run_script(SERVE, [inputs / "empty", "--host", host, "--port", "0"], capsys)
     assert code == 2 and f"--host {host}" in printed
-    assert "is no address" in printed or "cannot listen there" in printed
+    assert "is not an address" in printed or "cannot listen there" in printed
 
 
 @pytest.mark.parametrize("name", [SUMS, EVALUATE])
@@ -322,5 +322,5 @@ def test_lines_are_rows_and_blank_ones_are_none(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "x\u2028y"}\r\n\n{"a": 2, "b": 3}', encoding="utf-8")
     assert read_json_lines(path, fields=["a"]) == [{"a": "x\u2028y"}, {"a": 2, "b": 3}]
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: wants a JSON object with a, b"):
+    with pytest.raises(ValueError, match=r"rows.jsonl:1: must be a JSON object with a, b"):
         read_json_lines(path, fields=["a", "b"])

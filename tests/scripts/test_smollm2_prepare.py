@@ -78,8 +78,8 @@ def test_a_turn_that_fails_the_filter_is_dropped_and_the_others_are_kept():
 @pytest.mark.parametrize("reply", ["ok", "!!!! ???? .... ----", "yes " * 100])
 def test_the_filter_rejects_junk_replies(reply):
     said = "What did you do all day today?"
-    assert data.fit([said, "I went to the park with my dog"], max_chars=600)
-    assert not data.fit([said, reply], max_chars=600)
+    assert data.is_usable([said, "I went to the park with my dog"], max_chars=600)
+    assert not data.is_usable([said, reply], max_chars=600)
 
 
 def test_roles_alternate_and_only_the_first_example_has_the_topic():

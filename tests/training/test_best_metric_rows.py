@@ -14,5 +14,5 @@ def test_a_best_metric_without_evaluation_rows_is_refused_before_a_model_is_load
     (tmp_path / "phases.py").write_text(PHASES)
     argv = flags(step, tmp_path, tmp_path / "run", eval_fraction=0, best_metric="eval_loss")
     printed = programs.run(tmp_path / "phases.py", [MAINS[step], *argv], log=tmp_path / "log", code=2)
-    assert "--best_metric eval_loss: the evaluation has no such metric; it has none: give held-out rows" in printed
+    assert "--best_metric eval_loss: the evaluation has no such metric; it has none, since" in printed
     assert "<data preparation>" in printed and "<model loading>" not in printed and "Traceback" not in printed

@@ -200,7 +200,7 @@ def test_a_dump_that_does_not_fit_on_the_disk_is_removed_and_training_continues(
 def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_training_continues(fail, run, whole, tmp_path):
     settings = {"max_steps": 4, "save_interval": 2, "zero": 2, "processes": 2}
     printed = run("sft", **settings, fail=fail)
-    assert "the checkpoint cannot be written: rank" in printed and "The run goes on without it" in printed
+    assert "the checkpoint cannot be written: rank" in printed and "The run continues without it" in printed
     assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))
     names = {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert names == {"latest", "step-00000004"}, "the failed attempt at step 2 leaves nothing"
@@ -210,7 +210,7 @@ def test_a_rank_that_cannot_write_still_joins_the_gathers_of_the_ema(run, tmp_pa
     """Under ZeRO-3 all ranks gather the average to be written: one that has failed before must not stay away."""
     settings = {"zero": 3, "processes": 2, "enable_ema": True, "save_interval": 1}
     printed = run("ppo", **settings, fail="save_writing:raise@1#1")
-    assert "the checkpoint cannot be written: rank 1" in printed and "The run goes on without it" in printed
+    assert "the checkpoint cannot be written: rank 1" in printed and "The run continues without it" in printed
     assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
@@ -261,7 +261,7 @@ def test_an_export_to_a_full_disk_ends_with_the_command_that_exports_later(run, 
 def test_a_best_model_that_cannot_be_written_leaves_the_previous_one(run, tmp_path):
     settings = {"max_steps": 3, "best_metric": "eval_loss", "best_mode": "min", "eval_interval": 1}
     printed = run("sft", **settings, fail="export_weights:raise#2")
-    assert "The previous best model is kept, and the run goes on" in printed
+    assert "The previous best model is kept, and the run continues" in printed
     assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] > 1, "a later one is kept again"
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
@@ -272,7 +272,7 @@ def test_a_write_that_fails_on_rank_0_leaves_no_rank_waiting_for_its_parts_of_ot
     printed = run(
         "ppo", zero=3, processes=2, enable_ema=True, ref_refresh_interval=1, save_interval=1, max_steps=2, fail=fail
     )
-    assert "the checkpoint cannot be written: rank 0" in printed and "The run goes on without it" in printed
+    assert "the checkpoint cannot be written: rank 0" in printed and "The run continues without it" in printed
     assert newest_checkpoint(tmp_path / "run").name == "step-00000002"
 
 
@@ -325,7 +325,7 @@ def test_a_solved_task_has_no_signal_and_the_run_ends_normally(run, tmp_path):
 
 def test_reaching_stop_at_kl_ends_the_run_with_an_export(run, tmp_path):
     printed = run("ppo", max_steps=6, stop_at_kl=1e-4, kl_estimator="k3")
-    assert "has reached --stop_at_kl 0.0001: ending" in printed
+    assert "has reached --stop_at_kl 0.0001: the run ends" in printed
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained[-1] < 6 and (tmp_path / "run" / "model.safetensors").exists()
 
@@ -539,7 +539,7 @@ def test_zero_1_and_2_resume_each_other(then, now, run, whole, tmp_path):
 def test_a_resume_with_another_zero_stage_is_refused_and_the_right_one_named(then, now, run, tmp_path):
     run("sft", zero=then, fail="update:TERM#2", code=SAVED)
     printed = run("sft", zero=now, resume="auto", code=2)
-    assert f"holds the model of ZeRO stage {then}, and this run has stage {now}: resume with stage {then}" in printed
+    assert f"contains the model of ZeRO stage {then}, but this run has stage {now}: resume with stage {then}" in printed
 
 
 def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp_path):
@@ -561,7 +561,7 @@ def test_a_full_file_system_costs_a_checkpoint_and_no_training(run, whole, tmp_p
     try:
         settings = {"max_steps": 4, "save_interval": 2, "zero": 2}
         printed = run("sft", **settings)  # one checkpoint fits, a second beside it does not
-        assert "The run goes on without it" in printed
+        assert "The run continues without it" in printed
         (saved,) = folder.glob("step-*")
         assert saved.name == "step-00000002" and verify_checkpoint(saved) == []
         assert metrics_of(tmp_path / "run") == metrics_of(whole("sft", **settings))

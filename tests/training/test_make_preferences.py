@@ -103,10 +103,10 @@ def test_rewards_score_responses_as_a_judge_does(folder, programs, tmp_path):
 def test_exactly_one_of_judge_and_reward_is_required_and_every_mistake_is_named(folder, programs, tmp_path):
     argv = arguments(folder, tmp_path / "out")
     text = programs.run(TOOL, [*argv, "--reward", "lenght"], log=tmp_path / "log", code=2)
-    assert "--judge and --reward: give exactly one" in text and "did you mean length?" in text
+    assert "--judge and --reward: set exactly one" in text and "did you mean length?" in text
     at = argv.index("--judge")
     text = programs.run(TOOL, [*argv[:at], *argv[at + 2 :]], log=tmp_path / "log-2", code=2)
-    assert "--judge and --reward: give exactly one" in text
+    assert "--judge and --reward: set exactly one" in text
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_a_finished_file_is_replaced_only_with_overwrite_and_training_flags_are_
              "enable_tensorboard": True, "eval_interval": 2, "response_column": "x", "judge_timeout": 0}  # fmt: skip
     printed = programs.run(TOOL, arguments(folder, output, **flags), log=tmp_path / "log", code=2)
     for flag in list(flags)[:-1]:
-        assert f"--{flag} is no flag of this step" in printed
+        assert f"--{flag} is not a flag of this step" in printed
     assert "--judge_timeout 0.0: must be above 0" in printed
     assert "preferences.jsonl already exists" in printed and "--overwrite" in printed
     assert (output / "preferences.jsonl").read_text() == "precious\n"
@@ -187,4 +187,4 @@ def test_a_finished_file_is_replaced_only_with_overwrite_and_training_flags_are_
     made = (output / "preferences.jsonl").read_text()
     assert "precious" not in made
     printed = programs.run(TOOL, [*arguments(folder, output), "--resume", "auto"], log=tmp_path / "log-3")
-    assert "nothing to do" in printed and (output / "preferences.jsonl").read_text() == made
+    assert "is already finished" in printed and (output / "preferences.jsonl").read_text() == made

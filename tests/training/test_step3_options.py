@@ -234,7 +234,7 @@ def test_the_best_model_is_the_one_that_was_evaluated_as_best(run, unbroken, tmp
 
 @pytest.mark.parametrize(("settings", "message"), [
     ({"best_metric": "accuracy"}, "--best_metric accuracy: the evaluation has no such metric; it has"),
-    ({"best_metric": "score", "eval_fraction": 0.0}, "it has none: give held-out rows"),
+    ({"best_metric": "score", "eval_fraction": 0.0}, "it has none, since there are no held-out rows"),
 ])  # fmt: skip
 def test_a_best_metric_that_no_evaluation_has_ends_the_run_before_it_trains(settings, message, run, tmp_path):
     output = run("run", code=2, **settings)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from dschat.arguments import PreferenceSettings
-from dschat.arguments.command_line import parse, settings_of_user
+from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.data.mismatched import with_mismatched
 from dschat.distributed import launch
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
@@ -20,14 +20,14 @@ from dschat.runs.validation import model_problems, one_model_problems, vocabular
 
 
 def check(settings: PreferenceSettings) -> list[str]:
-    """Problems with the settings: model, data, and a reference model that would change or does not fit."""
+    """Problems with the settings: model, data, a reference model that is trained or has another vocabulary."""
     model, preference, data = settings.model, settings.preference, settings.data
     problems = one_model_problems(preference.kind, settings)
-    moves = not (model.lora_dim and settings.lora.only_optimize_lora)
-    if preference.reference == "adapters_off" and not preference.reference_free and moves:
+    trains_base_weights = not (model.lora_dim and settings.lora.only_optimize_lora)
+    if preference.reference == "adapters_off" and not preference.reference_free and trains_base_weights:
         problems.append(
-            "--reference adapters_off: without its adapters the model must stay what it was: add --only_optimize_lora "
-            "and a rank --lora_dim, or take --reference precompute"
+            "--reference adapters_off: the weights of the base model must not be trained: add --only_optimize_lora "
+            "and a rank --lora_dim, or use --reference precompute"
         )
     if reference := preference.ref_model_name_or_path:
         problems += model_problems(
@@ -67,14 +67,14 @@ def main() -> None:
     )
     options = data_options(data, run, max_tokens=model.max_seq_len, phase=2)
     splits = load_splits(preference.kind, tokenizer, options)
-    with settings_of_user():
+    with as_settings_errors():
         check_evaluation_rows(run, len(splits.eval))
     objective = preference_objective(preference, pad_token_id=tokenizer.pad_token_id)
     load = partial(
         load_network, load_model=load_causal_lm, wrapper=TokenLogprobs, settings=settings, tokenizer=tokenizer
     )
     if preference.kind == "unpaired":
-        with settings_of_user():
+        with as_settings_errors():
             splits = with_mismatched(splits, max_tokens=model.max_seq_len)
     if preference.reference == "precompute" and not preference.reference_free:
         path = preference.ref_model_name_or_path or model.model_name_or_path
@@ -84,15 +84,15 @@ def main() -> None:
             folder=options.output_path, settings=settings,
         )  # fmt: skip
 
-    with signals.capture_signals() as received:
+    with signals.capture_signals() as signal_flag:
         # Fit and evaluate
         engine = fit(
             "step2_dpo_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,
-            received=received,
+            signal_flag=signal_flag,
         )  # fmt: skip
 
         # Export
-        export_run({"": engine.module.model}, run.output_dir, tokenizer, received=received)
+        export_run({"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag)
 
 
 if __name__ == "__main__":

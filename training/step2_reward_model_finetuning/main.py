@@ -52,15 +52,15 @@ def main() -> None:
         load_network, load_model=load_scalar_head, wrapper=TokenScores, settings=settings, tokenizer=tokenizer
     )
 
-    with signals.capture_signals() as received:
+    with signals.capture_signals() as signal_flag:
         # Fit and evaluate
         engine = fit(
             "step2_reward_model_finetuning", splits, objective, load=load, settings=settings, tokenizer=tokenizer,
-            received=received,
+            signal_flag=signal_flag,
         )  # fmt: skip
 
         # Export
-        export_run({"": engine.module.model}, run.output_dir, tokenizer, received=received)
+        export_run({"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag)
 
 
 if __name__ == "__main__":

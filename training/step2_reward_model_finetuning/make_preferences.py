@@ -3,7 +3,7 @@
     python training/step2_reward_model_finetuning/make_preferences.py --model_name_or_path output/sft \\
         --data_path prompts.jsonl --judge my_judge.py:judge --output_dir output/pairs
 
-The judge is a function judge(prompts, responses, rows) -> list of numbers, higher is better; `rows` holds the other
+The judge is a function judge(prompts, responses, rows) -> list of numbers, higher is better; `rows` has the other
 columns of each prompt's row. Alternatively --reward accepts the same sources as in step 3: reward models, functions,
 rules, services. Responses with equal scores are not paired. OUTPUT_DIR/preferences.jsonl is data for step 2: prompt,
 chosen, rejected and both scores. Prompts are split over the processes; the file does not depend on their number.
@@ -14,7 +14,7 @@ Held-out rows (--eval_fraction) are skipped. Every scored batch is saved at once
 from pathlib import Path
 
 from dschat.arguments import PairSettings
-from dschat.arguments.command_line import parse, settings_of_user
+from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.data.collators import collate_prompts
 from dschat.data.datasets import data_problems
 from dschat.distributed import launch, watchdog
@@ -37,32 +37,32 @@ def check(settings: PairSettings) -> list[str]:
     """Problems with the settings: model and lengths, judge and rewards, output folder, data."""
     sampling, reward, run = settings.sampling, settings.rewards, settings.run
     tokens = sampling.max_prompt_seq_len + sampling.max_answer_seq_len
-    lengths, trusted = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
+    lengths, trust = "--max_prompt_seq_len + --max_answer_seq_len", sampling.trust_remote_code
     problems = model_problems(
-        "--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths, trust_remote_code=trusted,
+        "--model_name_or_path", sampling.model_name_or_path, tokens=tokens, lengths=lengths, trust_remote_code=trust,
         causal=True,
     )  # fmt: skip
     model_is_valid = not problems
     if bool(sampling.judge) == bool(reward.reward):
-        problems.append("--judge and --reward: give exactly one of them; it decides which response is better")
+        problems.append("--judge and --reward: set exactly one of them; it scores the responses")
     problems += judge_problems(sampling.judge)
     final = Path(run.output_dir, FINAL)
     if final.exists() and run.resume == "never" and not run.overwrite:
         problems.append(f"--output_dir {run.output_dir}: {already_exists_message(final)}")
     if reward.normalize_rewards:
-        problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
-    reward_mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
-    problems += reward_mistakes
-    for path in [] if reward_mistakes else model_paths(reward.reward):
-        mistakes = model_problems("--reward", path, tokens=0, lengths=lengths, trust_remote_code=trusted)
-        if model_is_valid and not mistakes:
-            tokens_of_reward = required_positions(
-                path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trusted
+        problems.append("--normalize_rewards: not supported here; set weights of the sources by @WEIGHT instead")
+    source_problems = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
+    problems += source_problems
+    for path in [] if source_problems else model_paths(reward.reward):
+        path_problems = model_problems("--reward", path, tokens=0, lengths=lengths, trust_remote_code=trust)
+        if model_is_valid and not path_problems:
+            reward_tokens = required_positions(
+                path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trust
             )
-            mistakes = model_problems(
-                "--reward", path, tokens=tokens_of_reward, lengths=lengths, trust_remote_code=trusted
+            path_problems = model_problems(
+                "--reward", path, tokens=reward_tokens, lengths=lengths, trust_remote_code=trust
             )
-        problems += mistakes
+        problems += path_problems
     options = data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len)
     return problems + data_problems("prompt", options)
 
@@ -71,23 +71,23 @@ def main() -> None:
     # Set up
     settings = parse(PairSettings, description=__doc__, check=check)
     sampling, run = settings.sampling, settings.run
-    model_path, trusted = sampling.model_name_or_path, sampling.trust_remote_code
+    model_path, trust = sampling.model_name_or_path, sampling.trust_remote_code
     device = start(run, settings.devices)
-    tokenizer = load_tokenizer(model_path, trust_remote_code=trusted)
+    tokenizer = load_tokenizer(model_path, trust_remote_code=trust)
     options = data_options(settings.data, run, max_tokens=sampling.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options).train
-    with settings_of_user():
+    with as_settings_errors():
         judged = JudgedBatches(
             run.output_dir, settings_of_pairs(settings, prompts), resume=run.resume == "auto", overwrite=run.overwrite
         )
     if judged.finished:
-        log(f"{Path(run.output_dir, FINAL)} is already finished, with the same settings: nothing to do")
+        log(f"{Path(run.output_dir, FINAL)} is already finished with the same settings")
         return
     dtype = DTYPES[settings.devices.dtype]
-    with settings_of_user():
-        model = load_causal_lm(model_path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trusted).to(device)
+    with as_settings_errors():
+        model = load_causal_lm(model_path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust).to(device)
     sampler = ResponseSampler(model, tokenizer, sampling, seed=run.seed)
-    with settings_of_user():
+    with as_settings_errors():
         score = score_function(settings, tokenizer)
 
     def judge_batch(indices: list[int]) -> JudgedBatch:

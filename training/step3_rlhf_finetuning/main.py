@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings
-from dschat.arguments.command_line import parse, settings_of_user
+from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.checkpoints.selection import find_checkpoint
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
@@ -45,7 +45,7 @@ def main() -> None:
     settings = parse(RLHFSettings, description=__doc__, check=rlhf_problems, warn=rlhf_warnings)
     models, rollouts, ppo, run = settings.models, settings.rollouts, settings.ppo, settings.run
     device = start(run, settings.devices)
-    with settings_of_user():
+    with as_settings_errors():
         judge = load_function(rollouts.judge) if rollouts.judge else None
         sources = [parse_reward(entry) for entry in reward_entries(models, settings.rewards)]
     tokenizer = load_tokenizer(
@@ -54,7 +54,7 @@ def main() -> None:
     )  # fmt: skip
     options = data_options(settings.data, run, max_tokens=rollouts.max_prompt_seq_len)
     prompts = load_splits("prompt", tokenizer, options)
-    with settings_of_user():
+    with as_settings_errors():
         check_evaluation_rows(run, len(prompts.eval))
         resume_from = find_checkpoint(run.output_dir, run.resume)
     schedule = rlhf_schedule(prompts.train, settings)
@@ -71,17 +71,17 @@ def main() -> None:
         settings, tokenizer, options, minibatch_size=schedule.minibatch_size, device=device
     )
 
-    with signals.capture_signals() as received:
-        # Fit, evaluating on the way
+    with signals.capture_signals() as signal_flag:
+        # Fit and evaluate
         PPORun(
             trainer=trainer, dataset=dataset, prompts=prompts, batches=schedule.batches, unsupervised=unsupervised,
             iterations=schedule.iterations, updates_per_iteration=schedule.updates_per_iteration, settings=settings,
-        ).fit(resume_from, received)  # fmt: skip
+        ).fit(resume_from, signal_flag)  # fmt: skip
 
         # Export
         engine = trainer.engine
         exported = {"": engine.policy, "critic": engine.critic, "actor_ema": engine.actor_ema}
-        export_run(exported, run.output_dir, tokenizer, received=received)
+        export_run(exported, run.output_dir, tokenizer, signal_flag=signal_flag)
 
 
 if __name__ == "__main__":

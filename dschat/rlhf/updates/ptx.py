@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings
-from dschat.arguments.command_line import settings_of_user
+from dschat.arguments.command_line import as_settings_errors
 from dschat.data.batches import GlobalBatches, rank_share
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions
@@ -74,7 +74,7 @@ def unsupervised_batches(
     if not ppo.unsupervised_dataset_name:
         return None
     options = text_options(prompts, ppo.unsupervised_dataset_name, settings.rollouts.max_answer_seq_len)
-    with settings_of_user():
+    with as_settings_errors():
         return UnsupervisedBatches(
             load_splits("sft", tokenizer, options).train, micro_batch_size=ppo.per_device_training_batch_size,
             minibatch_size=minibatch_size, seed=settings.run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
