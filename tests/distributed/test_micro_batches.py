@@ -19,7 +19,7 @@ TOOL = TRAINING / "step2_reward_model_finetuning"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 

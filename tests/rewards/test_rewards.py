@@ -27,7 +27,7 @@ ENDED = [True, False, True]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
