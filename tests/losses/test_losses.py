@@ -164,8 +164,8 @@ def test_clip_ranges_outside_their_bounds_are_refused(clip_range):
 
 
 def test_value_loss_by_hand():
-    # ε = 0.5;  V = 3, 3, 0.2, −2;  V_old = 1, 1, 0, 0;  R = 0, 3, 1, −2
-    # V clipped to V_old ± ε: 1.5, 1.5, 0.2, −0.5.  (V−R)²: 9, 0, 0.64, 0.  (V_clip−R)²: 2.25, 2.25 (clip), 0.64, 2.25 (clip)
+    # ε = 0.5;  V = 3, 3, 0.2, −2;  V_old = 1, 1, 0, 0;  R = 0, 3, 1, −2;  C = clip(V, V_old ± ε): 1.5, 1.5, 0.2, −0.5
+    # (V−R)²: 9, 0, 0.64, 0.  (C−R)²: 2.25, 2.25 (clip), 0.64, 2.25 (clip)
     # ½·(9 + 2.25 + 0.64 + 2.25) = 7.07; four tokens
     values = torch.tensor([[3.0, 3.0, 0.2, -2.0]], requires_grad=True)
     loss, metrics = value_loss(

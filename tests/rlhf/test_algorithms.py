@@ -313,13 +313,13 @@ def two_ranks(shared, programs) -> dict[str, Any]:
 def test_two_ranks_under_any_zero_stage_train_as_one_process_does(shared, two_ranks, algorithm):
     actual, expected = two_ranks[algorithm], algorithm_ranks.scenario(shared, algorithm)
     assert actual["trained"] == expected["trained"] and len(actual["updates"]) == 8
-    for metrics, expected_metrics in zip(actual["updates"], expected["updates"], strict=True):
-        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-4)
+    for line, other in zip(actual["updates"], expected["updates"], strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
     if algorithm == "grpo":
         assert actual["answers"] == expected["answers"] and len(actual["answers"]) == 21
-        metrics, expected_metrics = ({name: x for name, x in case["evaluation"].items() if name != "rollout_logprob_mismatch_max"}
+        line, other = ({name: x for name, x in case["evaluation"].items() if name != "rollout_logprob_mismatch_max"}
                         for case in (actual, expected))  # fmt: skip
-        assert metrics == pytest.approx(expected_metrics, rel=1e-3, abs=1e-4) and 0 < metrics["mean@3"] < 1
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4) and 0 < line["mean@3"] < 1
     origins = {"actor": hf.AutoModelForCausalLM, "critic": hf.AutoModelForSequenceClassification}
     assert ("critic" in actual) == (algorithm == "ppo")
     for name in origins.keys() & actual.keys():
