@@ -106,9 +106,7 @@ def test_shapes_that_do_not_fit_are_refused(kernels):
 )  # fmt: skip
 def test_drawn_tokens_are_those_of_sample_tokens(kernels, dtype, vocabulary, params):
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = (3 * torch.randn(400, 2 * vocabulary, generator=generator)).to(dtype)[
-        :, :vocabulary
-    ]  # rows are not adjacent
+    logits = (3 * torch.randn(400, 2 * vocabulary, generator=generator)).to(dtype)[:, :vocabulary]  # strided
     uniform = torch.rand(400, generator=generator).clamp(2**-24, 1 - 2**-24)
     uniform[:2] = torch.tensor([2**-24, 1 - 2**-24])
     tokens, logprobs = kernels.sample_tokens(logits, uniform, params)

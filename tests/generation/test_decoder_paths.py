@@ -179,10 +179,10 @@ def test_log_probs_in_bfloat16_are_near_those_of_a_full_forward():
     model = transformers.LlamaForCausalLM(config).bfloat16().eval()
     actor = HybridEngine(model, pin_buffers=True)
     for _ in range(2):
-        rollouts = rollout(actor, [[token, 7, 9] for token in range(16)], max_new_tokens=40)
-    loss_mask = rollouts.attention_mask.clone()
-    loss_mask[:, : rollouts.prompt_length] = False
+        result = rollout(actor, [[token, 7, 9] for token in range(16)], max_new_tokens=40)
+    loss_mask = result.attention_mask.clone()
+    loss_mask[:, : result.prompt_length] = False
     with torch.no_grad():
-        full = TokenLogprobs(model)(rollouts.sequences, rollouts.attention_mask, loss_mask)[:, rollouts.prompt_length :]
-    difference = (rollouts.logprobs - full).abs()
+        full = TokenLogprobs(model)(result.sequences, result.attention_mask, loss_mask)[:, result.prompt_length :]
+    difference = (result.logprobs - full).abs()
     assert difference.mean() < 5e-3 and difference.max() < 0.05

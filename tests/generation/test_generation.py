@@ -45,9 +45,7 @@ ARCHITECTURES = {
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**COMMON),
     "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
-    "gemma2": lambda: transformers.Gemma2Config(
-        **GROUPED, head_dim=8, sliding_window=6
-    ),  # every other layer has a sliding window
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),  # in every other layer
     "bloom": lambda: transformers.BloomConfig(
         vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
     ),  # no position ids

@@ -68,13 +68,8 @@ def test_every_loss_trains_equally_on_one_and_two_processes(loss, run, tmp_path)
     assert_loads_with_plain_transformers("sft", tmp_path / "two")
 
 
-INITIAL_LOSS = {
-    "dpo": math.log(2),
-    "ipo": 25.0,
-    "hinge": 1.0,
-    "robust": math.log(2),
-    "kto": 0.5,
-}  # IPO: (0 − 1/(2·0.1))²
+# IPO: (0 − 1/(2·0.1))²
+INITIAL_LOSS = {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "robust": math.log(2), "kto": 0.5}
 
 
 @pytest.mark.parametrize(

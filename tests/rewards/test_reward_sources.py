@@ -278,10 +278,10 @@ def reply_of(answer: Any) -> Callable[[dict], tuple[int, Any, dict]]:
 def service(monkeypatch) -> Iterator[Service]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
-    server = Service()
-    yield server
-    server.server.shutdown()
-    server.server.server_close()
+    running = Service()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
 
 
 def test_a_service_gets_one_post_with_the_token_of_the_environment(service, monkeypatch):
