@@ -18,7 +18,7 @@ from dschat.rlhf.rollouts.result import Timings
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 

@@ -55,20 +55,20 @@ def test_alternating_sampled_and_greedy_rollouts_keep_their_own_recordings(recor
     """As ReMax alternates: several samples of each prompt, then one greedy response to it."""
     actor = HybridEngine(tiny_llama(), pin_buffers=pinned)
     several = [prompt for prompt in PROMPTS for _ in range(3)]
-    wanted = None
+    expected = None
     for number in range(3):
         if number == 1:
             before = len(recordings)
         pair = [rollout(actor, several), rollout(actor, sampling=GREEDY)]
-        found = [part.responses() for part in pair]
-        assert wanted in (None, found)
-        wanted = found
+        responses = [part.responses() for part in pair]
+        assert expected in (None, responses)
+        expected = responses
     assert len(recordings) == before > 0
     fresh = HybridEngine(tiny_llama(), without=["graphs"])
-    assert wanted == [rollout(fresh, several).responses(), rollout(fresh, sampling=GREEDY).responses()]
+    assert expected == [rollout(fresh, several).responses(), rollout(fresh, sampling=GREEDY).responses()]
 
 
-def test_weights_that_moved_are_recorded_anew(recordings):
+def test_weights_at_new_addresses_are_recorded_again(recordings):
     model = tiny_llama()
     actor = HybridEngine(model)
     rollout(actor)
@@ -80,7 +80,7 @@ def test_weights_that_moved_are_recorded_anew(recordings):
 
 
 @pytest.mark.parametrize("why", ["size", "copies", "an open stream"])
-def test_unpinned_buffers_are_kept_only_if_small_and_if_weights_are_no_copies(monkeypatch, why):
+def test_unpinned_buffers_are_kept_only_if_small_and_without_weight_copies_or_open_streams(monkeypatch, why):
     model = with_lora(tiny_llama()) if why == "copies" else tiny_llama()
     if why == "size":
         monkeypatch.setattr(decoder, "KEPT_BYTES", 1000)
@@ -91,9 +91,9 @@ def test_unpinned_buffers_are_kept_only_if_small_and_if_weights_are_no_copies(mo
         if why == "an open stream":
             next(stream)
     assert actor._decoder._pool_decoder is None and actor._decoder._responses is None
-    kept = HybridEngine(tiny_llama(), pin_buffers=why == "size")
-    rollout(kept)
-    inside = kept._decoder
+    reusable = HybridEngine(tiny_llama(), pin_buffers=why == "size")
+    rollout(reusable)
+    inside = reusable._decoder
     assert inside._pool_decoder.pool is not None
     pool = inside._pool_decoder.pool.size * inside._pooled.bytes_per_token
     assert inside._kept_bytes() > pool + 12 * len(PROMPTS) * (8 + 4 + 4), "pool, tables and recordings"
@@ -102,16 +102,16 @@ def test_unpinned_buffers_are_kept_only_if_small_and_if_weights_are_no_copies(mo
 def test_the_least_recently_used_kind_of_captured_steps_is_evicted():
     steps = CapturedSteps()
     first = steps.get(0, "here", object)
-    kept = [steps.get(kind, "here", object) for kind in range(1, MOST_KINDS)]
+    later = [steps.get(kind, "here", object) for kind in range(1, MOST_KINDS)]
     assert steps.get(0, "here", object) is first
     steps.get("another", "here", object)
-    assert steps.get(0, "here", object) is first and steps.get(2, "here", object) is kept[1]
-    assert steps.get(1, "here", object) is not kept[0]
-    assert steps.get(0, "there", object) is not first, "other addresses void everything"
+    assert steps.get(0, "here", object) is first and steps.get(2, "here", object) is later[1]
+    assert steps.get(1, "here", object) is not later[0]
+    assert steps.get(0, "there", object) is not first, "other addresses invalidate all recordings"
 
 
 class Graph:
-    """Stands for torch.cuda.CUDAGraph: capturing runs nothing, here once too many, so that the first launch is none."""
+    """Replaces torch.cuda.CUDAGraph. On CUDA capturing runs nothing; here it does, so the first replay is skipped."""
 
     def __init__(self):
         self.recording = None
@@ -124,7 +124,7 @@ class Graph:
 
 
 class Cuda:
-    """Stands for torch.cuda, whose `graph` leaves its stream current where a capture fails."""
+    """Replaces torch.cuda; its `graph` too leaves its own stream current when a capture fails."""
 
     CUDAGraph = Graph
 
@@ -193,7 +193,7 @@ def test_out_of_memory_during_capture_does_not_disable_capturing():
 
 
 def captured_as_on_cuda(monkeypatch, cuda: Cuda) -> None:
-    """Have steps captured by graph.capture with a stand-in; what it captures is recorded, to be launched."""
+    """Make steps use graph.capture with this fake CUDA; captured steps are recorded so that they can be replayed."""
     graphs = []
 
     class Recorded(Graph):
@@ -233,7 +233,7 @@ def test_a_batch_size_is_captured_after_enough_uncaptured_runs_and_then_replayed
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(monkeypatch, pinned):
     cuda = Cuda(fails="end")
-    monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that nothing but the model remembers
+    monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that only the model stores the failure
     captured_as_on_cuda(monkeypatch, cuda)
     # A failed capture has run nothing on CUDA; the stand-in must not either.
     monkeypatch.setattr(graph, "capture", lambda run, *, memory, usual=graph.capture: usual(
@@ -249,8 +249,8 @@ def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(m
     assert cuda.captures == 1 and rollout(actor).responses() == expected
 
 
-class Waits(TorchDispatchMode):
-    """Counts what would have the host wait for the device: numbers, shapes or lists read out of certain tensors."""
+class HostSyncCounter(TorchDispatchMode):
+    """Counts host synchronisations: numbers, shapes or lists read from these tensors, or from any if `of` is None."""
 
     def __init__(self, of: list[torch.Tensor] | None = None):
         super().__init__()
@@ -260,8 +260,8 @@ class Waits(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = step_recording._indices(func, args)
         reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in indices)
-        places = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
-        self.count += reads and (self.of is None or bool(places & self.of))
+        addresses = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
+        self.count += reads and (self.of is None or bool(addresses & self.of))
         return func(*args, **(kwargs or {}))
 
 
@@ -272,15 +272,15 @@ def test_the_host_synchronises_once_every_eight_steps_unless_it_streams(monkeypa
     plain = Decoder(tiny("llama"), slots=slots)
     settings = {"max_new_tokens": 41, "eos_token_ids": None}
     expected = sampled(plain, prompts, **settings).responses()
-    syncs, admissions, held = [], [], []
+    syncs, admissions, watched = [], [], []
     usual_remove_finished, usual_admit = scheduler.Scheduler.remove_finished, scheduler.Scheduler.admit
 
     def remove_finished(self):
         syncs.append(1)
-        held.extend(
+        watched.extend(
             [self.batch.live, self.batch.cells, self.batch.tokens, self.responses.tokens, self.responses.counts]
         )
-        waits.of = {tensor.untyped_storage().data_ptr() for tensor in held}
+        counter.of = {tensor.untyped_storage().data_ptr() for tensor in watched}
         return usual_remove_finished(self)
 
     def admit(self):
@@ -289,12 +289,12 @@ def test_the_host_synchronises_once_every_eight_steps_unless_it_streams(monkeypa
 
     monkeypatch.setattr(scheduler.Scheduler, "remove_finished", remove_finished)
     monkeypatch.setattr(scheduler.Scheduler, "admit", admit)
-    with Waits(of=[]) as waits:
+    with HostSyncCounter(of=[]) as counter:
         assert sampled(plain, prompts, **settings).responses() == expected
     groups = 1 if slots is None else 4
     assert len(syncs) == groups * (1 + 5), "40 steps of each group after its first token, a host sync every 8 of them"
     # Besides the host syncs: the checks of the finished rollout, and its size.
-    assert waits.count <= len(syncs) + 4
+    assert counter.count <= len(syncs) + 4
 
 
 def test_host_syncs_of_a_prefill_do_not_grow_with_the_layers():
@@ -302,14 +302,14 @@ def test_host_syncs_of_a_prefill_do_not_grow_with_the_layers():
     for layers in (2, 6):
         pooled = Decoder(tiny_llama(num_hidden_layers=layers).eval())._pooled
         pool = KVPool(64)
-        with torch.inference_mode(), Waits() as waits:
+        with torch.inference_mode(), HostSyncCounter() as counter:
             pooled.prefill(pool, [[5, 6, 7], [9], [3, 4, 8, 8]], [1, 20, 40])
-        counts[layers] = waits.count
+        counts[layers] = counter.count
     assert counts[2] == counts[6]
     pool.fill_in(torch.tensor([5, 3, 4]), torch.tensor([1, 2, 3]))
     states = torch.arange(8.0).view(2, 1, 2, 2)  # [rows, heads, columns, width]
-    with Waits() as waits:
+    with HostSyncCounter() as counter:
         pool.update(states, -states, 9)
-    assert waits.count == 0
+    assert counter.count == 0
     assert pool._stored[9][0][3:6, 0].tolist() == [[4, 5], [6, 7], [2, 3]]
     assert pool._stored[9][1][3:6, 0].tolist() == [[-4, -5], [-6, -7], [-2, -3]]

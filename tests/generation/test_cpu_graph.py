@@ -7,8 +7,8 @@ from torch import Tensor
 from dschat.generation.cpu import cpp_kernels, step_recording
 
 
-def again(function, *tensors):
-    """What a replay leaves in tensors that the recording and its inputs share, for new inputs."""
+def record(function, *tensors):
+    """A replay of function on these very tensors; None if it cannot be recorded."""
     with torch.inference_mode():
         return step_recording.record(lambda: function(*tensors))
 
@@ -23,31 +23,31 @@ def test_views_in_place_writes_and_results_follow_new_inputs():
         out.copy_(torch.where(mask, y.exp(), y.view(-1).topk(24).values.view(3, 8)))
         out[:, 0] = state[:3]
 
-    replay = again(run, x, state, out)
+    replay = record(run, x, state, out)
     for _ in range(3):
         x.normal_()
-        wanted_state, wanted = state.clone(), out.clone()
-        run(x, wanted_state, wanted)
+        expected_state, expected = state.clone(), out.clone()
+        run(x, expected_state, expected)
         with torch.inference_mode():
             replay()
-        torch.testing.assert_close(out, wanted)
-        torch.testing.assert_close(state, wanted_state)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(state, expected_state)
 
 
-def test_an_operation_of_several_results_and_one_without_an_out_form():
-    x, sorted_x, places = torch.randn(3, 5), torch.empty(3, 5), torch.empty(3, 5, dtype=torch.long)
+def test_operations_with_several_results_or_without_an_out_variant_are_replayed():
+    x, sorted_x, order = torch.randn(3, 5), torch.empty(3, 5), torch.empty(3, 5, dtype=torch.long)
 
-    def run(x, sorted_x, places):
+    def run(x, sorted_x, order):
         values, indices = x.sort(dim=1)
         sorted_x.copy_(torch.nn.functional.silu(values))
-        places.copy_(indices)
+        order.copy_(indices)
 
-    replay = again(run, x, sorted_x, places)
+    replay = record(run, x, sorted_x, order)
     x.normal_()
     with torch.inference_mode():
         replay()
     values, indices = x.sort(dim=1)
-    assert torch.equal(places, indices)
+    assert torch.equal(order, indices)
     torch.testing.assert_close(sorted_x, torch.nn.functional.silu(values))
 
 
@@ -59,17 +59,17 @@ def test_a_constant_tensor_is_created_again_in_every_replay():
         count += 1
         out.copy_(count)
 
-    replay = again(run, out)
+    replay = record(run, out)
     with torch.inference_mode():
         replay()
         replay()
     assert out.tolist() == [1, 1, 1]
 
 
-def test_our_kernels_are_part_of_a_recording():
+def test_cpp_kernels_are_part_of_a_recording():
     library = cpp_kernels.load()
     x, weight, out = torch.randn(5, 8), torch.randn(8), torch.empty(5, 8)
-    replay = again(lambda: out.copy_(library.rms_norm(x.t().t() * 1, weight, eps=1e-6)))
+    replay = record(lambda: out.copy_(library.rms_norm(x.t().t() * 1, weight, eps=1e-6)))
     x.normal_()
     with torch.inference_mode():
         replay()
@@ -81,15 +81,15 @@ def test_runs_that_read_values_or_allocate_too_much_are_executed_but_not_recorde
     x = torch.ones(3)
     for read in (float, int, bool, Tensor.item, Tensor.tolist, lambda x: len(x.view(1)[x.view(1) > 0])):
         x.fill_(1)
-        assert again(lambda read=read: x.add_(read(x[0]))) is None
+        assert record(lambda read=read: x.add_(read(x[0]))) is None
         assert x[0] in (2, 4)
     x.fill_(2)
     monkeypatch.setattr(step_recording, "MOST_BYTES", 100)
-    assert again(lambda: x.copy_(torch.cat([x] * 20)[:3] + 1)) is None
+    assert record(lambda: x.copy_(torch.cat([x] * 20)[:3] + 1)) is None
     assert x.tolist() == [3, 3, 3]
 
 
 def test_an_exception_leaves_no_recorder_behind():
     with pytest.raises(KeyError):
-        again(lambda: {}["nothing"])
+        record(lambda: {}["nothing"])
     assert cpp_kernels.load().recorder is None

@@ -19,22 +19,24 @@ SPANS = [[0, 17, 100, 5], [0, 17, 120, 1], [20, 1, 140, 40], [30, 33, 180, 20], 
 @pytest.fixture(scope="module")
 def kernels() -> cpp_kernels.CPUKernels:
     loaded = cpp_kernels.load()
-    assert loaded is not None, "the tests' machine has a compiler"
+    assert loaded is not None, "the tests need a compiler"
     return loaded
 
 
-def loop(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None):
-    """Row by row, head by head, in float64, as the definition has it."""
+def attention_loop(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, window: int | None, softcap: float | None
+):
+    """Attention by its definition, row by row and head by head, in float64."""
     group = query.shape[1] // keys.shape[1]
     rows = []
     for row, (prompt, prompt_length, response, response_length) in enumerate(SPANS):
-        places = [*range(prompt, prompt + prompt_length), *range(response, response + response_length)]
-        places = places[-window:] if window else places
+        positions = [*range(prompt, prompt + prompt_length), *range(response, response + response_length)]
+        positions = positions[-window:] if window else positions
         heads = []
         for head in range(query.shape[1]):
-            logits = keys[places, head // group].double() @ query[row, head].double() * scale
+            logits = keys[positions, head // group].double() @ query[row, head].double() * scale
             logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-            heads.append(logits.softmax(0) @ values[places, head // group].double())
+            heads.append(logits.softmax(0) @ values[positions, head // group].double())
         rows.append(torch.stack(heads))
     return torch.stack(rows)
 
@@ -51,22 +53,22 @@ def test_attention_equals_the_definition(dtype, width, value_width, heads, kv_he
     # As models make them: heads and tokens swapped, so not contiguous.
     query = torch.randn(6, 1, heads, width, generator=generator).to(dtype).transpose(1, 2)[:, :, 0]
     key, value = torch.randn(6, kv_heads, width, generator=generator), torch.randn(6, kv_heads, value_width)
-    key, value, spans, others = key.to(dtype), value.to(dtype), torch.tensor(SPANS), keys.clone()
+    key, value, spans, expected_keys = key.to(dtype), value.to(dtype), torch.tensor(SPANS), keys.clone()
     settings = {"scale": width**-0.5, "window": window, "softcap": softcap}
     contexts, scoring = Contexts(keys, values, spans, longest=80), Scoring(**settings)
     out = decode_attention(query, key, value, contexts, scoring, kernels=by_kernel)
     newest = spans[:, 2] + spans[:, 3] - 1
     assert torch.equal(keys[newest], key) and torch.equal(values[newest], value)
-    others[newest] = key
-    assert torch.equal(keys, others), "nothing else is written"
-    expected = loop(query, keys, values, **settings)
+    expected_keys[newest] = key
+    assert torch.equal(keys, expected_keys), "nothing else is written"
+    expected = attention_loop(query, keys, values, **settings)
     assert out.dtype == dtype and out.shape == (6, heads, value_width)
     torch.testing.assert_close(
         out.float(), expected.float(), **({} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.01})
     )
 
 
-def test_what_lies_beyond_a_context_is_never_read(kernels):
+def test_keys_and_values_outside_a_context_are_never_read(kernels):
     keys, values = torch.full((300, 1, 8), torch.nan), torch.full((300, 1, 8), torch.nan)
     for prompt, prompt_length, response, response_length in SPANS:
         for start, length in ((prompt, prompt_length), (response, response_length)):
@@ -85,10 +87,10 @@ def test_shapes_that_do_not_fit_are_refused(kernels):
         {"query": query.bfloat16()},
         {"pool": pool.transpose(0, 1)},
     ):
-        given = {"query": query, "key": key, "pool": pool, "spans": spans} | bad
-        contexts = Contexts(given["pool"], given["pool"], given["spans"], longest=80)
+        inputs = {"query": query, "key": key, "pool": pool, "spans": spans} | bad
+        contexts = Contexts(inputs["pool"], inputs["pool"], inputs["spans"], longest=80)
         with pytest.raises(ValueError, match="do not fit together"):
-            kernels.decode_attention(given["query"], given["key"], key, contexts, Scoring(scale=1.0))
+            kernels.decode_attention(inputs["query"], inputs["key"], key, contexts, Scoring(scale=1.0))
     with pytest.raises(ValueError, match="there are 2 rows of logits"):
         kernels.sample_tokens(torch.zeros(2, 5), torch.rand(3), SamplingParams())
 
@@ -104,13 +106,13 @@ def test_shapes_that_do_not_fit_are_refused(kernels):
 )  # fmt: skip
 def test_drawn_tokens_are_those_of_sample_tokens(kernels, dtype, vocabulary, params):
     generator = torch.Generator().manual_seed(vocabulary)
-    logits = (3 * torch.randn(400, 2 * vocabulary, generator=generator)).to(dtype)[:, :vocabulary]  # rows apart
+    logits = (3 * torch.randn(400, 2 * vocabulary, generator=generator)).to(dtype)[:, :vocabulary]  # strided
     uniform = torch.rand(400, generator=generator).clamp(2**-24, 1 - 2**-24)
     uniform[:2] = torch.tensor([2**-24, 1 - 2**-24])
     tokens, logprobs = kernels.sample_tokens(logits, uniform, params)
     expected, expected_logprobs = sample_tokens(logits, uniform, params)
     same = tokens == expected
-    assert same.float().mean() >= 0.99, "a rounded sum may move a border between two tokens, seldom"
+    assert same.float().mean() >= 0.99, "rounding rarely moves a border between two tokens"
     torch.testing.assert_close(
         logprobs[same], expected_logprobs[same], atol=2e-3 if params.top_p < 1 else 2e-5, rtol=1e-5
     )
@@ -127,7 +129,7 @@ def test_impossible_tokens_are_never_drawn_and_nan_reaches_the_logprob(kernels):
     assert logprobs[0].isnan() and 0 <= tokens[0] < 3000 and not logprobs[1:].isnan().any()
 
 
-def test_greedy_takes_the_lowest_of_equals(kernels):
+def test_greedy_takes_the_lowest_id_of_equal_logits(kernels):
     tokens, logprobs = kernels.sample_tokens(torch.tensor([[0.0, 2.0, 2.0]]), None, SamplingParams(0))
     assert tokens.tolist() == [1]
     torch.testing.assert_close(logprobs, torch.tensor([[0.0, 2.0, 2.0]]).log_softmax(-1)[:, 1])
@@ -147,8 +149,8 @@ def test_without_a_compiler_there_are_no_kernels_and_a_warning(monkeypatch, tmp_
     assert not list(tmp_path.rglob("*.so"))
 
 
-def test_a_library_that_others_may_have_written_is_built_again(monkeypatch, tmp_path):
-    """It has the right name, in a folder of ours, but its mode lets others write to it."""
+def test_a_library_that_other_users_can_write_is_built_again(monkeypatch, tmp_path):
+    """It has the right name, in our own folder, but its mode lets others write to it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     library = cpp_build._folder() / f"cpu_kernels-{cpp_build._identity()}.so"
     library.write_bytes(b"not ours")
@@ -158,7 +160,7 @@ def test_a_library_that_others_may_have_written_is_built_again(monkeypatch, tmp_
     assert library.stat().st_mode & 0o777 == 0o700
 
 
-def test_plain_attention_takes_any_bound_of_the_context():
+def test_plain_attention_does_not_depend_on_the_bound_of_context_lengths():
     query, pool, spans = torch.randn(6, 2, 8), torch.randn(300, 2, 8), torch.tensor(SPANS)
     short, long = (
         plain_attention(query, Contexts(pool, pool, spans, longest=longest), Scoring(scale=1.0))
@@ -179,10 +181,10 @@ def test_packed_products_equal_the_definition(kernels, rows, in_features, out_fe
     shift = torch.randn(out_features, generator=generator).bfloat16() if bias else None
     packed = kernels.pack(weight)
     expected = x.double() @ weight.double().T + (shift.double() if bias else 0)
-    found = kernels.linear(x.view(rows, 1, in_features), packed, shift, out_features)
-    assert found.shape == (rows, 1, out_features)
+    actual = kernels.linear(x.view(rows, 1, in_features), packed, shift, out_features)
+    assert actual.shape == (rows, 1, out_features)
     # One rounding to bfloat16, and sums in float32 of up to 256 products.
-    torch.testing.assert_close(found[:, 0].double(), expected, rtol=2**-8, atol=1e-4 * in_features**0.5)
+    torch.testing.assert_close(actual[:, 0].double(), expected, rtol=2**-8, atol=1e-4 * in_features**0.5)
     again = kernels.pack(2 * weight, packed)
     assert again.data_ptr() == packed.data_ptr()
     doubled = kernels.linear(2 * x, packed, None, out_features)
@@ -219,8 +221,8 @@ def test_norms_gates_and_rotations_equal_their_definitions(kernels, dtype, width
     for eps, shift in ((1e-6, 0.0), (1e-1, 1.0)):
         wide = x.double()
         expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + shift)
-        found = kernels.rms_norm(x.transpose(0, 1), weight, eps=eps, shift=shift).transpose(0, 1)
-        torch.testing.assert_close(found.double(), expected, **close)
+        actual = kernels.rms_norm(x.transpose(0, 1), weight, eps=eps, shift=shift).transpose(0, 1)
+        torch.testing.assert_close(actual.double(), expected, **close)
 
     both = 6 * random(4, 1, 2 * width)
     gate, up = both.split(width, dim=-1)  # as a product of two layers leaves them
@@ -250,8 +252,8 @@ def test_extreme_gates_are_finite(kernels):
 
 
 @pytest.mark.parametrize("where", ["TORCH_EXTENSIONS_DIR", "the temporary folder"])
-def test_kernels_are_not_loaded_from_a_folder_that_somebody_else_may_have_made(where, monkeypatch, tmp_path):
-    """Its name is known, so another user can make it first and put a library there."""
+def test_kernels_are_not_loaded_from_a_folder_that_another_user_may_have_created(where, monkeypatch, tmp_path):
+    """Its name is predictable, so another user can create it first and put a library there."""
     parent = tmp_path / "shared"
     trap = parent / f"dschat-{os.getuid()}"
     trap.mkdir(parents=True)

@@ -29,10 +29,10 @@ def test_greedy_tokens_equal_generate_on_every_path(name, slots):
     model = tiny(name)
     expected = transformers_greedy(model, PROMPTS, 12)
     actor = HybridEngine(model, slots=slots, pin_buffers=True)
-    for _ in range(2):  # the second time steps are done again from the first on
+    for _ in range(2):  # the second rollout replays recorded steps from the first one on
         assert rollout(actor, sampling=GREEDY).responses() == expected
-    if name not in ("bloom", "mamba"):  # gathered contexts change their shape
-        assert graphed(actor)._graphs, "nothing was captured, so nothing is shown"
+    if name not in ("bloom", "mamba"):  # bloom's contexts are gathered and change shape; mamba has no pool
+        assert graphed(actor)._graphs, "nothing was captured, so nothing is tested"
 
 
 @pytest.mark.parametrize("without", ["graphs", "fusion", "kernels"])
@@ -57,13 +57,13 @@ def test_recordings_are_reused_in_later_contexts_with_the_current_weights(lora, 
     model = (with_lora(tiny("llama")) if lora else tiny("llama")).to(dtype)
     actor = HybridEngine(model, pin_buffers=True)
     first = rollout(actor)
-    kept = graphed(actor)
+    recorded = graphed(actor)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not lora or "lora_" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     second = rollout(actor)
-    assert graphed(actor) is kept, "with buffers pinned, recordings are made once"
+    assert graphed(actor) is recorded, "with buffers pinned, recordings are made once"
     assert second.responses() == rollout(HybridEngine(model, without=["graphs"])).responses() != first.responses()
 
 
@@ -74,33 +74,33 @@ def test_a_recording_is_not_reused_for_other_or_larger_requests():
         {}, {"sampling": SamplingParams(0.5)}, {"eos_token_ids": EOS}, {"max_new_tokens": 40}, {"seed": 9},
         {"prompts": PROMPTS * 4}, {"prompts": PROMPTS[:2], "max_new_tokens": [3, 9]}, {"sampling": GREEDY}, {},
     ):  # fmt: skip
-        found, fresh = rollout(actor, **changes), rollout(HybridEngine(model, without=["graphs"]), **changes)
-        assert found.responses() == fresh.responses(), changes
-        torch.testing.assert_close(found.logprobs, fresh.logprobs, atol=1e-5, rtol=1e-5)
+        actual, expected = rollout(actor, **changes), rollout(HybridEngine(model, without=["graphs"]), **changes)
+        assert actual.responses() == expected.responses(), changes
+        torch.testing.assert_close(actual.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_step_that_reads_a_number_is_not_recorded(monkeypatch):
     model = tiny("llama")
     expected = rollout(HybridEngine(model))
     actor = HybridEngine(model, pin_buffers=True)
-    usual = actor._decoder._pooled.decode
+    decode = actor._decoder._pooled.decode
 
-    def curious(pool, tokens, spans, *, longest):
+    def decode_and_read(pool, tokens, spans, *, longest):
         assert int(spans[:, 3].max()) > 0
-        return usual(pool, tokens, spans, longest=longest)
+        return decode(pool, tokens, spans, longest=longest)
 
-    monkeypatch.setattr(actor._decoder._pooled, "decode", curious)
-    found = rollout(actor)
-    assert not graphed(actor)._graphs and found.responses() == expected.responses()
-    torch.testing.assert_close(found.logprobs, expected.logprobs)
+    monkeypatch.setattr(actor._decoder._pooled, "decode", decode_and_read)
+    actual = rollout(actor)
+    assert not graphed(actor)._graphs and actual.responses() == expected.responses()
+    torch.testing.assert_close(actual.logprobs, expected.logprobs)
 
 
-def test_a_few_graph_batch_sizes_cover_every_count():
+def test_a_few_graph_batch_sizes_cover_every_batch_size():
     assert graph_batch_sizes(1) == [1] and graph_batch_sizes(4) == [4] and graph_batch_sizes(10) == [4, 8, 10]
-    for most in (31, 64, 512):
-        rungs = graph_batch_sizes(most)
-        assert rungs[-1] == most and rungs == sorted(set(rungs)) and len(rungs) < 24
-        assert all(after - before <= max(4, before / 4) for before, after in zip(rungs, rungs[1:], strict=False))
+    for largest in (31, 64, 512):
+        sizes = graph_batch_sizes(largest)
+        assert sizes[-1] == largest and sizes == sorted(set(sizes)) and len(sizes) < 24
+        assert all(after - before <= max(4, before / 4) for before, after in zip(sizes, sizes[1:], strict=False))
 
 
 def test_an_open_stream_and_a_rollout_do_not_affect_each_other():
@@ -122,15 +122,15 @@ def test_layerwise_weights_give_the_tokens_of_whole_weights(case):
     whole = rollout(HybridEngine(model, dtype=dtype, without=["fusion", "kernels"]))
     before = snapshot(model)
     actor = HybridEngine(model, dtype=dtype, layerwise=True, without=["kernels"])
-    found = rollout(actor)
-    assert found.responses() == whole.responses()
+    actual = rollout(actor)
+    assert actual.responses() == whole.responses()
     assert_bit_identical(model, before)
-    lent = actor._generation_module.module
-    assert all(parameter.is_meta for parameter in lent.parameters())
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in lent.modules())
+    generation_model = actor._generation_module.module
+    assert all(parameter.is_meta for parameter in generation_model.parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in generation_model.modules())
 
 
-def test_copies_that_do_not_fit_are_materialised_layer_by_layer(monkeypatch):
+def test_weight_copies_that_do_not_fit_in_memory_are_materialised_layer_by_layer(monkeypatch):
     from dschat.generation import generation_module
 
     model = with_lora(tiny("llama"))
@@ -143,7 +143,7 @@ def test_copies_that_do_not_fit_are_materialised_layer_by_layer(monkeypatch):
 
 
 def test_placeholders_of_layerwise_weights_are_nan():
-    """A model may compute with another layer's weight; placeholders must not pass for numbers."""
+    """A model may compute with another layer's weight; NaN makes that visible."""
     model = with_lora(tiny("llama"))
     actor = HybridEngine(model, layerwise=True)
     with actor.generation():
@@ -156,17 +156,17 @@ def test_flat_copies_do_not_overlap_and_keep_their_addresses_while_pinned():
     for pinned in (False, True):
         actor = HybridEngine(model, pin_buffers=pinned)
         with actor.generation():
-            lent = dict(actor._generation_module.module.named_parameters())
-            places = {name: parameter.data_ptr() for name, parameter in lent.items()}
+            parameters = dict(actor._generation_module.module.named_parameters())
+            addresses = {name: parameter.data_ptr() for name, parameter in parameters.items()}
             flat = actor._generation_module._flat[torch.float32]
-            inside = [p for p in lent.values() if p.untyped_storage().data_ptr() == flat.data_ptr()]
+            inside = [p for p in parameters.values() if p.untyped_storage().data_ptr() == flat.data_ptr()]
             assert len(inside) == 14 and all(p.data_ptr() % 64 == flat.data_ptr() % 64 for p in inside)
             ends = sorted((p.data_ptr(), p.data_ptr() + p.nbytes) for p in inside)
             assert all(end <= start for (_, end), (start, _) in zip(ends, ends[1:], strict=False))
         assert bool(actor._generation_module._flat) == pinned
         with actor.generation():
             again = actor._generation_module.module.named_parameters()
-            assert not pinned or places == {name: parameter.data_ptr() for name, parameter in again}
+            assert not pinned or addresses == {name: parameter.data_ptr() for name, parameter in again}
 
 
 def test_log_probs_in_bfloat16_are_near_those_of_a_full_forward():
@@ -179,10 +179,10 @@ def test_log_probs_in_bfloat16_are_near_those_of_a_full_forward():
     model = transformers.LlamaForCausalLM(config).bfloat16().eval()
     actor = HybridEngine(model, pin_buffers=True)
     for _ in range(2):
-        found = rollout(actor, [[token, 7, 9] for token in range(16)], max_new_tokens=40)
-    loss_mask = found.attention_mask.clone()
-    loss_mask[:, : found.prompt_length] = False
+        result = rollout(actor, [[token, 7, 9] for token in range(16)], max_new_tokens=40)
+    loss_mask = result.attention_mask.clone()
+    loss_mask[:, : result.prompt_length] = False
     with torch.no_grad():
-        full = TokenLogprobs(model)(found.sequences, found.attention_mask, loss_mask)[:, found.prompt_length :]
-    gap = (found.logprobs - full).abs()
-    assert gap.mean() < 5e-3 and gap.max() < 0.05
+        full = TokenLogprobs(model)(result.sequences, result.attention_mask, loss_mask)[:, result.prompt_length :]
+    difference = (result.logprobs - full).abs()
+    assert difference.mean() < 5e-3 and difference.max() < 0.05

@@ -38,12 +38,12 @@ def test_fused_outputs_equal_the_layers_and_are_recomputed_for_every_input(bias)
         expected = [[layer(x) for layer in layers] for x in (first, second)]
         fused = FusedLinears(layers, LIBRARY)
         fused.pack_weights()
-        for x, wanted in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
-            for layer, part in zip(layers, wanted, strict=True):
-                torch.testing.assert_close(layer(x), part, atol=0.02, rtol=0.02)
+        for x, expected_outputs in ((first, expected[0]), (second, expected[1]), (first, expected[0])):
+            for layer, output in zip(layers, expected_outputs, strict=True):
+                torch.testing.assert_close(layer(x), output, atol=0.02, rtol=0.02)
         third = first.clone()
         layers[0](third)
-        third.neg_()  # changed after its parts were made: a part that was handed out is computed again
+        third.neg_()  # changed after its outputs were computed: one that was returned is computed again
         torch.testing.assert_close(
             layers[0](third), -expected[0][0] + 2 * (layers[0].bias if bias else 0), atol=0.02, rtol=0.02
         )
@@ -68,9 +68,9 @@ def test_fused_rollouts_equal_plain_ones_and_leave_the_model_unchanged():
     fused, again, plain, _ = rollouts
     assert torch.equal(fused.sequences, again.sequences)
     same = (fused.sequences == plain.sequences)[:, fused.prompt_length :].cumprod(dim=1).bool()
-    assert same.float().mean() > 0.5  # bf16: once a token differs, the rows go apart
-    gap = (fused.logprobs - plain.logprobs)[same].abs()
-    assert gap.mean() < 0.02
+    assert same.float().mean() > 0.5  # bf16: once a token differs, the rows diverge
+    difference = (fused.logprobs - plain.logprobs)[same].abs()
+    assert difference.mean() < 0.02
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -85,7 +85,7 @@ def test_changed_weights_are_packed_again(pinned):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     with actor.generation():
-        found = actor.generate([[5, 6, 7]], **settings)
+        actual = actor.generate([[5, 6, 7]], **settings)
     fresh = HybridEngine(model)
     with fresh.generation():
-        assert fresh.generate([[5, 6, 7]], **settings).responses() == found.responses()
+        assert fresh.generate([[5, 6, 7]], **settings).responses() == actual.responses()

@@ -9,7 +9,7 @@ from torch import nn
 from dschat.generation.cpu.fused_modules import faster_forwards
 
 
-def served(model: nn.Module) -> set[str]:
+def replaced(model: nn.Module) -> set[str]:
     return {type(module).__name__ for module in faster_forwards(model)}
 
 
@@ -18,13 +18,13 @@ def built(config) -> transformers.PreTrainedModel:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_modules_are_found_by_what_they_compute():
-    assert served(tiny("llama")) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
-    assert served(tiny("gemma")) == {"GemmaRMSNorm", "GemmaMLP", "GemmaAttention"}, "weight + 1, GELU's tanh form"
-    assert served(tiny("gpt2")) == served(tiny("bloom")) == set()
-    assert "Qwen3RMSNorm" in served(tiny("qwen3"))
-    assert "LlamaMLP" not in served(built(transformers.LlamaConfig(**GROUPED, hidden_act="relu")))
-    assert "LlamaMLP" not in served(built(transformers.LlamaConfig(**GROUPED, hidden_act="gelu"))), "erf is not tanh"
+def test_modules_are_recognised_by_what_they_compute():
+    assert replaced(tiny("llama")) == {"LlamaRMSNorm", "LlamaMLP", "LlamaAttention"}
+    assert replaced(tiny("gemma")) == {"GemmaRMSNorm", "GemmaMLP", "GemmaAttention"}, "weight + 1, GELU's tanh form"
+    assert replaced(tiny("gpt2")) == replaced(tiny("bloom")) == set()
+    assert "Qwen3RMSNorm" in replaced(tiny("qwen3"))
+    assert "LlamaMLP" not in replaced(built(transformers.LlamaConfig(**GROUPED, hidden_act="relu")))
+    assert "LlamaMLP" not in replaced(built(transformers.LlamaConfig(**GROUPED, hidden_act="gelu"))), "erf is not tanh"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -34,32 +34,32 @@ def test_a_model_with_faster_forwards_gives_the_same_logits(name, dtype):
     ids = torch.randint(97, (3, 17), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # norms of ones and biases of zeros hide much
+            parameter.add_(0.05 * torch.randn_like(parameter))  # norm weights of 1 and biases of 0 would hide errors
     with torch.inference_mode():
         expected = model(ids).logits
         faster = faster_forwards(model)
         for module, forward in faster.items():
             module.forward = forward
-        found = model(ids).logits
-    assert faster and not torch.equal(found, expected) or dtype == torch.float32
+        actual = model(ids).logits
+    assert faster and not torch.equal(actual, expected) or dtype == torch.float32
     if dtype == torch.float32:
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
     else:
-        off = (found.float() - expected.float()).norm() / expected.float().norm()
-        assert off < 0.05
+        error = (actual.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.05
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.CohereConfig(**GROUPED),  # neighbours are paired, not halves
-        transformers.GPTNeoXConfig(**COMMON),  # a quarter of the head turns
+        transformers.CohereConfig(**GROUPED),  # rotates adjacent pairs, not halves
+        transformers.GPTNeoXConfig(**COMMON),  # rotates a quarter of the head
         transformers.GlmConfig(**GROUPED, head_dim=8, partial_rotary_factor=0.5),
         transformers.LlamaConfig(**GROUPED, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
     ],
     ids=lambda config: config.model_type,
 )
-def test_other_rotations_stay_as_they_are(config):
+def test_other_rotary_embeddings_give_the_same_logits(config):
     model = built(config)
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def test_other_rotations_stay_as_they_are(config):
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
 
 
-def test_random_states_stay_as_they_are():
+def test_finding_faster_forwards_changes_neither_random_state_nor_model():
     model = tiny("llama")
     before = torch.get_rng_state()
     faster_forwards(model)
@@ -77,7 +77,7 @@ def test_random_states_stay_as_they_are():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_norm_with_another_epsilon_is_not_replaced():
+def test_the_epsilon_that_a_norm_uses_is_found_among_its_numbers():
     class Norm(nn.Module):
         def __init__(self) -> None:
             super().__init__()

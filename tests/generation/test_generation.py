@@ -45,7 +45,7 @@ ARCHITECTURES = {
     ),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**COMMON),
     "gemma": lambda: transformers.GemmaConfig(**GROUPED, head_dim=8),
-    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),  # every other layer slides
+    "gemma2": lambda: transformers.Gemma2Config(**GROUPED, head_dim=8, sliding_window=6),  # in every other layer
     "bloom": lambda: transformers.BloomConfig(
         vocab_size=97, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.3, eos_token_id=None
     ),  # no position ids
@@ -70,7 +70,7 @@ def llama() -> transformers.PreTrainedModel:
 
 
 def transformers_greedy(model, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Left padding and masks made here, so that they share no code with ours."""
+    """Left padding and masks are made here, so that no code is shared with the decoder."""
     longest = max(map(len, prompts))
     ids = torch.tensor([[11] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -118,7 +118,7 @@ def test_logprobs_equal_a_full_forward_at_the_same_temperature(name, temperature
     assert (rollout.logprobs[rollout.response_mask] < 0).all()
 
 
-def test_masks_come_from_lengths_though_pad_is_a_real_token(llama):
+def test_masks_follow_the_lengths_even_if_the_pad_token_is_generated(llama):
     greedy = transformers_greedy(llama, PROMPTS, 12)
     eos = greedy[2][4]
     rollout = sampled(Decoder(llama), sampling=GREEDY, eos_token_ids=eos, pad_token_id=eos)
@@ -195,7 +195,7 @@ def test_removing_finished_rows_does_not_change_the_others(llama):
     lengths = [len(response) for response in rollout.responses()]
     needed = sum(lengths) - len(lengths)
     assert decoder.decoded_rows == needed < 16 * 44 / 2
-    assert min(lengths) < 16 and sorted(lengths)[-3] > 40, "some leave early, some stay beyond a block of uniforms"
+    assert min(lengths) < 16 and sorted(lengths)[-3] > 40, "some end early, some outlast a block of uniform numbers"
     assert sampled(Decoder(llama, slots=1), prompts, **settings).responses() == rollout.responses()
 
 
@@ -223,7 +223,7 @@ def test_a_stream_yields_what_generate_returns(llama):
     assert list(stream) == rollout.responses()[0]
 
 
-def test_results_can_enter_a_graph_and_gradients_stay_on_while_streaming(llama):
+def test_results_can_be_used_in_autograd_and_gradients_stay_enabled_while_streaming(llama):
     decoder = Decoder(llama)
     rollout = sampled(decoder)
     weight = torch.ones(12, requires_grad=True)
@@ -257,7 +257,7 @@ def test_each_row_stops_at_its_own_limit(name):
 
 @pytest.mark.parametrize("without", ["sharing", "compaction", "kernels"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_every_part_switched_off_gives_the_same_tokens(name, without):
+def test_without_any_one_optimisation_tokens_are_the_same(name, without):
     model = tiny(name)
     settings = {"sampling": SamplingParams(temperature=0.8, top_k=20, top_p=0.9), "eos_token_ids": EOS}
     whole = sampled(Decoder(model), **settings)
@@ -266,7 +266,7 @@ def test_every_part_switched_off_gives_the_same_tokens(name, without):
     torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_without_sharing_every_row_runs_its_own_prompt(llama):
+def test_without_sharing_every_row_prefills_its_own_prompt(llama):
     decoder = Decoder(llama, without=["sharing"])
     sampled(decoder, [[5, 6, 7]] * 4 + [[9]])
     assert decoder.prefilled_tokens == 13
@@ -285,11 +285,11 @@ def test_rows_that_wait_for_memory_give_the_same_tokens(llama, monkeypatch):
     per_token = decoder._pooled.bytes_per_token
     # One layer keeps 2 heads of 8 numbers twice, in 4 bytes each; there are two layers.
     assert per_token == 2 * 2 * 8 * 2 * 4
-    rooms = []
-    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: rooms.append(1) or 30 * per_token)
+    calls = []
+    monkeypatch.setattr(pool_decoder, "free_memory", lambda device: calls.append(1) or 30 * per_token)
     decoder.release()
     assert sampled(decoder, eos_token_ids=EOS).responses() == whole
-    assert rooms and decoder._pool_decoder.pool.size == 30
+    assert calls and decoder._pool_decoder.pool.size == 30
     monkeypatch.setattr(pool_decoder, "free_memory", lambda device: 20 * per_token)
     decoder.release()
     with pytest.raises(torch.OutOfMemoryError, match="21 tokens x 256 bytes.*--generation_memory_fraction"):
@@ -301,14 +301,14 @@ def test_out_of_memory_halves_the_slots_and_the_rollout_goes_on(llama, monkeypat
     decoder, sizes = Decoder(llama), []
     decode = PooledModel.decode
 
-    def crowded(self, pool, tokens, spans, *, longest):
+    def decode_two_rows_at_most(self, pool, tokens, spans, *, longest):
         sizes.append(len(tokens))
         if len(tokens) > 2:
             raise torch.OutOfMemoryError("no room")
         return decode(self, pool, tokens, spans, longest=longest)
 
     decoder._serves()
-    monkeypatch.setattr(PooledModel, "decode", crowded)
+    monkeypatch.setattr(PooledModel, "decode", decode_two_rows_at_most)
     again = sampled(decoder, eos_token_ids=EOS)
     assert again.responses() == whole.responses() and max(sizes) > 2
     torch.testing.assert_close(again.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
@@ -317,13 +317,13 @@ def test_out_of_memory_halves_the_slots_and_the_rollout_goes_on(llama, monkeypat
         sampled(decoder)
 
 
-def test_the_model_keeps_its_own_attention(llama):
+def test_the_model_keeps_its_attention_implementation(llama):
     usual = llama.config._attn_implementation
     sampled(Decoder(llama))
     assert llama.config._attn_implementation == usual != "dschat_decoding"
 
 
-def test_two_hundred_rollouts_take_no_more_memory(llama):
+def test_memory_does_not_grow_over_two_hundred_rollouts(llama):
     decoder = Decoder(llama)
     process = psutil.Process()
     for _ in range(20):

@@ -57,7 +57,7 @@ def with_lora(model: nn.Module, *, strength: float = 0.3) -> nn.Module:
 
 
 def transformers_greedy(model: nn.Module, new_tokens: int = 10) -> list[list[int]]:
-    """The training model's own generate, adapters running beside the weights: no folding involved."""
+    """The training model's own generate, with adapters that are not merged."""
     was_training = model.training
     model.eval()
     longest = max(map(len, PROMPTS))
@@ -91,7 +91,7 @@ def test_greedy_tokens_equal_the_training_models_own_generate(family, lora):
         assert actor.generate(PROMPTS, **GREEDY).responses() == expected
 
 
-def test_dropout_and_checkpointing_of_training_stay_out_of_generation():
+def test_generation_uses_neither_dropout_nor_gradient_checkpointing():
     model = with_lora(tiny_gpt2(resid_pdrop=0.5, attn_pdrop=0.5, embd_pdrop=0.5))
     expected = transformers_greedy(model)
     model.gradient_checkpointing_enable()
@@ -108,28 +108,28 @@ def test_dropout_and_checkpointing_of_training_stay_out_of_generation():
 def test_unpartitioned_weights_are_aliased_and_released(tied):
     model = tiny_llama(tie_word_embeddings=tied)
     actor = HybridEngine(model)
-    lent = actor._generation_module.module
-    assert lent is not model and all(p.is_meta for p in lent.parameters())
+    generation_model = actor._generation_module.module
+    assert generation_model is not model and all(p.is_meta for p in generation_model.parameters())
     with actor.generation():
-        ours = dict(model.named_parameters(remove_duplicate=False))
-        theirs = dict(lent.named_parameters(remove_duplicate=False))
-        assert ours.keys() == theirs.keys()
-        assert all(ours[name].data_ptr() == theirs[name].data_ptr() for name in ours)
-        assert (lent.lm_head.weight is lent.model.embed_tokens.weight) == tied
+        trained = dict(model.named_parameters(remove_duplicate=False))
+        aliased = dict(generation_model.named_parameters(remove_duplicate=False))
+        assert trained.keys() == aliased.keys()
+        assert all(trained[name].data_ptr() == aliased[name].data_ptr() for name in trained)
+        assert (generation_model.lm_head.weight is generation_model.model.embed_tokens.weight) == tied
         actor.generate(PROMPTS, **GREEDY)
-    assert all(p.is_meta for p in lent.parameters())
-    assert (lent.lm_head.weight is lent.model.embed_tokens.weight) == tied
+    assert all(p.is_meta for p in generation_model.parameters())
+    assert (generation_model.lm_head.weight is generation_model.model.embed_tokens.weight) == tied
     assert not any(p.is_meta or p.grad is not None for p in model.parameters())
 
 
-def test_with_adapters_only_what_they_change_is_copied():
+def test_with_adapters_only_the_adapted_weights_are_copied():
     model = with_lora(tiny_llama())
     actor = HybridEngine(model)
-    lent = actor._generation_module.module
-    live = {p.data_ptr() for p in model.parameters()}
+    generation_model = actor._generation_module.module
+    addresses = {p.data_ptr() for p in model.parameters()}
     with actor.generation():
-        copied = {name for name, p in lent.named_parameters() if p.data_ptr() not in live}
-    assert copied == {name for name, _ in lent.named_parameters() if name.endswith("_proj.weight")}
+        copied = {name for name, p in generation_model.named_parameters() if p.data_ptr() not in addresses}
+    assert copied == {name for name, _ in generation_model.named_parameters() if name.endswith("_proj.weight")}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,9 +165,9 @@ def test_generation_may_run_in_another_dtype():
     before = snapshot(model)
     actor = HybridEngine(model, dtype=torch.bfloat16)
     with actor.generation():
-        lent = actor._generation_module.module
-        assert {p.dtype for p in lent.parameters()} == {torch.bfloat16}
-        assert lent.lm_head.weight is lent.model.embed_tokens.weight
+        generation_model = actor._generation_module.module
+        assert {p.dtype for p in generation_model.parameters()} == {torch.bfloat16}
+        assert generation_model.lm_head.weight is generation_model.model.embed_tokens.weight
         rollout = actor.generate(PROMPTS, **GREEDY)
     half_model = copy.deepcopy(model)
     for parameter in half_model.parameters():  # not .bfloat16(), which would also round the rotary frequencies
@@ -197,7 +197,7 @@ def test_generating_outside_or_twice_inside_the_context_is_refused():
     with actor.generation():
         with pytest.raises(RuntimeError, match="inside generation"), actor.generation():
             pass
-        assert actor.generate(PROMPTS, **GREEDY).response_mask.all(), "the outer context goes on"
+        assert actor.generate(PROMPTS, **GREEDY).response_mask.all(), "the outer context still works"
     with pytest.raises(ValueError, match="max_new_tokens is 0"), actor.generation():
         actor.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 0})
     with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
@@ -223,7 +223,7 @@ def test_a_stream_inside_the_context_equals_generate():
 
 
 def roll_out_on_a_rank(rank: int, port: int, folder: str) -> None:
-    """Each rank decodes its part of the prompts, of its own number and length, then takes a training step."""
+    """Each rank decodes its share of the prompts, unequal in number and length, then trains one step."""
     import os
 
     import deepspeed
@@ -232,7 +232,7 @@ def roll_out_on_a_rank(rank: int, port: int, folder: str) -> None:
     os.environ.update(MASTER_PORT=str(port), DS_ACCELERATOR="cpu")
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")
-    mine = slice(0, 3) if rank == 0 else slice(3, 5)
+    share = slice(0, 3) if rank == 0 else slice(3, 5)
     answers = {}
     for stage in (0, 2, 3):
         for lora in (False, True):
@@ -252,24 +252,24 @@ def roll_out_on_a_rank(rank: int, port: int, folder: str) -> None:
             )
             actor = HybridEngine(engine)
             pieces = [getattr(p, "ds_tensor", p).detach().clone() for p in model.parameters()]
-            in_step = HybridEngine(engine, layerwise=True, without=["kernels"])
+            layerwise = HybridEngine(engine, layerwise=True, without=["kernels"])
             if rank == 0:  # the other has nothing to decode, and one more context
-                with in_step.generation():
-                    rollout = in_step.generate(PROMPTS[mine], **SAMPLED, sample_ids=torch.arange(5)[mine])
-                    answers[stage, lora, "in step"] = rollout.responses()
-                with pytest.raises(KeyError), in_step.generation():
-                    in_step.generate([[5, 6]], max_new_tokens=2, eos_token_ids=None, pad_token_id=0)
+                with layerwise.generation():
+                    rollout = layerwise.generate(PROMPTS[share], **SAMPLED, sample_ids=torch.arange(5)[share])
+                    answers[stage, lora, "layerwise"] = rollout.responses()
+                with pytest.raises(KeyError), layerwise.generation():
+                    layerwise.generate([[5, 6]], max_new_tokens=2, eos_token_ids=None, pad_token_id=0)
                     raise KeyError("a fault of one rank")
             else:
-                with in_step.generation():
+                with layerwise.generation():
                     pass
-                with in_step.generation():
-                    rollout = in_step.generate(PROMPTS[mine], **SAMPLED, sample_ids=torch.arange(5)[mine])
-                    answers[stage, lora, "in step"] = rollout.responses()
+                with layerwise.generation():
+                    rollout = layerwise.generate(PROMPTS[share], **SAMPLED, sample_ids=torch.arange(5)[share])
+                    answers[stage, lora, "layerwise"] = rollout.responses()
             for moment in ("before", "after"):
                 with actor.generation():
-                    ids = torch.arange(5)[mine]
-                    rollout = actor.generate(PROMPTS[mine], **SAMPLED, sample_ids=ids)
+                    ids = torch.arange(5)[share]
+                    rollout = actor.generate(PROMPTS[share], **SAMPLED, sample_ids=ids)
                 assert all(p.is_meta for p in actor._generation_module.module.parameters())
                 answers[stage, lora, moment] = rollout.responses(), rollout.logprobs.tolist()
                 if moment == "before":
@@ -285,7 +285,7 @@ def train_once(engine: nn.Module) -> None:
     """The same micro-batch on every rank, so that the averaged gradient is that of one process."""
     ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
     real = torch.ones_like(ids, dtype=torch.bool)
-    engine.eval()  # adapters drop out, and the ranks' random states differ
+    engine.eval()  # adapters have dropout, and the ranks' random states differ
     loss = -engine(ids, real, real).sum()
     if isinstance(engine, TokenLogprobs):
         loss.backward()
@@ -309,19 +309,19 @@ def test_two_ranks_of_every_zero_stage_generate_what_one_process_generates(tmp_p
     for lora in (False, True):
         model = TokenLogprobs(with_lora(tiny_llama()) if lora else tiny_llama())
         actor = HybridEngine(model)
-        seen = []
+        rollouts = []
         for moment in ("before", "after"):
             with actor.generation():
                 rollout = actor.generate(PROMPTS, **SAMPLED)
-            seen.append(rollout.responses())
+            rollouts.append(rollout.responses())
             for stage in (0, 2, 3):
                 responses = [row for answers in ranks for row in answers[stage, lora, moment][0]]
                 assert responses == rollout.responses(), (stage, lora, moment)
                 if moment == "before":
-                    in_step = [row for answers in ranks for row in answers[stage, lora, "in step"]]
-                    assert in_step == rollout.responses(), (stage, lora, "in step")
+                    layerwise = [row for answers in ranks for row in answers[stage, lora, "layerwise"]]
+                    assert layerwise == rollout.responses(), (stage, lora, "layerwise")
                 for row, logprobs in enumerate(row for answers in ranks for row in answers[stage, lora, moment][1]):
-                    kept = torch.tensor(logprobs)[: len(responses[row])]
-                    torch.testing.assert_close(kept, rollout.logprobs[row, : len(kept)], atol=1e-4, rtol=1e-4)
+                    actual = torch.tensor(logprobs)[: len(responses[row])]
+                    torch.testing.assert_close(actual, rollout.logprobs[row, : len(actual)], atol=1e-4, rtol=1e-4)
             train_once(model)
-        assert seen[0] != seen[1], "a step that changes nothing would hide stale weights"
+        assert rollouts[0] != rollouts[1], "a step that changes nothing would hide stale weights"

@@ -45,7 +45,7 @@ def write_group(folder, limit, used, cache, *, version):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_limit_of_a_container_counts_and_file_cache_does_not(monkeypatch, version):
+def test_free_memory_follows_the_tightest_limit_of_a_container_and_ignores_file_cache(monkeypatch, version):
     root = memory.CGROUPS / "memory" if version == 1 else memory.CGROUPS
     memory.OWN_CGROUPS.write_text("5:cpu:/x\n4:memory:/pod/task\n" if version == 1 else "0::/pod/task\n")
     write_group(root / "pod", 16 * GIB, 10 * GIB, 2 * GIB, version=version)  # 8 GiB are left

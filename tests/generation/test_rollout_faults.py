@@ -25,13 +25,13 @@ def llama():
 
 
 def failing(monkeypatch, owner: type, name: str, *, calls: set[int], error: Exception) -> list[int]:
-    """Have the given calls of a method raise, after it has done its work; the calls made, in a list that grows."""
-    usual, made = getattr(owner, name), []
+    """Make these calls of a method raise after their work is done; returns a list that grows by one with each call."""
+    original, made = getattr(owner, name), []
 
-    @functools.wraps(usual)
+    @functools.wraps(original)
     def method(*args, **kwargs):
         made.append(len(made))
-        out = usual(*args, **kwargs)
+        out = original(*args, **kwargs)
         if made[-1] in calls:
             raise error
         return out
@@ -41,7 +41,7 @@ def failing(monkeypatch, owner: type, name: str, *, calls: set[int], error: Exce
 
 
 # Where memory is allocated, and which of the calls there fails.
-PLACES = [
+ALLOCATIONS = [
     *[(PooledModel, "prefill", call) for call in (0, 1)],
     *[(PooledModel, "decode", call) for call in (0, 3)],
     *[(Step, "draw", call) for call in (0, 1, 4)],
@@ -53,7 +53,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "call"), [*PLACES, *[(PooledModel, "prefill_packed", call) for call in (0, 1)]]
+    ("owner", "name", "call"), [*ALLOCATIONS, *[(PooledModel, "prefill_packed", call) for call in (0, 1)]]
 )
 def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, call):
     prompts = [*PROMPTS, *PROMPTS]
@@ -63,12 +63,12 @@ def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, ca
     decoder._pooled.packs = name == "prefill_packed"
     made = failing(monkeypatch, owner, name, calls={call}, error=torch.OutOfMemoryError("no room"))
     again = sampled(decoder, prompts, **SETTINGS)
-    assert len(made) > call + 1, "the fault never came, or nothing was run again"
+    assert len(made) > call + 1, "the fault was not injected, or nothing was retried"
     assert again.responses() == whole.responses() and again.ended.tolist() == whole.ended.tolist()
     torch.testing.assert_close(again.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("owner", "name", "call"), PLACES)
+@pytest.mark.parametrize(("owner", "name", "call"), ALLOCATIONS)
 def test_other_exceptions_end_the_rollout_and_the_next_one_is_complete(llama, monkeypatch, owner, name, call):
     whole = sampled(Decoder(llama), **SETTINGS)
     decoder = Decoder(llama, slots=3)
@@ -91,7 +91,7 @@ def test_a_rollout_with_an_unfinished_row_is_never_returned(llama):
 
 
 def test_a_prompt_kept_for_a_later_row_is_evicted_when_space_is_needed(monkeypatch):
-    """Endless before: the first row's prompt stays for the third, and the second finds no room beside it."""
+    """It used to loop: the first row's prompt is kept for the third, and the second does not fit beside it."""
     model = tiny("llama")
     prompts, limits = [[5] * 6, [9] * 6, [5] * 6], [9, 8, 7]
     whole = sampled(Decoder(model), prompts, max_new_tokens=limits)
@@ -104,8 +104,8 @@ def test_a_prompt_kept_for_a_later_row_is_evicted_when_space_is_needed(monkeypat
     assert decoder.prefilled_tokens == prefilled + 18, "the first prompt is run again"
 
 
-def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
-    """Run the scheduler over a pool of a size with a model that only counts; each row must get its own places."""
+def run_simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
+    """Run the scheduler with a fake model over a pool of this size; asserts that rows do not share positions."""
     vocabulary = 11
 
     class Model(torch.nn.Module):
@@ -149,18 +149,18 @@ def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
 
 
 def test_random_requests_over_tight_pools_all_finish_or_name_the_memory_needed(monkeypatch):
-    """300 random requests over pools that are as tight as they may be: all rows come, or the memory needed is named."""
-    chooser, refused = random.Random(5), 0
+    """300 random requests over the tightest pools: all rows finish, or the error names the memory needed."""
+    rng, refused = random.Random(5), 0
     for _ in range(300):
-        kinds = [[token] * chooser.randint(1, 12) for token in range(1, chooser.randint(2, 6))]
-        prompts = [chooser.choice(kinds) for _ in range(chooser.randint(1, 12))]
-        limits = [chooser.randint(1, 10) for _ in prompts]
+        kinds = [[token] * rng.randint(1, 12) for token in range(1, rng.randint(2, 6))]
+        prompts = [rng.choice(kinds) for _ in range(rng.randint(1, 12))]
+        limits = [rng.randint(1, 10) for _ in prompts]
         largest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        size = largest + chooser.choice([0, 1, 1, 2, 3, 8, 20])
-        order = chooser.choice([sorted(range(len(prompts)), key=lambda row: -limits[row]), [*range(len(prompts))]])
-        monkeypatch.setattr(pool_decoder, "queue_order", lambda request, order=order: order)  # it may be any
+        size = largest + rng.choice([0, 1, 1, 2, 3, 8, 20])
+        order = rng.choice([sorted(range(len(prompts)), key=lambda row: -limits[row]), [*range(len(prompts))]])
+        monkeypatch.setattr(pool_decoder, "queue_order", lambda request, order=order: order)  # any order is valid
         try:
-            simulated(monkeypatch, size=size, slots=chooser.randint(1, 6), prompts=prompts, limits=limits)
+            run_simulated(monkeypatch, size=size, slots=rng.randint(1, 6), prompts=prompts, limits=limits)
         except torch.OutOfMemoryError as error:
             assert size == largest and f"take {largest} tokens" in str(error)
             refused += 1
@@ -184,7 +184,7 @@ def test_without_compaction_no_row_writes_into_its_neighbours(slots):
 
 
 def with_head_bias(model: torch.nn.Module, value: float, tokens: slice) -> torch.nn.Module:
-    """The model, the value added to the logits of some tokens."""
+    """The model with this value added to the logits of these tokens."""
     head = model.lm_head
     model.lm_head = torch.nn.Linear(head.in_features, head.out_features)
     with torch.no_grad():
@@ -198,7 +198,7 @@ def with_head_bias(model: torch.nn.Module, value: float, tokens: slice) -> torch
 @pytest.mark.parametrize(
     "sampling", [GREEDY, SamplingParams(), SamplingParams(top_k=5), SamplingParams(0.8, top_k=5, top_p=0.9)]
 )
-def test_logits_that_are_not_finite_raise(sampling, value, without):
+def test_non_finite_logits_raise(sampling, value, without):
     model = tiny_llama().eval()
     decoder = Decoder(model, without=without)
     assert decoder._serves()
@@ -210,7 +210,7 @@ def test_logits_that_are_not_finite_raise(sampling, value, without):
 
 
 @pytest.mark.parametrize("pool", [True, False])
-def test_the_rows_that_are_not_finite_are_named_and_no_others(pool):
+def test_only_rows_with_non_finite_logits_are_named(pool):
     model = tiny_llama().eval()
     decoder = Decoder(model)
     decoder._served = decoder._serves() and pool
@@ -228,15 +228,15 @@ def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn():
     assert all(token >= 90 for row in rollout.responses() for token in row)
 
 
-def test_a_temperature_that_leaves_float32_is_refused():
+def test_a_temperature_too_small_for_float32_is_refused():
     from dschat.arguments import RolloutArguments
     from dschat.generation.sampling import LOWEST_TEMPERATURE, sample_tokens
 
     with pytest.raises(ValueError, match="temperature is 1e-39, but logits divided by less than 1e-30.*use 0"):
         SamplingParams(temperature=1e-39)
     logits = torch.tensor([[900.0, -3.0, 899.0]])
-    for device_kernels in (sample_tokens, _kernel_sample):
-        tokens, logprobs = device_kernels(logits, torch.tensor([0.5]), SamplingParams(LOWEST_TEMPERATURE))
+    for sample in (sample_tokens, _kernel_sample):
+        tokens, logprobs = sample(logits, torch.tensor([0.5]), SamplingParams(LOWEST_TEMPERATURE))
         assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
     field = RolloutArguments.__dataclass_fields__["temperature"]
     assert field.metadata["bounds"].at_least == LOWEST_TEMPERATURE
@@ -248,19 +248,19 @@ def _kernel_sample(logits, uniform, params):
     return cpp_kernels.load().sample_tokens(logits, uniform, params)
 
 
-def test_an_engine_generates_again_after_a_rollout_that_was_not_finite():
+def test_an_engine_generates_again_after_a_rollout_with_nan_logits():
     model = tiny_llama()
     weight = model.model.embed_tokens.weight
     settings = {"max_new_tokens": 4, "eos_token_ids": None, "pad_token_id": 0, "sampling": GREEDY}
     actor = HybridEngine(model)
     with actor.generation():
         whole = actor.generate(PROMPTS, **settings).responses()
-    kept = weight.detach().clone()
+    original = weight.detach().clone()
     with torch.no_grad():
         weight[9, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="rows 1, 2 of"), actor.generation():
         actor.generate(PROMPTS, **settings)
     with torch.no_grad():
-        weight.copy_(kept)
+        weight.copy_(original)
     with actor.generation():
         assert actor.generate(PROMPTS, **settings).responses() == whole

@@ -42,7 +42,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_the_mass(top_p, support):
     assert set(kept.tolist()) == support
 
 
-def test_top_p_counts_the_mass_of_what_top_k_left():
+def test_top_p_applies_to_the_distribution_after_top_k():
     # Of {.2, .3, .4} / .9 the two largest hold 7/9 = .78 ≥ .75; of the whole distribution they would hold .7 only.
     tokens, probabilities = draw([0.001, 0.42, 0.43], top_k=3, top_p=0.75)
     assert tokens == [2, 2, 3]
@@ -54,7 +54,7 @@ def test_temperature_acts_before_top_p():
     assert draw([0.001, 0.999], temperature=0.5, top_p=0.5)[0] == [3, 3]
 
 
-def test_tokens_that_tie_at_the_border_stay():
+def test_tokens_tied_at_the_cutoff_are_kept():
     tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
     assert truncate_logits(tied, top_k=2, top_p=1.0).isfinite().tolist() == [[True, True, True, False]]
     assert truncate_logits(tied, top_k=0, top_p=0.7).isfinite().tolist() == [[True, True, True, False]]
@@ -63,7 +63,7 @@ def test_tokens_that_tie_at_the_border_stay():
 @pytest.mark.parametrize("sharpness", [0.0, 0.001, 3.0])
 @pytest.mark.parametrize("top_p", [0.2, 0.9, 0.999])
 def test_top_p_support_is_exact_in_a_large_vocabulary(sharpness, top_p):
-    """Flat rows reach past the candidates that are looked at first."""
+    """Flat rows need more than the candidates that are tried first."""
     torch.manual_seed(0)
     logits = torch.randn(3, 3000, dtype=torch.float64) * sharpness + torch.arange(3000) * 1e-4
     kept = truncate_logits(logits.float(), top_k=0, top_p=top_p).isfinite()
@@ -112,7 +112,7 @@ def test_greedy_takes_the_lowest_id_of_the_likeliest_under_the_models_own_distri
     assert logprobs.dtype == torch.float32
 
 
-def test_nan_logits_show_in_the_logprob():
+def test_nan_logits_give_a_nan_logprob():
     tokens, logprobs = sample_tokens(torch.tensor([[math.nan, 0.0, 1.0]]), torch.tensor([0.5]), SamplingParams())
     assert 0 <= tokens.item() < 3
     assert logprobs.isnan().all()

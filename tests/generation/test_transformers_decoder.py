@@ -1,4 +1,4 @@
-"""The transformers-based decoder behind our decoder interface gives the same rollouts."""
+"""TransformersDecoder gives the same rollouts as Decoder."""
 
 import json
 
@@ -20,9 +20,9 @@ def both(name: str, **changes):
     return [decoder(model, slots=slots).generate(PROMPTS, **settings) for decoder in (Decoder, TransformersDecoder)]
 
 
-def assert_equal(ours, theirs) -> None:
-    for name, value in vars(ours).items():
-        torch.testing.assert_close(getattr(theirs, name), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: n + m)
+def assert_equal(expected, actual) -> None:
+    for name, value in vars(expected).items():
+        torch.testing.assert_close(getattr(actual, name), value, atol=1e-4, rtol=1e-4, msg=lambda m, n=name: n + m)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -30,10 +30,10 @@ def assert_equal(ours, theirs) -> None:
     "sampling",
     [SamplingParams(temperature=0), SamplingParams(temperature=1.4), SamplingParams(2.0, top_k=9, top_p=0.8)],
 )
-def test_rollouts_equal_our_decoders_token_by_token(name, sampling):
-    ours, theirs = both(name, sampling=sampling)
-    assert_equal(ours, theirs)
-    lengths = ours.response_mask.sum(1)
+def test_rollouts_equal_those_of_decoder_token_by_token(name, sampling):
+    expected, actual = both(name, sampling=sampling)
+    assert_equal(expected, actual)
+    lengths = expected.response_mask.sum(1)
     assert sampling.greedy or len(set(lengths.tolist())) > 1, "rows of one length prove little"
 
 
@@ -44,16 +44,16 @@ def test_eos_ids_in_any_form_and_a_pad_token_equal_to_the_eos(eos):
 
 def test_batch_size_does_not_change_the_numbers_drawn_for_a_sample_and_iteration():
     ids = torch.tensor([2**40, 7, 9, 8, 0])
-    ours, theirs = both("llama", sampling=SamplingParams(1.4), slots=2, sample_ids=ids, iteration=3)
-    assert_equal(ours, theirs)
-    assert ours.responses() != both("llama", sampling=SamplingParams(1.4))[1].responses()
+    expected, actual = both("llama", sampling=SamplingParams(1.4), slots=2, sample_ids=ids, iteration=3)
+    assert_equal(expected, actual)
+    assert expected.responses() != both("llama", sampling=SamplingParams(1.4))[1].responses()
 
 
 def test_each_row_has_its_own_limit():
     limits = [3, 1, 12, 7, 5]
-    ours, theirs = both("llama", max_new_tokens=limits, eos_token_ids=None)
-    assert_equal(ours, theirs)
-    assert ours.response_mask.sum(1).tolist() == limits
+    expected, actual = both("llama", max_new_tokens=limits, eos_token_ids=None)
+    assert_equal(expected, actual)
+    assert expected.response_mask.sum(1).tolist() == limits
 
 
 def test_sampling_ignores_torchs_generator_and_the_models_generation_config():
@@ -63,9 +63,9 @@ def test_sampling_ignores_torchs_generator_and_the_models_generation_config():
     model.generation_config.max_length = 3
     model.generation_config.eos_token_id = 5
     state = torch.get_rng_state()
-    found = TransformersDecoder(model).generate(PROMPTS, max_new_tokens=8, eos_token_ids=None, pad_token_id=0)
+    actual = TransformersDecoder(model).generate(PROMPTS, max_new_tokens=8, eos_token_ids=None, pad_token_id=0)
     assert torch.equal(torch.get_rng_state(), state)
-    assert_equal(expected, found)
+    assert_equal(expected, actual)
 
 
 def test_every_rollout_engine_gives_the_same_rollout():
@@ -79,29 +79,31 @@ def test_every_rollout_engine_gives_the_same_rollout():
     assert model.training
 
 
-def test_step_3_samples_alike_with_either_decoder_and_on_any_number_of_ranks(programs, tmp_path):
+def test_samples_of_step_3_are_the_same_with_either_decoder_and_on_any_number_of_ranks(programs, tmp_path):
     folder = save_models(tmp_path)
     for name, questions in (("often", QUESTIONS[:2]), ("seldom", QUESTIONS[2:])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
-    seen = []
+    results = []
     for processes, hybrid in ((1, True), (1, False), (2, True)):
         output = tmp_path / f"{processes}-{hybrid}"
-        given = {
+        settings = {
             "actor_model_name_or_path": folder / "actor", "reward_model_name_or_path": folder / "reward",
             "output_dir": output, "dtype": "fp32", "eval_fraction": 0, "max_prompt_seq_len": 64,
             "max_answer_seq_len": 8, "per_device_generation_batch_size": 8 // processes,
             "per_device_training_batch_size": 8 // processes, "enable_hybrid_engine": hybrid, "actor_zero_stage": 0,
             "critic_zero_stage": 0, "actor_learning_rate": 1e-4,
         }  # fmt: skip
-        argv = [word for name, value in given.items() for word in (f"--{name}", value)]
+        argv = [word for name, value in settings.items() for word in (f"--{name}", value)]
         sources = [f"{tmp_path / 'often.jsonl'}:0.9", f"{tmp_path / 'seldom.jsonl'}:0.1"]
         programs.run(MAINS["ppo"], [*argv, "--data_path", *sources], processes=processes, log=tmp_path / "log")
         samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
         metrics = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
-        seen.append((sorted((s["prompt"], s["response"]) for s in samples), metrics["kl"], metrics["score"]))
-    ours, theirs, half = seen
-    assert ours[0] == theirs[0] and ours[1:] == pytest.approx(theirs[1:], abs=1e-5)
-    assert half[1:] == pytest.approx(ours[1:], abs=1e-5)
-    assert half[0] == ours[0]
-    prompts = [prompt for prompt, _ in ours[0]]
-    assert len(set(prompts)) < len(prompts) - 2 and len(set(ours[0])) == len(prompts), "alike, answered unlike"
+        results.append((sorted((s["prompt"], s["response"]) for s in samples), metrics["kl"], metrics["score"]))
+    one_rank, plain, two_ranks = results
+    assert one_rank[0] == plain[0] and one_rank[1:] == pytest.approx(plain[1:], abs=1e-5)
+    assert two_ranks[1:] == pytest.approx(one_rank[1:], abs=1e-5)
+    assert two_ranks[0] == one_rank[0]
+    prompts = [prompt for prompt, _ in one_rank[0]]
+    assert len(set(prompts)) < len(prompts) - 2 and len(set(one_rank[0])) == len(prompts), (
+        "repeated prompts get different responses"
+    )

@@ -54,13 +54,13 @@ def shared_memory(launch, capability: int) -> int:
     names = kernel.arg_names
     constants = {name: value for name, value in options.items() if name in names}
     options = {name: value for name, value in options.items() if name not in names}
-    given = dict(zip(names, args, strict=False))
-    types = {name: signature_type(given[name]) if name in given else "constexpr" for name in names}
+    values = dict(zip(names, args, strict=False))
+    types = {name: signature_type(values[name]) if name in values else "constexpr" for name in names}
     # Pointers, and strides that are multiples of 16, are known to be aligned.
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
-        if isinstance(given.get(name), torch.Tensor) or (name in given and given[name] % 16 == 0)
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if isinstance(values.get(name), torch.Tensor) or (name in values and values[name] % 16 == 0)
     }
     source = ASTSource(kernel, types, {(names.index(name),): value for name, value in constants.items()}, aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -69,7 +69,7 @@ def shared_memory(launch, capability: int) -> int:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capability, monkeypatch, tmp_path):
+def test_every_launch_compiles_and_fits_into_shared_memory_also_without_a_gpu(capability, monkeypatch, tmp_path):
     """The interpreter does not check tile sizes, types that change in a loop, or shared memory."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -105,7 +105,7 @@ def test_every_launch_compiles_and_fits_where_there_is_no_gpu_to_run_it(capabili
     assert max(shared_memory(launch, capability) for launch in launches) <= 99 * 1024
 
 
-def test_kernels_are_available_on_gpus_that_have_bfloat16_and_where_they_are_interpreted(monkeypatch):
+def test_on_the_cpu_kernels_are_available_only_if_triton_is_installed_and_interprets_them(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(triton_kernels, "_triton_is_installed", lambda: True)
     assert not triton_kernels.available(torch.zeros(1))

@@ -80,15 +80,15 @@ def decode_attention(query, keys, values, spans, *, longest, scale, window=None,
     return attention.decode_attention(query, contexts, scoring, **options)
 
 
-def check(tensors, *, splits, tolerance=None, **law) -> None:
-    law = {"scale": tensors[0].shape[2] ** -0.5} | law
-    result = decode_attention(*tensors, longest=150, splits=splits, **law)
+def check(tensors, *, splits, tolerance=None, **scoring) -> None:
+    scoring = {"scale": tensors[0].shape[2] ** -0.5} | scoring
+    result = decode_attention(*tensors, longest=150, splits=splits, **scoring)
     assert result.dtype == tensors[0].dtype
-    torch.testing.assert_close(result, plain_attention(*tensors, **law).to(result.dtype), **tolerance or {})
+    torch.testing.assert_close(result, plain_attention(*tensors, **scoring).to(result.dtype), **tolerance or {})
 
 
 @pytest.mark.parametrize("splits", [1, 2, 7, None])
-def test_attention_is_that_of_plain_torch_however_it_is_split(splits):
+def test_attention_equals_plain_torch_with_any_number_of_splits(splits):
     check(batch(), splits=splits)
 
 
@@ -110,13 +110,13 @@ def test_head_sizes_need_not_be_equal_nor_powers_of_two(width, value_width, spli
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [1, 5, 32, 64, 100, 5000])
-def test_a_window_leaves_the_newest_tokens(window, splits):
+def test_a_window_keeps_only_the_newest_tokens(window, splits):
     check(batch(), splits=splits, window=window)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 def test_softcap_bounds_the_logits(splits):
-    """With this scale they reach ±150 before it."""
+    """With this scale the logits reach ±150 before the cap."""
     check(batch(), splits=splits, scale=5.0, softcap=20.0)
     check(batch(), splits=splits, softcap=0.5, window=40)
 
@@ -124,13 +124,13 @@ def test_softcap_bounds_the_logits(splits):
 def test_large_logits_do_not_overflow():
     query, keys, values, spans = batch()
     result = decode_attention(query, keys, values, spans, longest=150, scale=1e3, splits=2)
-    # Differences of thousands: each head copies the value of its most fitting token.
+    # Differences of thousands: each head copies the value of its highest-scoring token.
     torch.testing.assert_close(result, plain_attention(query, keys, values, spans, scale=1e3).float())
 
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("group", "width"), [(1, 64), (3, 80), (20, 128), (2, 256)])
-def test_half_precision_is_off_by_its_own_rounding(group, width, splits):
+def test_half_precision_errors_are_within_rounding(group, width, splits):
     """Weights and result have 8 bits (half a percent); sums have more."""
     tensors = batch(group=group, width=width, value_width=width, dtype=torch.bfloat16)
     check(tensors, splits=splits, tolerance={"rtol": 0.01, "atol": 0.005})
@@ -165,14 +165,14 @@ def test_a_row_without_tokens_gets_zeros(splits):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_attention_writes_into_out_and_nowhere_else(splits):
     query, keys, values, spans = batch(group=3)
-    room = torch.full((len(SPANS) + 1, 8, 80), NAN, device=DEVICE)
-    out = room[:-1, 1:7, :64]
+    buffer = torch.full((len(SPANS) + 1, 8, 80), NAN, device=DEVICE)
+    out = buffer[:-1, 1:7, :64]
     assert decode_attention(query, keys, values, spans, longest=150, scale=0.1, splits=splits, out=out) is out
     torch.testing.assert_close(out, plain_attention(query, keys, values, spans, scale=0.1).float())
-    assert room.isnan().sum() == room.numel() - out.numel()
+    assert buffer.isnan().sum() == buffer.numel() - out.numel()
 
 
-def test_splits_fill_the_processors_and_no_more():
+def test_there_are_as_many_splits_as_fill_the_processors():
     # 4 programs for each of 100 processors = 400; 8 rows of 5 heads are 40; 10 parts, rounded up to 16.
     assert choose_splits(8, 5, longest=100_000, processors=100) == 16
     assert choose_splits(80, 5, longest=100_000, processors=100) == 1
@@ -182,13 +182,13 @@ def test_splits_fill_the_processors_and_no_more():
     assert choose_splits(0, 5, longest=1, processors=100) == 1
 
 
-def test_no_rows_are_no_error():
+def test_a_batch_without_rows_is_valid():
     query, keys, values, spans = batch()
     assert decode_attention(query[:0], keys, values, spans[:0], longest=1, scale=1.0).shape == (0, 4, 64)
     assert sample(torch.zeros(0, 9, device=DEVICE), torch.zeros(0, device=DEVICE), temperature=1.0)[0].shape == (0,)
 
 
-def test_attention_says_what_does_not_fit():
+def test_attention_names_invalid_arguments():
     query, keys, values, spans = batch()
     with pytest.raises(ValueError, match=r"must be \[R, KVH·G, D\].*4 numbers.*window is 0.*splits is 0"):
         decode_attention(query[:, :3], keys, values, spans[:, :3], longest=1, scale=1.0, window=0, splits=0)
@@ -201,10 +201,10 @@ def test_attention_says_what_does_not_fit():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_new_tokens_go_to_their_place_in_the_pool(dtype):
+def test_new_tokens_are_written_at_their_destination(dtype):
     keys = with_gaps(torch.randn(40, 3, 80, device=DEVICE).to(dtype))
     values = with_gaps(torch.randn(40, 3, 64, device=DEVICE).to(dtype))
-    # Both as one projection returns them, in numbers that bfloat16 has: the interpreter does not round to it, it cuts.
+    # Both as one projection returns them, in numbers that bfloat16 has: the interpreter truncates instead of rounding.
     fused = torch.randn(5, 3 * (80 + 64), device=DEVICE).bfloat16().float()
     new_keys, new_values = fused[:, : 3 * 80].view(5, 3, 80), fused[:, 3 * 80 :].view(5, 3, 64)
     destination = torch.tensor([7, 1, 39, 1, 0, 1, 21, 1, 8], device=DEVICE)[::2]
@@ -217,7 +217,7 @@ def test_new_tokens_go_to_their_place_in_the_pool(dtype):
     assert values._base[:, :, 64:].isnan().all() and values._base[:, 3].isnan().all()
 
 
-def test_write_says_what_does_not_fit():
+def test_write_kv_refuses_shapes_that_do_not_fit():
     _, keys, values, _ = batch()
     for new_keys, new_values, count in [(keys[:2, :1], values[:2], 2), (keys[:2], values[:3], 2), (keys, values, 1)]:
         with pytest.raises(ValueError, match=r"do not fit keys \(400, 2, 64\)"):
@@ -230,14 +230,14 @@ def draw(logits: Tensor, uniforms, temperature: float = 1.0) -> tuple[list[int],
     return tokens.tolist(), logprobs
 
 
-def test_a_token_is_the_first_whose_cumulative_probability_exceeds_the_number():
+def test_the_first_token_whose_cumulative_probability_exceeds_the_number_is_drawn():
     four = torch.zeros(1, 4, device=DEVICE).expand(7, -1)
     tokens, logprobs = draw(four, [FIRST, 0.2499, 0.25, 0.5, 0.7499, 0.75, LAST])
     assert tokens == [0, 0, 1, 2, 2, 3, 3]
     assert logprobs.tolist() == pytest.approx([math.log(0.25)] * 7)
 
 
-def test_the_law_holds_where_blocks_of_the_vocabulary_meet():
+def test_tokens_at_the_borders_of_vocabulary_blocks_are_exact():
     flat = torch.zeros(1, 16384, device=DEVICE).expand(8, -1)
     tokens = [0, 1, 4095, 4096, 4097, 8191, 8192, 16383]
     assert draw(flat, [t / 16384 for t in tokens])[0] == tokens
@@ -268,17 +268,17 @@ def test_tokens_are_those_of_sample_tokens(vocabulary, rows, temperature):
 
 @pytest.mark.parametrize("offset", [0.0, -1e4, 1e4])
 def test_tokens_of_probability_zero_are_never_drawn(offset):
-    """Whole blocks of them before, between and after the three that can be."""
+    """Whole blocks of them before, between and after the three possible ones."""
     logits = torch.full((1, 30_000), float("-inf"), device=DEVICE)
     logits[0, [5000, 5002, 17_000]] = offset
     numbers = [FIRST, 1e-6, 0.33, 0.34, 0.66, 0.67, 1 - 1e-6, LAST]
     tokens, logprobs = draw(logits.expand(8, -1), numbers)
     assert tokens == [5000, 5000, 5000, 5002, 5002, 17_000, 17_000, 17_000]
     assert logprobs.tolist() == pytest.approx([-math.log(3)] * 8)
-    assert draw(logits.expand(2, -1), [0.0, 1.0])[0] == [5000, 17_000]  # not asked for, but never outside
+    assert draw(logits.expand(2, -1), [0.0, 1.0])[0] == [5000, 17_000]  # outside the interval too
 
 
-def test_logits_of_half_precision_and_with_gaps_between_rows_are_read():
+def test_half_precision_logits_in_strided_rows_are_supported():
     logits = torch.randn(3, 2, 5000, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     last = logits[:, -1]
     numbers = torch.tensor([0.1, NAN, 0.5, NAN, 0.9], device=DEVICE)[::2]
@@ -300,7 +300,7 @@ def test_greedy_takes_the_lowest_id_among_the_most_likely(ties):
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 @pytest.mark.parametrize("where", [slice(None), slice(0, 1), slice(4999, 5000), slice(4096, 5000), slice(0, 4096)])
-def test_nan_shows_in_the_logprob_and_the_token_stays_in_the_vocabulary(where, temperature):
+def test_nan_logits_give_a_nan_logprob_and_a_token_in_the_vocabulary(where, temperature):
     logits = torch.zeros(3, 5000, device=DEVICE)
     logits[1, where] = NAN
     tokens, logprobs = sample(logits, torch.full((3,), 0.5, device=DEVICE), temperature=temperature)
@@ -308,7 +308,7 @@ def test_nan_shows_in_the_logprob_and_the_token_stays_in_the_vocabulary(where, t
     assert 0 <= int(tokens[1]) < 5000
 
 
-def test_sampling_says_what_does_not_fit():
+def test_sampling_names_invalid_arguments():
     logits = torch.zeros(2, 10, device=DEVICE)
     with pytest.raises(ValueError, match="temperature is -1.0.*uniform is None"):
         sample(logits, None, temperature=-1.0)

@@ -58,7 +58,7 @@ def test_policy_loss_by_hand():
         logprobs, old, torch.tensor([[2.0, 2.0, -2.0, -2.0, 1.0, 1.0]]), torch.ones(1, 6).bool(), clip_range=(0.2, 0.3)
     )
     torch.testing.assert_close(loss, torch.tensor(-1.4 / 6))
-    # d/dlogprob = −A·ρ where the unclipped branch rules, else 0; ÷ 6
+    # d/dlogprob = −A·ρ where the unclipped branch is active, else 0; ÷ 6
     loss.backward()
     torch.testing.assert_close(logprobs.grad, torch.tensor([[0.0, -1.0, 3.0, 0.0, 0.0, -1.1]]) / 6)
     # k3 = ρ − 1 − ln ρ: 0.0945349 (twice), 0.1931472 (twice), 0.3068528, 0.0046898; their sum is 0.8869068
@@ -90,7 +90,7 @@ def naive_policy_loss(batch: dict[str, torch.Tensor], low: float, high: float) -
         ratio = math.exp(batch["logprobs"][b, t].item() - batch["old_logprobs"][b, t].item())
         advantage = batch["advantages"][b, t].item()
         bounded = min(max(ratio, 1 - low), 1 + high)
-        losses.append(-min(advantage * ratio, advantage * bounded))  # the paper's form: a minimum to be maximised
+        losses.append(-min(advantage * ratio, advantage * bounded))  # the paper maximises this minimum
     return sum(losses) / len(losses)
 
 
@@ -101,7 +101,7 @@ def test_policy_loss_equals_a_loop_over_the_paper(clip_range, low, high):
     assert loss.item() == pytest.approx(naive_policy_loss(batch, low, high), abs=1e-12)
 
 
-def test_the_first_update_is_the_policy_gradient():
+def test_the_gradient_of_the_first_update_is_the_policy_gradient():
     batch = rollout()
     batch["old_logprobs"] = batch["logprobs"]
     mask, advantages = batch["response_mask"], batch["advantages"]
@@ -110,7 +110,7 @@ def test_the_first_update_is_the_policy_gradient():
     assert metrics["ratio"] == 1 and metrics["approx_kl"] == 0 and metrics["clip_fraction"] == 0
     gradient = gradient_of(lambda x: policy_loss(**(batch | {"logprobs": x}), clip_range=0.2)[0], batch["logprobs"])
     torch.testing.assert_close(gradient, torch.where(mask, -advantages, 0.0) / mask.sum())
-    # The same when old_logprobs is the very tensor that is trained: it is data.
+    # The same when old_logprobs is the trained tensor itself: it is treated as a constant.
     same = gradient_of(lambda x: policy_loss(x, x, advantages, mask, clip_range=0.2)[0], batch["logprobs"])
     torch.testing.assert_close(same, gradient)
 
@@ -124,7 +124,7 @@ def test_a_descent_step_raises_the_probability_of_good_tokens_and_lowers_that_of
     assert stepped[0, 0] > chosen[0, 0] and stepped[0, 1] < chosen[0, 1]
 
 
-def test_approx_kl_has_the_kl_of_old_to_new_as_expectation():
+def test_approx_kl_is_an_unbiased_estimate_of_kl_old_new():
     old, new = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.3, 0.3, 0.4]).double()
     exact = (old * (old / new).log()).sum().item()
     estimates = []
@@ -135,9 +135,9 @@ def test_approx_kl_has_the_kl_of_old_to_new_as_expectation():
     assert sum(estimates) == pytest.approx(exact)
 
 
-@pytest.mark.parametrize(("gap", "ratio"), [(500.0, math.exp(20.0)), (-500.0, math.exp(-20.0))])
-def test_extreme_ratios_are_clamped_on_both_sides(gap, ratio):
-    logprobs = torch.full((1, 1), gap, requires_grad=True)
+@pytest.mark.parametrize(("log_ratio", "ratio"), [(500.0, math.exp(20.0)), (-500.0, math.exp(-20.0))])
+def test_extreme_ratios_are_clamped_on_both_sides(log_ratio, ratio):
+    logprobs = torch.full((1, 1), log_ratio, requires_grad=True)
     loss, metrics = policy_loss(
         logprobs, torch.zeros(1, 1), -torch.ones(1, 1), torch.ones(1, 1).bool(), clip_range=(1.0, 1e9)
     )
@@ -164,8 +164,8 @@ def test_clip_ranges_outside_their_bounds_are_refused(clip_range):
 
 
 def test_value_loss_by_hand():
-    # ε = 0.5;  V = 3, 3, 0.2, −2;  V_old = 1, 1, 0, 0;  R = 0, 3, 1, −2
-    # near old: 1.5, 1.5, 0.2, −0.5.  (V−R)²: 9, 0, 0.64, 0.  (near−R)²: 2.25, 2.25 (clip), 0.64, 2.25 (clip)
+    # ε = 0.5;  V = 3, 3, 0.2, −2;  V_old = 1, 1, 0, 0;  R = 0, 3, 1, −2;  C = clip(V, V_old ± ε): 1.5, 1.5, 0.2, −0.5
+    # (V−R)²: 9, 0, 0.64, 0.  (C−R)²: 2.25, 2.25 (clip), 0.64, 2.25 (clip)
     # ½·(9 + 2.25 + 0.64 + 2.25) = 7.07; four tokens
     values = torch.tensor([[3.0, 3.0, 0.2, -2.0]], requires_grad=True)
     loss, metrics = value_loss(
@@ -191,8 +191,8 @@ def test_value_loss_equals_a_loop(epsilon):
     for b, t in batch["response_mask"].nonzero().tolist():
         value, old, target = (batch[name][b, t].item() for name in ("values", "old_values", "returns"))
         bound = math.inf if epsilon is None else epsilon
-        near_old = min(max(value, old - bound), old + bound)
-        losses.append(max((value - target) ** 2, (near_old - target) ** 2) / 2)
+        clipped = min(max(value, old - bound), old + bound)
+        losses.append(max((value - target) ** 2, (clipped - target) ** 2) / 2)
     loss, _ = value_loss(**batch, value_clip_range=epsilon)
     assert loss.item() == pytest.approx(sum(losses) / len(losses), abs=1e-12)
 
@@ -227,7 +227,7 @@ def test_explained_variance_of_perfect_shifted_and_constant_returns():
         (returns + 5, returns, 1.0),  # a constant offset is not variance
         (torch.zeros(1, 3), returns, 0.0),
         (-returns, returns, -3.0),  # the residual is 2R: 1 − 4
-        (1e-3 * returns, 1e-3 * returns, 1.0),  # the unit of reward is of no matter
+        (1e-3 * returns, 1e-3 * returns, 1.0),  # independent of the scale of the rewards
         (returns, torch.full((1, 3), 0.7), 0.0),
     ):
         _, metrics = value_loss(values, values, target, mask, value_clip_range=None)
@@ -315,11 +315,11 @@ def test_sft_loss_equals_cross_entropy_in_value_and_gradient():
     loss = sft_loss(logprobs, mask)[0]
     reference = F.cross_entropy(logits.flatten(0, 1), labels.masked_fill(~mask, -100).flatten(), ignore_index=-100)
     torch.testing.assert_close(loss, reference)
-    (ours,), (theirs,) = torch.autograd.grad(loss, logits), torch.autograd.grad(reference, logits)
-    torch.testing.assert_close(ours, theirs)
+    (gradient,), (expected,) = torch.autograd.grad(loss, logits), torch.autograd.grad(reference, logits)
+    torch.testing.assert_close(gradient, expected)
 
 
-# --- what holds for all of them --------------------------------------------------------------------------------------
+# --- all losses ------------------------------------------------------------------------------------------------------
 
 
 def policy(batch, **keywords):
@@ -342,9 +342,9 @@ MASKED_LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_micro_batches_sum_to_the_whole_step_in_loss_gradient_and_metrics(loss_of, make, trained):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_micro_batches_sum_to_the_whole_step_in_loss_gradient_and_metrics(loss_of, make_batch, trained):
+    batch = make_batch()
     batch[trained].requires_grad_()
     whole, whole_metrics = loss_of(batch)
     (whole_gradient,) = torch.autograd.grad(whole, batch[trained])
@@ -377,9 +377,9 @@ def test_parts_of_the_pairs_sum_to_the_whole_step_in_loss_gradient_and_metrics()
 
 
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF, 1e30])
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_values_at_masked_positions_change_neither_loss_nor_gradient(loss_of, make, trained, rubbish):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_values_at_masked_positions_change_neither_loss_nor_gradient(loss_of, make_batch, trained, rubbish):
+    batch = make_batch()
     mask = batch["response_mask"]
     dirty = {k: x if k == "response_mask" else x.masked_fill(~mask, rubbish) for k, x in batch.items()}
     (loss, metrics), (dirty_loss, dirty_metrics) = loss_of(batch), loss_of(dirty)
@@ -390,17 +390,17 @@ def test_values_at_masked_positions_change_neither_loss_nor_gradient(loss_of, ma
     assert (gradient[~mask] == 0).all() and (gradient[mask] != 0).any()
 
 
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_loss_does_not_depend_on_padding(loss_of, make, trained):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_loss_does_not_depend_on_padding(loss_of, make_batch, trained):
+    batch = make_batch()
     padded = {k: F.pad(x, (2, 3, 0, 1)) for k, x in batch.items()}  # columns on both sides and a row
     torch.testing.assert_close(loss_of(batch), loss_of(padded))
 
 
 @pytest.mark.parametrize("normalizer", [None, 0, torch.tensor(0), torch.tensor(0.0)])
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_a_step_without_tokens_has_zero_loss_and_gradient(loss_of, make, trained, normalizer):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_a_step_without_tokens_has_zero_loss_and_gradient(loss_of, make_batch, trained, normalizer):
+    batch = make_batch()
     batch["response_mask"] = torch.zeros_like(batch["response_mask"])
     batch[trained].requires_grad_()
     loss, metrics = loss_of(batch, normalizer=normalizer)
@@ -416,26 +416,26 @@ def test_pairwise_loss_without_pairs_is_zero_and_not_nan():
     assert loss == 0 and scores.grad.shape == (0,) and metrics["accuracy"] == 0
 
 
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_half_precision_inputs_are_computed_in_float32(loss_of, make, trained):
-    batch = {k: x if x.dtype == torch.bool else x.bfloat16() for k, x in make().items()}
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_half_precision_inputs_are_computed_in_float32(loss_of, make_batch, trained):
+    batch = {k: x if x.dtype == torch.bool else x.bfloat16() for k, x in make_batch().items()}
     wide = {k: x if x.dtype == torch.bool else x.float() for k, x in batch.items()}
     assert loss_of(batch)[0].dtype == torch.float32
     torch.testing.assert_close(loss_of(batch), loss_of(wide))
 
 
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_metrics_are_detached_scalars(loss_of, make, trained):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_metrics_are_detached_scalars(loss_of, make_batch, trained):
+    batch = make_batch()
     batch[trained].requires_grad_()
     loss, metrics = loss_of(batch)
     assert loss.requires_grad and loss.dim() == 0
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
 
 
-@pytest.mark.parametrize(("loss_of", "make", "trained"), MASKED_LOSSES)
-def test_invalid_shapes_masks_and_normalizers_are_refused(loss_of, make, trained):
-    batch = make()
+@pytest.mark.parametrize(("loss_of", "make_batch", "trained"), MASKED_LOSSES)
+def test_invalid_shapes_masks_and_normalizers_are_refused(loss_of, make_batch, trained):
+    batch = make_batch()
     with pytest.raises(ValueError, match=rf"{trained} has shape \(4, 4\).*\(4, 5\)"):
         loss_of(batch | {trained: batch[trained][:, 1:]})
     with pytest.raises(ValueError, match=r"torch.int64.*mask.bool\(\)"):

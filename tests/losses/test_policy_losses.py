@@ -20,7 +20,7 @@ LOSSES = {
 
 
 def batch_of(seed: int = 0) -> dict[str, torch.Tensor]:
-    """[5, 6] in float64: full, short, holed, of one token, empty; ratios on both sides of every clip range."""
+    """[5, 6] float64 rows: full, short, with holes, one token, empty; ratios on both sides of every clip range."""
     torch.manual_seed(seed)
     old = -torch.rand(5, 6, dtype=torch.float64) - 0.5
     rows = ("111111", "110000", "101100", "000100", "000000")
@@ -41,7 +41,7 @@ def token_losses(name: str, ratios: list[float], logprobs: list[float], advantag
                  frozen: list[float]) -> list[float]:  # fmt: skip
     """The loss of each token of a response.
 
-    frozen: the ratios where the gradient is taken: what a stop-gradient holds fast while logprobs move.
+    frozen: the ratios at the point of differentiation, constant under a stop-gradient while logprobs are perturbed.
     """
     losses = []
     for t, (ratio, advantage) in enumerate(zip(ratios, advantages, strict=True)):
@@ -50,8 +50,8 @@ def token_losses(name: str, ratios: list[float], logprobs: list[float], advantag
             if name == "dual_clip" and advantage < 0:
                 loss = min(loss, -1.4 * advantage)
         elif name == "gspo":  # s_it = sg[s_i] · π_it / sg[π_it]
-            whole = math.exp(sum(map(math.log, frozen)) / len(frozen)) * ratio / frozen[t]
-            loss = max(-advantage * whole, -advantage * clip(whole, 0.95, 1.08))
+            sequence_ratio = math.exp(sum(map(math.log, frozen)) / len(frozen)) * ratio / frozen[t]
+            loss = max(-advantage * sequence_ratio, -advantage * clip(sequence_ratio, 0.95, 1.08))
         elif name == "cispo":
             loss = -clip(frozen[t], 0.7, 1.2) * advantage * logprobs[t]
         else:
@@ -61,31 +61,31 @@ def token_losses(name: str, ratios: list[float], logprobs: list[float], advantag
     return losses
 
 
-def in_plain_words(name: str, batch: dict[str, torch.Tensor], logprobs: torch.Tensor) -> float:
-    """Σ w·loss / tokens; stop-gradients hold what batch["logprobs"] say."""
+def naive_loss(name: str, batch: dict[str, torch.Tensor], logprobs: torch.Tensor) -> float:
+    """Σ w·loss / tokens in loops; what is under a stop-gradient is computed from batch["logprobs"]."""
     total, tokens = 0.0, 0
     for i, mask in enumerate(batch["response_mask"]):
-        kept = mask.nonzero().flatten().tolist()
-        if not kept:
+        columns = mask.nonzero().flatten().tolist()
+        if not columns:
             continue
-        old, here, now = (x[i, kept].tolist() for x in (batch["old_logprobs"], batch["logprobs"], logprobs))
-        frozen = [math.exp(a - b) for a, b in zip(here, old, strict=True)]
-        ratios = [math.exp(a - b) for a, b in zip(now, old, strict=True)]
-        losses = token_losses(name, ratios, now, batch["advantages"][i, kept].tolist(), frozen)
-        total += sum(w * x for w, x in zip(batch["weights"][i, kept].tolist(), losses, strict=True))
-        tokens += len(kept)
+        old, fixed, current = (x[i, columns].tolist() for x in (batch["old_logprobs"], batch["logprobs"], logprobs))
+        frozen = [math.exp(a - b) for a, b in zip(fixed, old, strict=True)]
+        ratios = [math.exp(a - b) for a, b in zip(current, old, strict=True)]
+        losses = token_losses(name, ratios, current, batch["advantages"][i, columns].tolist(), frozen)
+        total += sum(w * x for w, x in zip(batch["weights"][i, columns].tolist(), losses, strict=True))
+        tokens += len(columns)
     return total / tokens
 
 
-def differences(name: str, batch: dict[str, torch.Tensor], step: float = 1e-5) -> torch.Tensor:
-    """[B, T]: the gradient with respect to logprobs, one token after the other."""
+def finite_differences(name: str, batch: dict[str, torch.Tensor], step: float = 1e-5) -> torch.Tensor:
+    """[B, T]: the gradient with respect to logprobs, one token at a time, by central differences."""
     gradient = torch.zeros_like(batch["logprobs"])
-    for place in batch["response_mask"].nonzero().tolist():
-        moved = [batch["logprobs"].clone() for _ in range(2)]
-        moved[0][tuple(place)] += step
-        moved[1][tuple(place)] -= step
-        up, down = (in_plain_words(name, batch, logprobs) for logprobs in moved)
-        gradient[tuple(place)] = (up - down) / (2 * step)
+    for index in batch["response_mask"].nonzero().tolist():
+        perturbed = [batch["logprobs"].clone() for _ in range(2)]
+        perturbed[0][tuple(index)] += step
+        perturbed[1][tuple(index)] -= step
+        up, down = (naive_loss(name, batch, logprobs) for logprobs in perturbed)
+        gradient[tuple(index)] = (up - down) / (2 * step)
     return gradient
 
 
@@ -100,8 +100,8 @@ def loss_and_gradient(name: str, batch: dict[str, torch.Tensor], **keywords) -> 
 def test_value_and_gradient_equal_a_loop_and_its_finite_differences(name, seed):
     batch = batch_of(seed)
     loss, gradient = loss_and_gradient(name, batch)
-    assert loss.item() == pytest.approx(in_plain_words(name, batch, batch["logprobs"]), rel=1e-9)
-    torch.testing.assert_close(gradient, differences(name, batch), atol=1e-8, rtol=1e-6)
+    assert loss.item() == pytest.approx(naive_loss(name, batch, batch["logprobs"]), rel=1e-9)
+    torch.testing.assert_close(gradient, finite_differences(name, batch), atol=1e-8, rtol=1e-6)
     metrics = LOSSES[name](**batch)[1]
     assert 0 < metrics["clip_fraction"] < 1 or name == "sapo"
 
@@ -110,14 +110,14 @@ def test_value_and_gradient_equal_a_loop_and_its_finite_differences(name, seed):
 def test_weights_multiply_the_loss_of_each_token(name):
     batch = batch_of()
     loss, gradient = loss_and_gradient(name, batch | {"weights": 3 * batch["weights"]})
-    once, its_gradient = loss_and_gradient(name, batch)
-    torch.testing.assert_close((loss, gradient), (3 * once, 3 * its_gradient))
+    unscaled, unscaled_gradient = loss_and_gradient(name, batch)
+    torch.testing.assert_close((loss, gradient), (3 * unscaled, 3 * unscaled_gradient))
     without = {key: value for key, value in batch.items() if key != "weights"}
     ones = batch | {"weights": torch.ones(5, 6, dtype=torch.float64)}
     assert LOSSES[name](**without)[0] == LOSSES[name](**ones)[0]
 
 
-# --- each by hand ----------------------------------------------------------------------------------------------------
+# --- by hand ---------------------------------------------------------------------------------------------------------
 
 
 def ratios(*values: float) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def ratios(*values: float) -> dict[str, torch.Tensor]:
     return {"logprobs": logprobs, "old_logprobs": old, "response_mask": torch.ones(1, len(values)).bool()}
 
 
-def test_dual_clip_bounds_negative_advantages_alone():
+def test_dual_clip_bounds_only_negative_advantages():
     # c = 3. ρ = 5, A = −1: 5 → 3, no gradient; ρ = 2, A = −1: 2 stays; ρ = 5, A = 1: min(5, 1.2) → −1.2 as before
     batch = ratios(5.0, 2.0, 5.0)
     advantages = torch.tensor([[-1.0, -1.0, 1.0]])
@@ -149,7 +149,7 @@ def test_gspo_uses_one_ratio_per_response():
     loss.backward()
     torch.testing.assert_close(batch["logprobs"].grad, torch.tensor([[-0.25, -0.25]]))
     assert metrics["clip_fraction"] == 0 and metrics["ratio"].item() == pytest.approx(2.125 / 2)
-    # A = −1: max(0.5, 0.8) = 0.8, clipped as one: no token has a gradient
+    # A = −1: max(0.5, 0.8) = 0.8, clipped as a whole: no token has a gradient
     batch = ratios(2.0, 0.125)
     loss, metrics = gspo_loss(**batch, advantages=-torch.ones(1, 2), clip_range=0.2)
     torch.testing.assert_close(loss, torch.tensor(0.8))
@@ -163,7 +163,7 @@ def test_gspo_with_seq_mean_token_mean_equals_the_sequence_form_gradient_include
     batch["advantages"] = torch.tensor([1.0, -2.0, 0.5, -1.0, 3.0], dtype=torch.float64)[:, None].expand(5, 6)
     mask, tokens = batch["response_mask"], 12.0
     weights = aggregation_weights(mask, "seq_mean_token_mean", tokens=tokens, sequences=4.0, max_tokens=6)
-    found = loss_and_gradient("gspo", batch | {"weights": weights.double()})
+    actual = loss_and_gradient("gspo", batch | {"weights": weights.double()})
     logprobs = batch["logprobs"].clone().requires_grad_()
     total = 0.0
     for i in range(4):
@@ -171,20 +171,20 @@ def test_gspo_with_seq_mean_token_mean_equals_the_sequence_form_gradient_include
         advantage = batch["advantages"][i, 0]
         total = total - torch.min(s * advantage, s.clamp(0.95, 1.08) * advantage)
     expected = total / 4
-    torch.testing.assert_close(found[0], expected.detach(), atol=1e-7, rtol=1e-6)  # weights are float32
-    torch.testing.assert_close(found[1], torch.autograd.grad(expected, logprobs)[0], atol=1e-7, rtol=1e-6)
-    assert found[1].any() and not found[1][mask].all(), "some responses are clipped, some are not"
+    torch.testing.assert_close(actual[0], expected.detach(), atol=1e-7, rtol=1e-6)  # weights are float32
+    torch.testing.assert_close(actual[1], torch.autograd.grad(expected, logprobs)[0], atol=1e-7, rtol=1e-6)
+    assert actual[1].any() and not actual[1][mask].all(), "some responses are clipped, some are not"
 
 
 def test_cispo_keeps_the_gradient_of_clipped_tokens():
-    # ρ = 2, A = 1: PPO has none beyond 1.2; CISPO: −1.2 · 1. ρ = 0.5, A = −1: PPO none; CISPO +0.5 (low = 1)
+    # ρ = 2, A = 1: PPO has no gradient beyond 1.2; CISPO: −1.2 · 1. ρ = 0.5, A = −1: PPO none; CISPO +0.5 (low = 1)
     advantages = torch.tensor([[1.0, -1.0]])
-    clipped, kept = ratios(2.0, 0.5), ratios(2.0, 0.5)
-    policy_loss(**clipped, advantages=advantages, clip_range=0.2)[0].backward()
-    loss, metrics = cispo_loss(**kept, advantages=advantages, clip_range=(1.0, 0.2))
+    ppo, cispo = ratios(2.0, 0.5), ratios(2.0, 0.5)
+    policy_loss(**ppo, advantages=advantages, clip_range=0.2)[0].backward()
+    loss, metrics = cispo_loss(**cispo, advantages=advantages, clip_range=(1.0, 0.2))
     loss.backward()
-    assert not clipped["logprobs"].grad.any()
-    torch.testing.assert_close(kept["logprobs"].grad, torch.tensor([[-0.6, 0.25]]))
+    assert not ppo["logprobs"].grad.any()
+    torch.testing.assert_close(cispo["logprobs"].grad, torch.tensor([[-0.6, 0.25]]))
     # −1.2 · (ln 2 − 1) + 0.5 · (−ln 2 − 1), ÷ 2
     torch.testing.assert_close(loss, torch.tensor((-1.2 * (math.log(2) - 1) + 0.5 * (-math.log(2) - 1)) / 2))
     assert metrics["clip_fraction"].item() == 1 / 2
@@ -210,7 +210,7 @@ def test_sapo_has_the_gradient_of_reinforce_at_ratio_1_and_a_smaller_one_far_fro
     expected = torch.tensor([[3 * 0.0706508, -math.exp(-1) * 0.9064052]]) / 2
     torch.testing.assert_close(far["logprobs"].grad, expected, atol=1e-5, rtol=1e-4)
     assert metrics["clip_fraction"].item() == 1 / 2
-    # ρ = 0.1, τ = 9: σ(−8.1) = 3e-4: a slope of 0.0012 counts too
+    # ρ = 0.1, τ = 9: σ(−8.1) = 3e-4: a slope of 0.0012 counts as clipped too
     _, metrics = sapo_loss(
         **ratios(0.1, 1.0, 1.0), advantages=torch.ones(1, 3), positive_temperature=9.0, negative_temperature=9.0
     )
@@ -239,25 +239,25 @@ def test_kl_loss_by_hand(estimator):
     loss.backward()
     first, second = slopes[estimator]
     torch.testing.assert_close(logprobs.grad, torch.tensor([[first / 2, 0.5 * second / 2, 0.0]]))
-    assert ref.grad is None, "the reference model is not taught"
+    assert ref.grad is None, "the reference model is not trained"
 
 
-def test_the_gradient_of_k2_and_k3_plus_is_that_of_the_divergence_and_k1_has_none():
-    """E over the policy of the estimate's gradient, exactly, for a categorical policy with logits."""
+def test_the_expected_gradient_of_k2_and_k3_plus_is_that_of_the_kl_and_that_of_k1_is_0():
+    """The expectation of the gradient over a categorical policy, computed exactly."""
     logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.2, 0.4, 0.1, 0.3], dtype=torch.float64).log()
     policy = logits.log_softmax(-1)
-    (wanted,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
-    found = {}
+    (expected,) = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)
+    gradients = {}
     for estimator in ("k1", "k2", "k3", "k3+"):
         mask = torch.ones(1, 4).bool()
         weights = 4 * policy.exp().detach()[None]
         loss, _ = kl_loss(policy[None], reference[None], mask, estimator=estimator, weights=weights)
-        (found[estimator],) = torch.autograd.grad(loss, logits, retain_graph=True)
-    torch.testing.assert_close(found["k2"], wanted)
-    torch.testing.assert_close(found["k3+"], wanted)
-    torch.testing.assert_close(found["k1"], torch.zeros(4, dtype=torch.float64))
-    assert (found["k3"] - wanted).abs().max() > 1e-2
+        (gradients[estimator],) = torch.autograd.grad(loss, logits, retain_graph=True)
+    torch.testing.assert_close(gradients["k2"], expected)
+    torch.testing.assert_close(gradients["k3+"], expected)
+    torch.testing.assert_close(gradients["k1"], torch.zeros(4, dtype=torch.float64))
+    assert (gradients["k3"] - expected).abs().max() > 1e-2
 
 
 def test_the_entropy_bonus_is_a_weighted_mean():
@@ -283,11 +283,11 @@ def test_aggregations_by_hand():
         "seq_mean_token_sum_norm": ((1 + 2 + 6) / 8 + 5 / 8) / 2,
     }
     assert expected.keys() == set(AGGREGATIONS)
-    for aggregation, value in expected.items():
+    for aggregation, expected_loss in expected.items():
         weights = aggregation_weights(mask, aggregation, tokens=4.0, sequences=2.0, max_tokens=8)
         assert not weights[~mask].any()
-        found = (weights * losses.masked_fill(~mask, 0.0)).sum() / 4
-        assert found.item() == pytest.approx(value, rel=1e-6), aggregation
+        actual = (weights * losses.masked_fill(~mask, 0.0)).sum() / 4
+        assert actual.item() == pytest.approx(expected_loss, rel=1e-6), aggregation
     with pytest.raises(ValueError, match='"mean".*token_mean, seq_mean_token_mean'):
         aggregation_weights(mask, "mean", tokens=4.0, sequences=2.0, max_tokens=8)
     with pytest.raises(ValueError, match=r"mask.bool\(\)"):
@@ -300,25 +300,25 @@ def test_aggregation_weights_without_tokens_are_zero(aggregation):
     assert not aggregation_weights(mask, aggregation, tokens=0.0, sequences=0.0, max_tokens=8).any()
 
 
-# --- what holds for all of them --------------------------------------------------------------------------------------
+# --- all losses ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_of_a_step_sum_to_the_whole_in_loss_gradient_and_metrics(name, aggregation):
-    """Micro-batches or ranks, each with other padding, weighed and divided by the counts of the whole step."""
+    """Parts (micro-batches or ranks) differ in padding; weights and normalizer use the counts of the whole step."""
     batch = batch_of()
     del batch["weights"]
     mask = batch["response_mask"]
     counts = {"tokens": float(mask.sum()), "sequences": float(mask.any(-1).sum())}
 
-    def of(part: dict[str, torch.Tensor]) -> tuple:
+    def evaluate(part: dict[str, torch.Tensor]) -> tuple:
         weights = aggregation_weights(part["response_mask"], aggregation, max_tokens=9, **counts)
         part = part | {"weights": weights.double(), "logprobs": part["logprobs"].detach().requires_grad_()}
         loss, metrics = LOSSES[name](**part, normalizer=counts["tokens"])
         return loss.detach(), torch.autograd.grad(loss, part["logprobs"])[0], metrics
 
-    loss, gradient, metrics = of(batch)
+    loss, gradient, metrics = evaluate(batch)
     pad = torch.nn.functional.pad
     for cut in ([0, 1, 5], [0, 3, 4, 5]):
         parts = []
@@ -326,7 +326,7 @@ def test_parts_of_a_step_sum_to_the_whole_in_loss_gradient_and_metrics(name, agg
             rows = {
                 key: pad(x[first:last], (0, width), value=x.dtype != torch.bool and NAN) for key, x in batch.items()
             }
-            parts.append(of(rows))
+            parts.append(evaluate(rows))
         torch.testing.assert_close(sum(part[0] for part in parts), loss)
         torch.testing.assert_close(torch.cat([part[1][:, :6] for part in parts]), gradient)
         for key, value in metrics.items():
@@ -340,8 +340,8 @@ def test_values_at_masked_positions_change_neither_loss_nor_gradient(name, rubbi
     batch = batch_of()
     mask = batch["response_mask"]
     dirty = {key: x if key == "response_mask" else x.masked_fill(~mask, rubbish) for key, x in batch.items()}
-    for found, expected in zip(loss_and_gradient(name, dirty), loss_and_gradient(name, batch), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(loss_and_gradient(name, dirty), loss_and_gradient(name, batch), strict=True):
+        assert torch.equal(actual, expected)
     assert LOSSES[name](**dirty)[1] == LOSSES[name](**batch)[1]
 
 

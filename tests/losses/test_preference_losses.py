@@ -25,7 +25,7 @@ WITH_REFERENCE = {
     "ipo": (ipo_loss, {"beta": 0.3}),
     "hinge": (hinge_loss, {"beta": 0.3}),
 }
-WITHOUT = {"simpo": (simpo_loss, {"beta": 2.0, "gamma": 0.5}), "orpo": (orpo_loss, {"beta": 0.4})}
+WITHOUT_REFERENCE = {"simpo": (simpo_loss, {"beta": 2.0, "gamma": 0.5}), "orpo": (orpo_loss, {"beta": 0.4})}
 
 
 def numbers(*values: float) -> torch.Tensor:
@@ -33,7 +33,7 @@ def numbers(*values: float) -> torch.Tensor:
 
 
 def pairs(name: str, count: int = 6, seed: int = 0) -> list[torch.Tensor]:
-    """Log-probs [count] on both sides of everything: chosen, rejected, and for some losses the reference's two."""
+    """Log-probs [count] each: chosen, rejected and, for losses with a reference, those two of the reference."""
     torch.manual_seed(seed)
     return list(-torch.rand(4 if name in WITH_REFERENCE else 2, count, dtype=torch.float64) * 6 - 0.01)
 
@@ -43,7 +43,7 @@ def sigmoid(x: float) -> float:
 
 
 def by_loop(name: str, columns: list[torch.Tensor], beta: float, **settings: float) -> float:
-    """The sum over pairs, a pair at a time, in the words of the papers."""
+    """The sum over pairs, one pair at a time, written as in the papers."""
     total = 0.0
     for chosen, rejected, *reference in zip(*(column.tolist() for column in columns), strict=True):
         if name == "simpo":
@@ -65,7 +65,7 @@ def by_loop(name: str, columns: list[torch.Tensor], beta: float, **settings: flo
     return total
 
 
-ALL = WITH_REFERENCE | WITHOUT
+ALL = WITH_REFERENCE | WITHOUT_REFERENCE
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -80,7 +80,7 @@ def test_a_loss_equals_the_loop_over_its_pairs(name):
 
 def test_pair_losses_by_hand():
     # chosen −2 (reference −3), rejected −4 (reference −2): log-ratios +1 and −2, h = 3; β = 0.5: z = 1.5
-    one = [numbers(value) for value in (-2.0, -4.0, -3.0, -2.0)]
+    pair = [numbers(value) for value in (-2.0, -4.0, -3.0, -2.0)]
     # log σ(1.5) = −0.2014133, log σ(−1.5) = −1.7014133
     cases = [
         (dpo_loss, {}, 0.2014133),
@@ -90,13 +90,13 @@ def test_pair_losses_by_hand():
         (hinge_loss, {}, 0.0),
     ]
     for function, settings, expected in cases:
-        loss, metrics = function(*one, beta=0.5, **settings)
+        loss, metrics = function(*pair, beta=0.5, **settings)
         assert loss.item() == pytest.approx(expected, abs=1e-6), function
         assert {name: value.item() for name, value in metrics.items()} == {
             "chosen_reward": 0.5, "rejected_reward": -1.0, "margin": 1.5, "accuracy": 1.0, "chosen_logprob": -2.0,
             "rejected_logprob": -4.0,
         }  # fmt: skip
-    swapped = [one[1], one[0], one[3], one[2]]
+    swapped = [pair[1], pair[0], pair[3], pair[2]]
     assert hinge_loss(*swapped, beta=0.5)[0] == 2.5 and ipo_loss(*swapped, beta=0.5)[0] == 16
     # Means ln ½ and ln ¼: SimPO's −log σ(2·ln 2 − 0.5) = ln(1 + ¼·√e) = 0.3451348; odds 1 and ⅓: log odds ratio ln 3,
     # −log σ(ln 3) = ln 4/3, and −ln ½ beside 0.5 times it
@@ -113,12 +113,12 @@ def test_metrics_are_sums_over_pairs_divided_by_the_pairs_of_the_step(name):
     _, metrics = function(*columns, **settings, normalizer=torch.tensor(10.0))
     chosen, rejected, *reference = (column.tolist() for column in columns)
     reference = reference or [[0.0] * 6] * 2
-    rewards = [[settings["beta"] * (x - ref) for x, ref in zip(side, frozen, strict=True)]
-               for side, frozen in zip((chosen, rejected), reference, strict=True)]  # fmt: skip
-    leads = [a - b for a, b in zip(*rewards, strict=True)]
+    rewards = [[settings["beta"] * (x - ref) for x, ref in zip(side, ref_side, strict=True)]
+               for side, ref_side in zip((chosen, rejected), reference, strict=True)]  # fmt: skip
+    margins = [a - b for a, b in zip(*rewards, strict=True)]
     assert {key: value.item() for key, value in metrics.items()} == pytest.approx({
-        "chosen_reward": sum(rewards[0]) / 10, "rejected_reward": sum(rewards[1]) / 10, "margin": sum(leads) / 10,
-        "accuracy": sum(lead > 0 for lead in leads) / 10, "chosen_logprob": sum(chosen) / 10,
+        "chosen_reward": sum(rewards[0]) / 10, "rejected_reward": sum(rewards[1]) / 10, "margin": sum(margins) / 10,
+        "accuracy": sum(margin > 0 for margin in margins) / 10, "chosen_logprob": sum(chosen) / 10,
         "rejected_logprob": sum(rejected) / 10,
     })  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_before_the_first_update_dpo_loss_is_ln_2_and_accuracy_one_half():
 def test_the_gradient_raises_chosen_lowers_rejected_and_does_not_reach_the_reference(name):
     function, settings = ALL[name]
     columns = pairs(name)
-    if name == "ipo":  # beyond its target it pulls back: keep the margins below 1/(2β)
+    if name == "ipo":  # beyond 1/(2β) its gradient reverses: keep the margins below
         columns = [column / 10 for column in columns]
     if name == "hinge":
         columns = [column / 4 for column in columns]
@@ -154,11 +154,11 @@ def test_beyond_the_margin_the_ipo_gradient_reverses_and_the_hinge_gradient_is_z
 
 
 def test_robust_loss_averages_to_dpo_over_flipped_labels():
-    """(1 − ε)·robust(pair) + ε·robust(flipped pair) = DPO(pair): what unbiased means."""
+    """(1 − ε)·robust(pair) + ε·robust(flipped pair) = DPO(pair): the loss is unbiased."""
     chosen, rejected, *reference = pairs("robust")
-    kept = robust_loss(chosen, rejected, *reference, beta=0.5, label_smoothing=0.3)[0]
+    unflipped = robust_loss(chosen, rejected, *reference, beta=0.5, label_smoothing=0.3)[0]
     flipped = robust_loss(rejected, chosen, *reversed(reference), beta=0.5, label_smoothing=0.3)[0]
-    torch.testing.assert_close(0.7 * kept + 0.3 * flipped, dpo_loss(chosen, rejected, *reference, beta=0.5)[0])
+    torch.testing.assert_close(0.7 * unflipped + 0.3 * flipped, dpo_loss(chosen, rejected, *reference, beta=0.5)[0])
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -198,7 +198,7 @@ def test_log_odds_of_a_certain_response_are_finite():
 # --- KTO -------------------------------------------------------------------------------------------------------------
 
 
-def singles(count: int = 7) -> dict[str, torch.Tensor]:
+def unpaired_batch(count: int = 7) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     logprobs, ref_logprobs = torch.randn(2, count, dtype=torch.float64)
     return {"logprobs": logprobs, "ref_logprobs": ref_logprobs, "desirable": torch.arange(count) % 3 > 0}
@@ -208,7 +208,7 @@ SETTINGS = {"beta": 0.5, "desirable_weight": 1.5, "undesirable_weight": 0.7}
 
 
 def test_kto_equals_the_loop_over_its_rows():
-    batch, kl = singles(), 0.4
+    batch, kl = unpaired_batch(), 0.4
     total = 0.0
     rewards: dict[bool, list[float]] = {True: [], False: []}
     logprobs: dict[bool, list[float]] = {True: [], False: []}
@@ -231,26 +231,29 @@ def test_kto_equals_the_loop_over_its_rows():
 
 def test_kto_by_hand_and_its_gradient():
     # r = 2 (desirable) and 2 (undesirable), kl = 1, β = 1: 1 − σ(1) = 0.2689414 and 1 − σ(−1) = 0.7310586
-    two = {
+    batch = {
         "logprobs": numbers(-1.0, -1.0),
         "ref_logprobs": numbers(-3.0, -3.0),
         "desirable": torch.tensor([True, False]),
     }
-    loss, metrics = kto_loss(**two, kl=torch.tensor(1.0), beta=1.0)
+    loss, metrics = kto_loss(**batch, kl=torch.tensor(1.0), beta=1.0)
     assert loss.item() == pytest.approx((0.2689414 + 0.7310586) / 2, abs=1e-6) and metrics["accuracy"] == 0.5
-    # d/dr: −σ'(1) = −0.1966119 lifts the desirable one, +0.1966119 lowers the other; ÷ 2
+    # d/dr: −σ'(1) = −0.1966119 raises the desirable log-ratio, +0.1966119 lowers the other; ÷ 2
     gradient = gradient_of(
-        lambda x: kto_loss(x, two["ref_logprobs"], two["desirable"], kl=torch.tensor(1.0), beta=1.0)[0], two["logprobs"]
+        lambda x: kto_loss(x, batch["ref_logprobs"], batch["desirable"], kl=torch.tensor(1.0), beta=1.0)[0],
+        batch["logprobs"],
     )
     torch.testing.assert_close(gradient, numbers(-0.1966119, 0.1966119) / 2, atol=1e-6, rtol=0)
     kl = torch.tensor(1.0, requires_grad=True)
-    loss = kto_loss(two["logprobs"].clone().requires_grad_(), two["ref_logprobs"], two["desirable"], kl=kl, beta=1.0)[0]
+    loss = kto_loss(
+        batch["logprobs"].clone().requires_grad_(), batch["ref_logprobs"], batch["desirable"], kl=kl, beta=1.0
+    )[0]
     loss.backward()
     assert kl.grad is None
 
 
 def test_parts_of_a_kto_step_sum_to_the_whole():
-    batch, kl = singles(), torch.tensor(0.3, dtype=torch.float64)
+    batch, kl = unpaired_batch(), torch.tensor(0.3, dtype=torch.float64)
     whole, metrics = kto_loss(**batch, kl=kl, **SETTINGS)
     share = batch["desirable"].double().mean()
     parts = [

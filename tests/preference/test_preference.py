@@ -45,7 +45,7 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 
 @pytest.fixture
 def run(programs, materials, tmp_path):
-    """run(name, …) runs the step into tmp_path/name; the answer is what it printed."""
+    """run(name, …) runs the step into tmp_path/name and returns what it printed."""
 
     def once(name: str, *, processes: int = 1, code: int = 0, **settings) -> str:
         argv = flags("dpo", materials, tmp_path / name, processes=processes, **settings)
@@ -62,13 +62,14 @@ def test_every_loss_trains_equally_on_one_and_two_processes(loss, run, tmp_path)
     run("two", zero=3, processes=2, accumulation=2, **settings)
     one, two = metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two")
     assert [line["phase"] for line in one] == ["eval", "train", "train", "eval"]
-    for ours, theirs in zip(two, one, strict=True):
-        assert_same_line(ours, theirs, loss)
+    for line, expected_line in zip(two, one, strict=True):
+        assert_same_line(line, expected_line, loss)
     assert one[-1]["eval_loss"] < one[0]["eval_loss"] and one[-1]["margin"] > one[0]["margin"]
     assert_loads_with_plain_transformers("sft", tmp_path / "two")
 
 
-START = {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "robust": math.log(2), "kto": 0.5}  # IPO: (0 − 1/(2·0.1))²
+# IPO: (0 − 1/(2·0.1))²
+INITIAL_LOSS = {"dpo": math.log(2), "ipo": 25.0, "hinge": 1.0, "robust": math.log(2), "kto": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_before_the_first_update_policy_and_reference_agree_bit_for_bit(processe
     before, first = metrics_of(tmp_path / "run")[:2]
     for line in before, first:
         loss = line.get("eval_loss", line.get("loss"))
-        assert loss == pytest.approx(START[settings.get("preference_loss", "dpo")], rel=2e-7)
+        assert loss == pytest.approx(INITIAL_LOSS[settings.get("preference_loss", "dpo")], rel=2e-7)
         assert line["margin"] == 0 and line["accuracy"] == 0.5 and line.get("kl", 0.0) == 0
 
 
@@ -104,12 +105,12 @@ def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_dama
     (file,) = (tmp_path / "arrow").glob("reference-*/logprobs.safetensors")
     assert not scored("second")
     assert metrics_of(tmp_path / "first") == metrics_of(tmp_path / "second")
-    assert not scored("other beta", beta=0.5, learning_rate=1e-2), "neither changes what the reference says"
+    assert not scored("other beta", beta=0.5, learning_rate=1e-2), "neither changes the reference's log-probs"
     content = file.read_bytes()
     file.write_bytes(content[:100])
     assert scored("damaged") and file.read_bytes() == content
     flipped = bytearray(content)
-    flipped[-1] ^= 1  # the sign of a float32 has other neighbours: this is still a table that can be read
+    flipped[-1] ^= 1  # one bit of the last float32: the file can still be read
     file.write_bytes(flipped)
     assert scored("flipped") and file.read_bytes() == content
     assert metrics_of(tmp_path / "flipped") == metrics_of(tmp_path / "first")
@@ -124,18 +125,18 @@ def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_dama
     assert not list((tmp_path / "arrow").glob("*.unfinished"))
 
 
-def test_a_reference_without_adapters_is_the_precomputed_one(run, tmp_path):
+def test_disabling_the_adapters_gives_the_same_run_as_a_precomputed_reference(run, tmp_path):
     settings = {"lora_dim": 2, "only_optimize_lora": True, "lora_learning_rate": 1e-2}
     for loss in "dpo", "kto":
         run(f"{loss}-once", **settings, preference_loss=loss)
         output = run(f"{loss}-off", **settings, preference_loss=loss, reference="adapters_off")
         assert "reference log-probs" not in output
         assert metrics_of(tmp_path / f"{loss}-off") == metrics_of(tmp_path / f"{loss}-once")
-        ours, theirs = (weights_of(tmp_path / f"{loss}-{way}") for way in ("off", "once"))
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        actual, expected = (weights_of(tmp_path / f"{loss}-{way}") for way in ("off", "once"))
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
     run("shared", **settings, reference="adapters_off", processes=2, zero=3)
-    for ours, theirs in zip(metrics_of(tmp_path / "shared"), metrics_of(tmp_path / "dpo-once"), strict=True):
-        assert_same_line(ours, theirs, "ZeRO 3")
+    for actual, expected in zip(metrics_of(tmp_path / "shared"), metrics_of(tmp_path / "dpo-once"), strict=True):
+        assert_same_line(actual, expected, "ZeRO 3")
 
 
 def test_every_row_has_a_reference_in_later_epochs(run, tmp_path):
@@ -165,8 +166,10 @@ def log_ratio(materials, tmp_path):
 
     def of(prompt: str, response: str) -> float:
         policy = AutoModelForCausalLM.from_pretrained(tmp_path / "run").eval()
-        ours, theirs = (response_logprob(model, tokenizer, prompt, response) for model in (policy, reference))
-        return ours - theirs
+        policy_logprob, ref_logprob = (
+            response_logprob(model, tokenizer, prompt, response) for model in (policy, reference)
+        )
+        return policy_logprob - ref_logprob
 
     return of
 
@@ -237,8 +240,8 @@ def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_
     batch = collate_preferences([pair], pad_token_id=0)
     logprobs = torch.where(batch["loss_mask"], torch.tensor([[-1.0], [-2.0]]), 0.0)  # sums −2 and −8
     arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
-    found, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
-    assert found.item() == pytest.approx(expected, abs=1e-6)
+    actual, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
+    assert actual.item() == pytest.approx(expected, abs=1e-6)
     assert metrics["chosen_logprob"].item() == (-1 if arguments.uses_mean_logprobs else -2)
 
 
@@ -249,7 +252,7 @@ def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
     assert with_["chosen_logprob"] > without["chosen_logprob"] + 1 and "sft_loss" not in without
 
 
-def test_contradictions_are_refused_together(run, materials):
+def test_contradictory_flags_are_reported_together(run, materials):
     output = run("run", code=2, reference="adapters_off", ref_model_name_or_path=materials / "nothing")
     for part in ("3 mistakes", "remove one of them", "--only_optimize_lora", "there is no such folder"):
         assert output.count(part) == 1, output

@@ -23,12 +23,12 @@ def main() -> None:
     collectives.barrier()
     rewards = Rewards([parse_reward(f"{file}:column")], normalize=True)
     for batch in SCORES:
-        mine = batch[collectives.rank() * len(batch) // size : (collectives.rank() + 1) * len(batch) // size]
-        count = len(mine)
-        some = torch.zeros(count, 2, dtype=torch.long)
-        rollout = Rollout(some, some > 0, some[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
+        own_scores = batch[collectives.rank() * len(batch) // size : (collectives.rank() + 1) * len(batch) // size]
+        count = len(own_scores)
+        ids = torch.zeros(count, 2, dtype=torch.long)
+        rollout = Rollout(ids, ids > 0, ids[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
         chats = [[{"role": "user", "content": "a"}]] * count
-        answers = ResponseBatch(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
+        answers = ResponseBatch(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in own_scores], [True] * count, 1)
         totals = collectives.all_gather_lists(rewards.score(rollout, answers).total.tolist())
     if collectives.is_main():
         (folder / f"{size}.json").write_text(json.dumps({"state": rewards.state, "totals": totals}))

@@ -21,7 +21,7 @@ def row(task: str, index: int = 0) -> dict:
 
 
 @pytest.mark.parametrize("task", [*EVALUATING, *PARSING])
-def test_code_in_an_answer_is_not_run_and_earns_nothing(task, tmp_path):
+def test_code_in_an_answer_is_not_run_and_scores_0(task, tmp_path):
     marker = tmp_path / "was_run"
     code = f"__import__('pathlib').Path({str(marker)!r}).touch()"
     answers = [code, f"[{code}]", f"(lambda: {code})()", f"eval({code!r})"]
@@ -30,7 +30,7 @@ def test_code_in_an_answer_is_not_run_and_earns_nothing(task, tmp_path):
 
 
 def test_code_in_a_rows_own_entry_is_not_run(tmp_path):
-    """Of a data file that somebody else wrote: this scorer evaluates the problem that the row holds."""
+    """A data file need not be trusted: this scorer evaluates the problem in the row."""
     marker = tmp_path / "was_run"
     bitwise = row("bitwise_arithmetic")
     text = bitwise["reasoning_entry"]
@@ -43,16 +43,16 @@ def test_code_in_a_rows_own_entry_is_not_run(tmp_path):
 
 
 @pytest.mark.parametrize("task", [*EVALUATING, *PARSING])
-def test_right_answers_score_as_before(task):
+def test_correct_answers_score_1_with_the_guards(task):
     for index in range(3):
         entry = task_of(f"reasoning_gym:{task}?size=3")[index]
         assert entry["answer"] is not None
-        written = f" {entry['answer']} "  # not the text itself, which needs no scorer
+        written = f" {entry['answer']} "  # not the exact text, which would score without the scorer
         (score,) = reasoning_score([""], [f"<answer>{written}</answer>"], [row(task, index) | {"answer": None}])
         assert score == 1.0
 
 
-def test_a_list_of_the_right_letters_still_earns_its_tenth():
+def test_a_list_of_the_correct_letters_scores_one_tenth():
     entry = task_of("reasoning_gym:string_insertion?size=3")[0]
     assert reasoning_score([""], [repr(list(entry["answer"]))], [row("string_insertion")]) == [0.1]
 
@@ -69,7 +69,7 @@ def test_literals_and_arithmetic_are_evaluated(text):
     ["print(1)", "x", "[x for x in [1]]", "'a' * 9", "[0] * 9", "9**9**9", "1 << 99999", "().__class__", "f'{1}'",
      "lambda: 1"],
 )  # fmt: skip
-def test_everything_else_is_refused(text):
+def test_other_expressions_are_refused(text):
     with pytest.raises(ValueError):
         evaluate_literal(text)
 
@@ -89,12 +89,12 @@ def test_formulas_are_parsed_as_sympy_does(text):
      "lambda x: x", "sympify(x)", "__import__", "breakpoint", "x = 1", "x; y", "{x}",
      "\N{FULLWIDTH LATIN SMALL LETTER E}val(x)"],
 )  # fmt: skip
-def test_what_is_no_formula_is_refused(text):
+def test_text_that_is_not_a_formula_is_refused(text):
     with pytest.raises(ValueError):
         parse_formula(text)
 
 
-def test_rows_are_drawn_as_before_where_the_guards_are_on():
+def test_the_guards_do_not_change_the_generated_rows():
     """The generators of some tasks call eval too; a process that has scored must draw the same rows."""
     tasks = ["bitwise_arithmetic", "basic_arithmetic", "gsm_symbolic", "countdown", "simple_integration"]
     script = (

@@ -20,7 +20,7 @@ from dschat.rewards.rules import RULES
 from dschat.rewards.specification import reward_problems
 from dschat.rewards.worker_process import TimeLimits
 
-# given = wanted, by the kind of difference between them
+# answer = truth, by the kind of difference between them
 EQUAL = r"""
 numbers        5 = 5.0 | 05 = 5 | +5 = 5 | .5 = 0.5 | 0.50 = 0.5 | -0 = 0 | 10. = 10 | --5 = 5 | -(-5) = 5
 thousands      32,349 = 32349 | 32{,}349 = 32349 | 32\,349 = 32349 | 12,\!345 = 12345 | 12\!\,345 = 12345
@@ -85,21 +85,21 @@ bases          101_2 = 101_3 | 101_2 = 5 | 101_2 = 101_{10} | 12_3 = 21_3
 
 
 def pairs_of(table: str) -> list[tuple[str, str]]:
-    """Cells "given = wanted", a "|" between two; the last " = " of a cell that has another side, as x=5, divides it."""
+    """(answer, truth) of the cells "answer = truth", which "|" separates; a cell is split at its last " = "."""
     cells = [cell.strip() for line in table.strip().splitlines() for cell in line[15:].split(" | ")]
     return [tuple(cell.rsplit(" = ", 1)) for cell in cells]
 
 
 @pytest.mark.parametrize(("table", "expected"), [(EQUAL, 1.0), (UNEQUAL, 0.0)])
-def test_boxed_answers_of_the_table(table, expected):
+def test_boxed_answers_get_the_score_of_their_table(table, expected):
     pairs = pairs_of(table)
     assert len(pairs) > 80
-    responses, rows = [rf"so \boxed{{{given}}}." for given, _ in pairs], [{"answer": wanted} for _, wanted in pairs]
-    found = RULES["boxed"](responses, rows)
-    assert [pair for pair, score in zip(pairs, found, strict=True) if score != expected] == []
+    responses, rows = [rf"so \boxed{{{answer}}}." for answer, _ in pairs], [{"answer": truth} for _, truth in pairs]
+    scores = RULES["boxed"](responses, rows)
+    assert [pair for pair, score in zip(pairs, scores, strict=True) if score != expected] == []
 
 
-def test_what_is_unequal_is_never_the_same_text():
+def test_unequal_answers_are_not_normalised_to_the_same_text():
     assert [pair for pair in pairs_of(UNEQUAL) if plain_math(pair[0]) == plain_math(pair[1])] == []
 
 
@@ -111,7 +111,7 @@ def test_what_is_unequal_is_never_the_same_text():
         (r"x ^ {2} + \pi r", r"x^{2}+\pi r", r"x^2+\pi r"),
         (r"x^{2}3", r"x^{2}3", r"x^{2}3"),  # not x^23
         (r"-3\tfrac{1}{2}", r"-3\frac{1}{2}", "-7/2"),
-        (r"3\frac{1}{2}x", r"3\frac{1}{2}x", "3((1)/(2))x"),  # of the number or of x: who knows
+        (r"3\frac{1}{2}x", r"3\frac{1}{2}x", "3((1)/(2))x"),  # a mixed number or a factor of x: ambiguous
         (r"3\frac{1}{0}", r"3\frac{1}{0}", "3((1)/(0))"),
         (r"\begin{pmatrix}1 \\[2pt] 2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", None),
         (r"5 \mathrm{ cm }", r"5\text{cm}", "5cm"),
@@ -124,7 +124,7 @@ def test_what_is_unequal_is_never_the_same_text():
         (r"\leftarrow", r"\leftarrow", r"\leftarrow"),
     ],
 )
-def test_formulas_have_one_spelling(text, cleaned, line):
+def test_formulas_are_normalised_to_one_spelling(text, cleaned, line):
     assert clean_latex(text) == cleaned == clean_latex(cleaned)
     assert one_line(cleaned) == (cleaned if line is None else line)
 
@@ -147,11 +147,11 @@ def test_formulas_have_one_spelling(text, cleaned, line):
         (r"2\text{ million}", r"2\text{million}", None),
     ],
 )
-def test_units_are_what_stands_behind_a_number(formula, value, unit):
+def test_a_unit_is_the_text_after_a_number(formula, value, unit):
     assert split_unit(clean_latex(formula)) == (value, unit)
 
 
-# --- what a comparison may cost --------------------------------------------------------------------------------------
+# --- limits of time and memory ---------------------------------------------------------------------------------------
 
 BOMBS = [r"\binom{1000000}{500000}", r"(x+y+z+w)^{99}", r"9^{9^{9^9}}", "99999999!"]
 RIGHT = Comparison("(x+1)^2", "x^2+2x+1")
@@ -165,27 +165,27 @@ def process():
     process.close()
 
 
-def test_formulas_that_never_end_cost_their_own_rows_only(capsys):
+def test_comparisons_that_time_out_lose_only_their_own_scores(capsys):
     responses = [rf"\boxed{{{formula}}}" for bomb in BOMBS for formula in (bomb, "(b+a)^2")]
-    rows = [{"answer": wanted} for _ in BOMBS for wanted in ("(x+y+z)(x+w)", "a^2+2ab+b^2")]
+    rows = [{"answer": truth} for _ in BOMBS for truth in ("(x+y+z)(x+w)", "a^2+2ab+b^2")]
     assert RULES["boxed"](responses, rows) == [0.0, 1.0] * len(BOMBS)
     assert "answers took more than 2 s" in capsys.readouterr().err
 
 
-def test_one_process_is_used_again_and_outlives_a_comparison_that_was_ended(process):
+def test_the_worker_process_is_reused_and_survives_a_comparison_that_times_out(process):
     assert process.results([RIGHT, WRONG]) == [True, False]
     program = process._process.pid
     assert process.results([WRONG, Comparison("99999999!", "(x+y)z"), RIGHT]) == [False, None, True]
     assert process._process.pid == program
-    os.killpg(program, signal.SIGKILL)  # by the system, for instance
+    os.killpg(program, signal.SIGKILL)  # as the OOM killer would
     process._process.wait()
     assert process.results([RIGHT]) == [None] and process.results([RIGHT]) == [True]
     assert process._process.pid != program
 
 
 @pytest.mark.parametrize("part", [r"\frac{1}{", "1,234 ", r"\pi ", "1 ", r"\,", "{,}", r"\text{", "5^"])
-def test_a_long_text_is_compared_at_once_and_as_it_is_written(part):
-    text = part * (200_000 // len(part))  # whose spelling would take minutes
+def test_a_long_text_is_compared_quickly_and_without_normalisation(part):
+    text = part * (200_000 // len(part))  # whose normalisation would take minutes
     longer = text + text[: len(part)] + "2"
     assert equal_answers([(text, text.replace(" ", "  ")), (text, longer), (longer, "5")]) == [True, False, False]
     short = part * (1900 // len(part))
@@ -193,38 +193,40 @@ def test_a_long_text_is_compared_at_once_and_as_it_is_written(part):
 
 
 def test_memory_is_limited_too(process):
-    # A power of 12 GB, which takes less than the two seconds to ask for.
+    # A power of 12 GB, allocated within the limit of two seconds.
     assert process.results([Comparison(r"2^{99999999999}", "(x+y)z"), RIGHT]) == [None, True]
 
 
 def test_many_endless_comparisons_get_less_time_each(monkeypatch):
     process = math_verify_process(TimeLimits(seconds=2.0, budget=0.1, short_seconds=0.3))
-    granted = []
+    limits = []
     compute = process._result
 
     def recorded(request: str, seconds: float) -> bool | None:
-        granted.append(seconds)
+        limits.append(seconds)
         return compute(request, seconds)
 
     monkeypatch.setattr(process, "_result", recorded)
     bombs = [Comparison(f"9999999{digit}!", "(x+y)z") for digit in range(3)]
     assert process.results([bombs[0], RIGHT, *bombs, RIGHT]) == [None, True, None, None, None, True]
-    assert granted == [2.0, 0.3, 0.3, 0.3]  # a repeated comparison is computed once
+    assert limits == [2.0, 0.3, 0.3, 0.3]  # a repeated comparison is computed once
     process.close()
 
 
-def test_threads_and_forks_do_not_mix_their_answers_up(process):
-    found = {}
+def test_threads_and_forked_processes_get_their_own_results(process):
+    results = {}
     comparisons = {number: [RIGHT, WRONG] if number % 2 else [WRONG, RIGHT] for number in range(8)}
     threads = [
-        threading.Thread(target=lambda number=number: found.update({number: process.results(comparisons[number] * 3)}))
+        threading.Thread(
+            target=lambda number=number: results.update({number: process.results(comparisons[number] * 3)})
+        )
         for number in comparisons
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {number: ([True, False] if number % 2 else [False, True]) * 3 for number in range(8)}
+    assert results == {number: ([True, False] if number % 2 else [False, True]) * 3 for number in range(8)}
     program, child = process._process.pid, os.fork()
     if child == 0:
         same = process.results([RIGHT, WRONG]) == [True, False] and process._process.pid != program
@@ -243,8 +245,8 @@ def test_the_process_ends_with_its_owner(end):
         "import os\nfrom dschat.rewards.math.verify_process import *\np = math_verify_process()\n"
         f"print(p.results([Comparison('(x+1)^2', 'x^2+2x+1')]), p._process.pid, flush=True)\n{ENDS[end]}"
     )
-    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
-    same, program = said.split()
+    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout
+    same, program = printed.split()
     assert same == "[True]"
     deadline = time.monotonic() + 60
     while running(int(program)):
@@ -253,7 +255,7 @@ def test_the_process_ends_with_its_owner(end):
 
 
 def running(group: int) -> bool:
-    """Whether a process of the group is alive; one that nobody has waited for is not."""
+    """Whether a process of the group is alive; zombies do not count."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
@@ -264,7 +266,7 @@ def running(group: int) -> bool:
     return False
 
 
-def test_without_math_verify_the_rule_is_refused_with_the_way_out(monkeypatch):
+def test_without_math_verify_the_rule_is_refused_with_the_install_command(monkeypatch):
     find = verify_process.importlib.util.find_spec
     monkeypatch.setattr(
         verify_process.importlib.util, "find_spec", lambda name: None if name == "math_verify" else find(name)

@@ -13,7 +13,7 @@ BOMBS = ["9**9**9**9", "factorial(factorial(factorial(9)))", "(" * 2000 + "x" + 
 
 
 @pytest.mark.parametrize("task", ["countdown", "polynomial_multiplication"])
-def test_answers_that_only_burn_time_score_0_and_the_others_keep_their_scores(task, monkeypatch, capsys):
+def test_answers_that_exceed_the_limits_score_0_and_the_others_keep_their_scores(task, monkeypatch, capsys):
     monkeypatch.setattr(reasoning.scorers, "limits", TimeLimits(seconds=1.0, budget=2.0, short_seconds=0.2))
     name = f"reasoning_gym:{task}?size=2"
     row = row_of(name, task_of(name)[0])

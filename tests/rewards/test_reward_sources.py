@@ -31,14 +31,14 @@ def by_name(responses, token_ids, messages, *, bonus=0, strict=False):
     return [len(r) + 10 * len(t) + 100 * len(m) + bonus + 0.5 * strict
             for r, t, m in zip(responses, token_ids, messages)]
 
-def swapped(rows, responses, prompts):  # the order of a judge is another one
+def swapped(rows, responses, prompts):  # another order than a judge's
     return [row["x"] if prompt == "ask " + str(row["x"]) else -1 for row, prompt in zip(rows, prompts)]
 
 def positional(texts, answers, others):
     return [len(text) + 10 * len(answer) + other["x"] for text, answer, other in zip(texts, answers, others)]
 
-def everything(**given):
-    return [given["max_tokens"] + ended for ended in given["ended"]]
+def everything(**arguments):
+    return [arguments["max_tokens"] + ended for ended in arguments["ended"]]
 
 def undecided(responses):
     return [None if "?" in response else 1 for response in responses]
@@ -97,17 +97,17 @@ def functions(tmp_path) -> Path:
 
 def answers_of(responses: list[str], **changes: Any) -> ResponseBatch:
     count = len(responses)
-    given = {
+    fields = {
         "messages": [[{"role": "user", "content": f"ask {n}"}] for n in range(count)], "responses": responses,
         "token_ids": [[5] * (n + 1) for n in range(count)], "rows": [{"x": n} for n in range(count)],
         "ended": [n % 2 == 0 for n in range(count)], "max_tokens": 7,
     } | changes  # fmt: skip
-    return ResponseBatch(**given)
+    return ResponseBatch(**fields)
 
 
 def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
-    found = parse_reward(entry).scores(answers_of(responses, **changes), RetryPolicy(seconds=seconds, retries=retries))
-    return ["no score" if score is not None and math.isnan(score) else score for score in found]
+    values = parse_reward(entry).scores(answers_of(responses, **changes), RetryPolicy(seconds=seconds, retries=retries))
+    return ["no score" if score is not None and math.isnan(score) else score for score in values]
 
 
 @pytest.mark.parametrize(
@@ -116,22 +116,22 @@ def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: i
         ("exact", "exact", 1.0),
         ("exact?column=truth&case=true@0.5", "exact", 0.5),
         ("repetition@-2e-1", "repetition", -0.2),
-        ("http://localhost:8000/score?model=a@b", "localhost:8000", 1.0),  # the @ is the address's own
+        ("http://localhost:8000/score?model=a@b", "localhost:8000", 1.0),  # this @ belongs to the URL
         ("https://rewards.example/score?key=1@3", "rewards.example", 3.0),
         ("some-owner/some-model@2", "some-model", 2.0),
     ],
 )
-def test_an_entry_is_a_source_with_options_and_a_weight(entry, name, weight):
+def test_an_entry_is_parsed_into_a_source_and_a_weight(entry, name, weight):
     source = parse_reward(entry)
     assert (source.name, source.weight, source.entry) == (name, weight, entry)
     assert [source.model, source.function, source.url].count(None) == 2
 
 
-def test_an_address_keeps_its_query_and_loses_its_weight():
+def test_a_url_keeps_its_query_without_the_weight():
     assert parse_reward("http://localhost:8000/score?model=a@0.5").url == "http://localhost:8000/score?model=a"
 
 
-def test_a_folder_is_a_reward_model_also_where_its_name_is_a_rules(tmp_path, monkeypatch):
+def test_a_path_is_a_reward_model_even_if_its_name_is_that_of_a_rule(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "exact").mkdir()
     assert parse_reward("./exact@2").model == "./exact" and parse_reward("exact").model is None
@@ -176,7 +176,7 @@ def test_an_invalid_entry_is_one_line_with_flag_and_remedy(entry, part, function
     assert line.startswith(f"--reward {entry}: ") and part in line, line
 
 
-def test_all_mistakes_are_found_together_and_good_entries_have_none(functions):
+def test_all_mistakes_are_reported_together_and_valid_entries_have_none(functions):
     good = ["exact", "boxed@2", f"{functions}:later", "http://localhost:1/score", str(functions.parent)]
     assert reward_problems(good) == []
     assert len(reward_problems([*good, "lenght", "exact@0"])) == 2
@@ -190,7 +190,7 @@ def test_rules_about_length_must_fit_the_longest_response():
     assert "buffer=9: must be the number of penalised tokens at the end, 1 to 8" in line
 
 
-def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
+def test_a_file_that_cannot_be_imported_is_reported_as_a_mistake(tmp_path):
     (tmp_path / "broken.py").write_text("import no_such_module")
     (line,) = reward_problems([f"{tmp_path}/broken.py:f"])
     assert "cannot be imported (ModuleNotFoundError: No module named 'no_such_module')" in line
@@ -202,7 +202,7 @@ def test_a_file_is_imported_once_for_all_its_functions(functions):
     assert second.__globals__["LOADED"] == [1]
 
 
-def test_a_function_gets_what_it_names(functions):
+def test_a_function_gets_the_arguments_that_it_names(functions):
     # len("ab") + 10 · 1 token + 100 · 1 message; len("c") + 10 · 2 tokens + 100 · 1 message.
     assert scores(f"{functions}:by_name", ["ab", "c"]) == [112, 121]
     assert scores(f"{functions}:by_name?bonus=1000&strict=true", ["ab", "c"]) == [1112.5, 1121.5]
@@ -212,39 +212,39 @@ def test_a_function_gets_what_it_names(functions):
     assert scores(f"{functions}:everything", ["a", "b"]) == [7 + 1, 7 + 0]
 
 
-def test_an_async_function_is_awaited_and_cancelled_when_its_time_is_up(functions, capsys):
+def test_an_async_function_is_awaited_and_cancelled_at_the_timeout(functions, capsys):
     assert scores(f"{functions}:later", ["a", "bb"]) == [1, 2]
     assert scores(f"{functions}:endless", ["a", "b"], seconds=0.2) == [None, None]
-    said = capsys.readouterr().err
-    assert "endless returned no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in said
+    printed = capsys.readouterr().err
+    assert "endless returned no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in printed
     cancelled, deadline = load_function(f"{functions}:endless").__globals__["CANCELLED"], time.monotonic() + 5
     while not cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     assert cancelled
 
 
-def test_none_from_a_function_is_no_score_and_a_failure_is_none(functions, capsys):
+def test_none_from_a_function_is_not_a_failure_and_an_exception_is_one(functions, capsys):
     assert scores(f"{functions}:undecided", ["a", "b?"]) == [1, "no score"]
     assert capsys.readouterr().err == ""
     assert scores(f"{functions}:fussy", ["a", "bad", "c"], retries=1) == [2, None, 2]
-    said = capsys.readouterr().err
-    assert f"the reward {functions}:fussy returned no score for 1 of 3 responses (KeyError: 'bad')" in said
+    printed = capsys.readouterr().err
+    assert f"the reward {functions}:fussy returned no score for 1 of 3 responses (KeyError: 'bad')" in printed
     assert scores(f"{functions}:huge", ["a"]) == [None]
     assert "returned 1e+300 for the response 'a': scores must be finite" in capsys.readouterr().err
 
 
 class Service:
-    """An HTTP server that answers as it is told to, and keeps what it was asked."""
+    """An HTTP server with prepared replies that records its requests."""
 
     def __init__(self, port: int = 0) -> None:
-        self.asked: list[tuple[dict, dict]] = []
+        self.requests: list[tuple[dict, dict]] = []
         self.replies: list[Callable[[dict], tuple[int, Any, dict]]] = []
         service = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                service.asked.append((dict(self.headers), body))
+                service.requests.append((dict(self.headers), body))
                 reply = service.replies.pop(0) if service.replies else lengths
                 status, answer, headers = reply(body)
                 content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -270,7 +270,7 @@ def status(code: int, **headers: str) -> Callable[[dict], tuple[int, Any, dict]]
     return lambda body: (code, {"error": "because"}, {name.replace("_", "-"): value for name, value in headers.items()})
 
 
-def saying(answer: Any) -> Callable[[dict], tuple[int, Any, dict]]:
+def reply_of(answer: Any) -> Callable[[dict], tuple[int, Any, dict]]:
     return lambda body: (200, answer, {})
 
 
@@ -278,18 +278,18 @@ def saying(answer: Any) -> Callable[[dict], tuple[int, Any, dict]]:
 def service(monkeypatch) -> Iterator[Service]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
-    found = Service()
-    yield found
-    found.server.shutdown()
-    found.server.server_close()
+    running = Service()
+    yield running
+    running.server.shutdown()
+    running.server.server_close()
 
 
-def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(service, monkeypatch):
+def test_a_service_gets_one_post_with_the_token_of_the_environment(service, monkeypatch):
     assert scores(f"{service.url}@3", ["a", "bbb"]) == [1, 3]
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "secret")
-    service.replies = [saying({"scores": [None, 0.5]})]
+    service.replies = [reply_of({"scores": [None, 0.5]})]
     assert scores(service.url, ["a", "bbb"]) == ["no score", 0.5]
-    (bare, body), (signed, _) = service.asked
+    (bare, body), (signed, _) = service.requests
     assert "Authorization" not in bare and signed["Authorization"] == "Bearer secret"
     chats = [[{"role": "user", "content": f"ask {n}"}] for n in range(2)]
     assert body == {"messages": chats, "prompts": ["ask 0", "ask 1"], "responses": ["a", "bbb"],
@@ -297,74 +297,77 @@ def test_a_service_is_asked_with_one_post_and_the_token_of_the_environment(servi
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "gr\u00fcn", "\x07bell"])
-def test_a_token_that_no_header_can_carry_is_refused_and_not_told(service, monkeypatch, token, capsys):
+def test_a_token_that_is_invalid_in_a_header_is_refused_and_not_printed(service, monkeypatch, token, capsys):
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", token)
-    assert scores(service.url, ["a"]) == [None] and service.asked == []
-    said = capsys.readouterr().err
-    assert "DSCHAT_REWARD_TOKEN: a token is made of printable ASCII" in said
-    assert not any(part in said for part in (token, repr(token), "lines", "bell"))
-    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", " plain\n")  # what a file's end leaves is taken off
-    assert scores(service.url, ["a"]) == [1] and service.asked[0][0]["Authorization"] == "Bearer plain"
+    assert scores(service.url, ["a"]) == [None] and service.requests == []
+    printed = capsys.readouterr().err
+    assert "DSCHAT_REWARD_TOKEN: a token is made of printable ASCII" in printed
+    assert not any(part in printed for part in (token, repr(token), "lines", "bell"))
+    monkeypatch.setenv("DSCHAT_REWARD_TOKEN", " plain\n")  # surrounding white space is removed
+    assert scores(service.url, ["a"]) == [1] and service.requests[0][0]["Authorization"] == "Bearer plain"
 
 
 @pytest.mark.parametrize("code", [429, 503])
-def test_a_busy_service_is_asked_again_after_the_time_it_asks_for(service, code, capsys):
+def test_a_busy_service_is_retried_after_the_time_in_retry_after(service, code, capsys):
     service.replies = [status(code, Retry_After="1"), status(code, Retry_After="0")]
     started = time.monotonic()
     assert scores(service.url, ["a"], retries=0) == [1]  # a request to wait is not a failure
-    assert 1.5 <= time.monotonic() - started < 4 and len(service.asked) == 3
+    assert 1.5 <= time.monotonic() - started < 4 and len(service.requests) == 3
     assert capsys.readouterr().err == ""
 
 
-def test_one_that_stays_busy_costs_its_scores_when_the_time_is_up_and_is_not_asked_row_by_row(service, capsys):
+def test_a_service_that_stays_busy_gives_no_scores_and_is_not_retried_row_by_row(service, capsys):
     service.replies = [status(503, Retry_After="0")] * 9
     assert scores(service.url, ["a", "b"], seconds=2.2, retries=9) == [None, None]
-    assert 2 <= len(service.asked) <= 5  # at 0, 0.5, 1.0, 1.5 and 2.0 s, later on a busy machine
-    said = capsys.readouterr().err
-    assert f"the reward {service.url} returned no score for 2 of 2 responses (Unavailable: " in said and "503" in said
+    assert 2 <= len(service.requests) <= 5  # at 0, 0.5, 1.0, 1.5 and 2.0 s, later on a busy machine
+    printed = capsys.readouterr().err
+    assert (
+        f"the reward {service.url} returned no score for 2 of 2 responses (Unavailable: " in printed
+        and "503" in printed
+    )
 
 
-def test_a_service_that_does_not_say_when_is_asked_with_growing_pauses_until_the_time_is_up(service):
+def test_without_retry_after_a_service_is_retried_with_growing_pauses_until_the_timeout(service):
     service.replies = [status(503), status(502)]
     started = time.monotonic()
-    assert scores(service.url, ["a"], retries=0) == [1] and len(service.asked) == 3
+    assert scores(service.url, ["a"], retries=0) == [1] and len(service.requests) == 3
     assert time.monotonic() - started >= 1.5  # 0.5 and 1 s
     service.replies = [status(504)] * 9
     assert scores(service.url, ["a"], seconds=0.8, retries=0) == [None]
-    assert len(service.asked) == 3 + 3  # at 0 and 0.5 s, and when the time is up
+    assert len(service.requests) == 3 + 3  # at 0 and 0.5 s, and when the time is up
 
 
-def test_a_service_that_comes_up_late_scores_everything(monkeypatch, capsys):
-    """It is away for longer than the three pauses that two retries would take (0.5 + 1 s, and a request)."""
+def test_a_service_that_starts_late_scores_everything(monkeypatch, capsys):
+    """It is unavailable for longer than the pauses that two retries would take (0.5 + 1 s, and a request)."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    found: list = []
+    received: list = []
     url = f"http://127.0.0.1:{port}/score"
-    client = threading.Thread(target=lambda: found.extend(scores(url, ["a", "bbb"], seconds=120.0, retries=0)))
+    client = threading.Thread(target=lambda: received.extend(scores(url, ["a", "bbb"], seconds=120.0, retries=0)))
     client.start()
     time.sleep(4.0)
     late = Service(port)
     client.join(60)
     late.server.shutdown()
     late.server.server_close()
-    assert found == [1, 3] and len(late.asked) == 1
-    said = capsys.readouterr().err
-    assert "is not available" in said and "retrying for 120 s" in said and "no score" not in said
+    assert received == [1, 3] and len(late.requests) == 1
+    printed = capsys.readouterr().err
+    assert "is not available" in printed and "retrying for 120 s" in printed and "no score" not in printed
 
 
-def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_up():
+def test_pauses_double_up_to_a_limit_and_the_last_retry_is_at_the_timeout():
     pauses = [pause_before_retry(None, refusals, remaining=1e9) for refusals in (*range(6), 10_000)]
     assert pauses == [0.5, 1, 2, 4, 8, 8, 8]
     assert pause_before_retry(None, 3, remaining=0.25) == 0.25 and pause_before_retry(None, 3, remaining=0.0) is None
     assert pause_before_retry(None, 3, remaining=math.inf) == 4
     # The Retry-After of the service, bounded; no retry if it exceeds the remaining time.
-    assert [pause_before_retry(asked, 9, remaining=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
+    assert [pause_before_retry(retry_after, 9, remaining=40.0) for retry_after in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
     assert pause_before_retry(7.0, 0, remaining=6.9) is None
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e300])
-def test_no_limit_is_one_that_functions_and_services_can_be_asked_with(service, functions, seconds, capsys):
+def test_an_infinite_timeout_is_valid_for_functions_and_services(service, functions, seconds, capsys):
     assert scores(service.url, ["a", "bbb"], seconds=seconds) == [1, 3]
     assert scores(f"{functions}:by_name", ["ab"], seconds=seconds) == [112]
     assert scores(f"{functions}:later", ["a", "bb"], seconds=seconds) == [1, 2]
@@ -372,13 +375,13 @@ def test_no_limit_is_one_that_functions_and_services_can_be_asked_with(service, 
 
 
 @pytest.mark.parametrize(("seconds", "retries"), [(0, 0), (-1.0, 0), (math.nan, 0), (1.0, -1)])
-def test_a_time_that_is_none_is_refused(seconds, retries):
+def test_invalid_timeouts_and_retries_are_refused(seconds, retries):
     with pytest.raises(ValueError, match="above 0"):
         RetryPolicy(seconds=seconds, retries=retries)
 
 
 @pytest.mark.parametrize("name", ["reward_timeout", "judge_timeout", "reward_retries", "judge_retries"])
-def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
+def test_timeout_and_retry_flags_refuse_invalid_values(name):
     settings = RLHFSettings
     for value in ("0", "-3", "nan", "-inf") if name.endswith("timeout") else ("-1", "inf", "nan"):
         with pytest.raises(SettingsError, match=f"--{name} "):
@@ -393,12 +396,12 @@ def test_flags_of_time_and_retries_refuse_what_is_no_time(name):
     [("leaves", "SystemExit(no key)"), ("leaves_later", "SystemExit(3)"), ("interrupts", "KeyboardInterrupt()"),
      ("cancels", "CancelledError()"), ("ends", "Mine(enough)")],
 )  # fmt: skip
-def test_a_function_that_would_end_the_process_has_failed(functions, name, reason, capsys):
+def test_a_function_that_would_end_the_process_counts_as_failed(functions, name, reason, capsys):
     assert scores(f"{functions}:{name}", ["a", "b"], retries=1) == [None, None]
     assert f"returned no score for 2 of 2 responses (RuntimeError: it raised {reason})" in capsys.readouterr().err
 
 
-def test_a_file_that_ends_the_process_when_imported_is_a_mistake_of_the_user(tmp_path):
+def test_a_file_that_ends_the_process_when_imported_is_reported_as_a_mistake(tmp_path):
     (tmp_path / "leaving.py").write_text("import sys\nsys.exit('set API_KEY first')")
     (line,) = reward_problems([f"{tmp_path}/leaving.py:f"])
     assert "cannot be imported (SystemExit: set API_KEY first)" in line
@@ -408,7 +411,7 @@ def test_too_many_consecutive_calls_without_any_score_raise(functions):
     retry_policy = RetryPolicy(seconds=5.0, retries=0, max_failed_calls=2)
     dead, alive = parse_reward(f"{functions}:leaves"), parse_reward(f"{functions}:fussy")
     for responses in (["a"], ["bad", "b"], ["bad"], ["b"], ["bad"]):
-        alive.scores(answers_of(responses), retry_policy)  # never two in a row without any
+        alive.scores(answers_of(responses), retry_policy)  # never two in a row without any score
     dead.scores(answers_of(["a"]), retry_policy)
     alive.scores(answers_of(["a"]), retry_policy)  # another source
     with pytest.raises(NoScores, match=r"leaves returned no score .* in 2 consecutive batches .*SystemExit\(no key\)"):
@@ -416,7 +419,7 @@ def test_too_many_consecutive_calls_without_any_score_raise(functions):
 
 
 @pytest.mark.parametrize(
-    ("code", "part", "asked"),
+    ("code", "part", "requests"),
     [
         (401, "set the environment variable DSCHAT_REWARD_TOKEN", 1),
         (413, "lower --per_device_generation_batch_size", 3),
@@ -425,31 +428,31 @@ def test_too_many_consecutive_calls_without_any_score_raise(functions):
         (500, "it failed", 3),
     ],
 )
-def test_an_error_status_is_reported_with_its_remedy(service, code, part, asked, capsys):
+def test_an_error_status_is_reported_with_its_remedy(service, code, part, requests, capsys):
     service.replies = [status(code)] * 9
     assert scores(service.url, ["a", "b"]) == [None, None]
-    said = capsys.readouterr().err
-    assert part in said and "because" in said
-    assert len(service.asked) == asked  # a wrong token is wrong for every row; another mistake may be one row's
+    printed = capsys.readouterr().err
+    assert part in printed and "because" in printed
+    assert len(service.requests) == requests  # a wrong token fails every row; another error may be of one row only
 
 
-def test_a_services_text_neither_steers_the_terminal_nor_repeats_our_secrets(service, monkeypatch, capsys):
+def test_the_text_of_a_service_is_printed_without_control_characters_and_secrets(service, monkeypatch, capsys):
     monkeypatch.setenv("DSCHAT_REWARD_TOKEN", "our-token")
     text = "\x1b[2J\u202e you sent our-token to http://me:pw@host/?key=inner"
     service.replies = [lambda body: (400, text.encode(), {})] * 2
     assert scores(f"{service.url}?api_key=outer", ["a"]) == [None]
-    said = capsys.readouterr().err
-    assert "\x1b" not in said and r"\x1b[2J\u202e you sent *** to http://***@host/?key=***" in said
-    assert f"the reward {service.url}?api_key=*** returned no score" in said and "outer" not in said
-    assert service.asked[0][0]["Authorization"] == "Bearer our-token"
+    printed = capsys.readouterr().err
+    assert "\x1b" not in printed and r"\x1b[2J\u202e you sent *** to http://***@host/?key=***" in printed
+    assert f"the reward {service.url}?api_key=*** returned no score" in printed and "outer" not in printed
+    assert service.requests[0][0]["Authorization"] == "Bearer our-token"
 
 
-def test_a_batch_that_is_too_large_is_asked_for_row_by_row(service):
+def test_a_batch_that_is_too_large_is_sent_row_by_row(service):
     service.replies = [status(413)]
     assert scores(service.url, ["a", "bbb"]) == [1, 3]
 
 
-def test_a_redirect_is_not_followed_as_the_token_would_be(service, capsys):
+def test_a_redirect_is_not_followed_because_the_token_would_be_sent_there(service, capsys):
     service.replies = [status(302, Location="http://127.0.0.1:1/elsewhere")] * 2
     assert scores(service.url, ["a"]) == [None]
     assert "redirects to http://127.0.0.1:1/elsewhere: use that address" in capsys.readouterr().err
@@ -471,14 +474,14 @@ def test_a_redirect_is_not_followed_as_the_token_would_be(service, capsys):
     ],
 )
 def test_a_reply_without_one_finite_number_per_response_is_refused(service, answer, part):
-    service.replies = [saying(answer)]
+    service.replies = [reply_of(answer)]
     with pytest.raises(ValueError, match=part):
         service_scores(service.url, answers_of(["a", "b"]), seconds=5)
 
 
-def test_nobody_there_and_nobody_answering_end_in_time(monkeypatch, capsys):
+def test_a_silent_and_an_unreachable_service_end_at_the_timeout(monkeypatch, capsys):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with socket.create_server(("127.0.0.1", 0)) as listener:  # takes connections and is silent
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections and sends nothing
         port = listener.getsockname()[1]
         started = time.monotonic()
         assert scores(f"http://127.0.0.1:{port}", ["a", "b"], seconds=0.3) == [None, None]

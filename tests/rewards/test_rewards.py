@@ -35,7 +35,7 @@ ENDED = [True, False, True]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -45,7 +45,7 @@ def actor_tokenizer(template=CHATML):
 
 
 def rollout_of(tokenizer, answers=ANSWERS) -> Rollout:
-    """What an actor that gives these answers would have left: they are as encoded for training, minus a missing end."""
+    """The rollout of an actor that generates these answers: encoded as for training, without the end if truncated."""
     prompts, responses = [], []
     for chat, answer, ended in zip(MESSAGES, answers, ENDED, strict=True):
         ids, _ = encode_conversation(tokenizer, [*chat, {"role": "assistant", "content": answer}])
@@ -137,7 +137,7 @@ def test_a_conversation_too_long_for_the_reward_model_keeps_its_bos_and_its_end(
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_a_partitioned_reward_model_scores_again_and_again_as_a_whole_one_does(kind):
+def test_a_partitioned_reward_model_repeatedly_scores_as_a_whole_one_does(kind):
     actor, own = actor_tokenizer(), make_tokenizer(bos="<s>", eos="</s>", pad="<pad>", template=BOS_HEADERS)
     rollout = rollout_of(actor)
     whole = reward_model(classifier(own, kind), own, actor).score(rollout, MESSAGES)
@@ -146,7 +146,7 @@ def test_a_partitioned_reward_model_scores_again_and_again_as_a_whole_one_does(k
         torch.testing.assert_close(partitioned.score(rollout, MESSAGES), whole, atol=1e-5, rtol=1e-4)
 
 
-def test_tokenizers_are_the_same_only_if_they_write_every_conversation_alike():
+def test_tokenizers_are_the_same_only_if_they_encode_every_conversation_alike():
     one = actor_tokenizer()
     assert same_tokenization(one, actor_tokenizer())
     other = actor_tokenizer()
@@ -160,7 +160,7 @@ def test_tokenizers_are_the_same_only_if_they_write_every_conversation_alike():
     assert same_tokenization(one, make_tokenizer(eos="<|im_end|>", pad="<s>", template=CHATML)), "padding is masked"
 
 
-def test_responses_decode_to_the_contents_that_would_be_encoded_so():
+def test_decoding_a_response_inverts_its_encoding():
     spaced = make_tokenizer()
     ensure_chat_template(spaced)  # "Assistant:" and the space after it, which the model generates
     for tokenizer in (spaced, actor_tokenizer(), make_tokenizer(bos="<s>", template=BOS_HEADERS)):
@@ -174,7 +174,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 @dataclass
-class Rule:  # fails where a module is not where Python looks modules up
+class Rule:  # needs its module in sys.modules
     length: int
 
 def lengths(prompts, responses, rows):
@@ -214,7 +214,7 @@ def test_a_judge_is_a_function_of_prompts_responses_and_rows(judges):
         ("{1}:lengths", "no Python file"),
     ],
 )
-def test_a_judge_that_is_not_there_is_named(judges, source, message):
+def test_a_missing_judge_is_named(judges, source, message):
     with pytest.raises(ValueError, match=message + ".*FILE.py:FUNCTION"):
         load_function(source.format(judges, judges.parent))
 
@@ -227,17 +227,17 @@ def test_a_judge_must_return_one_finite_number_per_response(judges, name, messag
         judge_scores(load_function(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
 
 
-class Moody:
-    """A judge that counts how often it is asked, and does what it is told for the first calls."""
+class FlakyJudge:
+    """A judge that records its calls; each of the first calls runs its behaviour, if not None."""
 
-    def __init__(self, *moods):
-        self.moods, self.asked = list(moods), []
+    def __init__(self, *behaviours):
+        self.behaviours, self.calls = list(behaviours), []
 
     def __call__(self, prompts, responses, rows):
-        self.asked.append(list(responses))
-        mood = self.moods.pop(0) if self.moods else None
-        if mood is not None:
-            return mood(responses)
+        self.calls.append(list(responses))
+        behaviour = self.behaviours.pop(0) if self.behaviours else None
+        if behaviour is not None:
+            return behaviour(responses)
         if "bad" in responses:
             raise KeyError("bad")
         return [len(response) for response in responses]
@@ -247,7 +247,7 @@ def refuse(responses):
     raise RuntimeError("busy")
 
 
-def asked(judge: Moody, responses: list[str], **settings) -> list[float | None]:
+def scores_of(judge: FlakyJudge, responses: list[str], **settings) -> list[float | None]:
     count = len(responses)
     return RetryPolicy(**{"seconds": 5.0, "retries": 1} | settings).judge_scores(
         judge, [[{"role": "user", "content": "?"}]] * count, responses, [{}] * count
@@ -255,31 +255,31 @@ def asked(judge: Moody, responses: list[str], **settings) -> list[float | None]:
 
 
 def test_a_judge_that_fails_once_is_retried(capsys):
-    judge = Moody(refuse)
-    assert asked(judge, ["a", "bb"]) == [1, 2] and len(judge.asked) == 2
+    judge = FlakyJudge(refuse)
+    assert scores_of(judge, ["a", "bb"]) == [1, 2] and len(judge.calls) == 2
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("mood", [refuse, lambda responses: [1.0], lambda responses: [math.nan] * len(responses)])
-def test_a_judge_that_keeps_failing_is_called_for_each_response_separately(mood, capsys):
-    judge = Moody(mood, mood)
-    assert asked(judge, ["a", "bad", "ccc"]) == [1, None, 3]
-    assert judge.asked == [["a", "bad", "ccc"]] * 2 + [["a"], ["bad"], ["ccc"]]
+@pytest.mark.parametrize("behaviour", [refuse, lambda responses: [1.0], lambda responses: [math.nan] * len(responses)])
+def test_a_judge_that_keeps_failing_is_called_for_each_response_separately(behaviour, capsys):
+    judge = FlakyJudge(behaviour, behaviour)
+    assert scores_of(judge, ["a", "bad", "ccc"]) == [1, None, 3]
+    assert judge.calls == [["a", "bad", "ccc"]] * 2 + [["a"], ["bad"], ["ccc"]]
     assert "no score for 1 of 3 responses (KeyError: 'bad')" in capsys.readouterr().err
 
 
 def test_a_judge_that_hangs_costs_no_more_than_its_timeout(capsys):
-    judge = Moody(*[lambda responses: threading.Event().wait(30)] * 9)
+    judge = FlakyJudge(*[lambda responses: threading.Event().wait(30)] * 9)
     started = time.monotonic()
-    assert asked(judge, ["a", "b"], seconds=0.2) == [None, None]
-    assert time.monotonic() - started < 5 and len(judge.asked) == 2
+    assert scores_of(judge, ["a", "b"], seconds=0.2) == [None, None]
+    assert time.monotonic() - started < 5 and len(judge.calls) == 2
     assert "no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in capsys.readouterr().err
 
 
 def test_a_judge_that_times_out_on_one_response_is_not_called_for_the_others(capsys):
-    judge = Moody(refuse, refuse, None, lambda responses: threading.Event().wait(30))
-    assert asked(judge, ["a", "b", "c"], seconds=0.2) == [1, None, None]
-    assert judge.asked == [["a", "b", "c"]] * 2 + [["a"], ["b"]]
+    judge = FlakyJudge(refuse, refuse, None, lambda responses: threading.Event().wait(30))
+    assert scores_of(judge, ["a", "b", "c"], seconds=0.2) == [1, None, None]
+    assert judge.calls == [["a", "b", "c"]] * 2 + [["a"], ["b"]]
     assert "no score for 2 of 3 responses (TimeoutError" in capsys.readouterr().err
 
 
@@ -326,26 +326,26 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
     rewards = rewards_of(f"{folder}@2", f"{functions}:lengths@-0.5", "exact", models={str(folder): model})
     answers = answers_of()
     rows = [{"answer": "it is 5."}, {"answer": "no"}, {"answer": "21."}]
-    found = rewards.score(rollout, ResponseBatch(**vars(answers) | {"rows": rows}))
+    scores = rewards.score(rollout, ResponseBatch(**vars(answers) | {"rows": rows}))
     exact = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([8.0, 33.0, 3.0])  # of ANSWERS, counted by hand
-    torch.testing.assert_close(found.total, 2 * plain - 0.5 * lengths + exact)
-    assert found.has_score.tolist() == [True] * 3 and found.total.dtype == torch.float32
-    assert list(found.parts) == ["reward", "lengths", "exact"]
-    torch.testing.assert_close(found.parts["reward"], plain)
-    assert torch.equal(found.parts["lengths"], lengths) and torch.equal(found.parts["exact"], exact)
+    torch.testing.assert_close(scores.total, 2 * plain - 0.5 * lengths + exact)
+    assert scores.has_score.tolist() == [True] * 3 and scores.total.dtype == torch.float32
+    assert list(scores.parts) == ["reward", "lengths", "exact"]
+    torch.testing.assert_close(scores.parts["reward"], plain)
+    assert torch.equal(scores.parts["lengths"], lengths) and torch.equal(scores.parts["exact"], exact)
 
 
 def test_a_source_without_a_score_adds_nothing_and_one_that_fails_leaves_the_row_without_a_score(functions, capsys):
-    found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
-    # Responses of 8, 33 and 3 characters; the second begins with "Of".
-    assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.has_score.tolist() == [True, False, True]
-    assert found.parts["fussy"].isnan().tolist() == [False, True, False]
+    scores = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
+    # Answers of 8, 33 and 3 characters; the second begins with "Of".
+    assert scores.total.tolist() == [3 + 2, 0, 3 + 2] and scores.has_score.tolist() == [True, False, True]
+    assert scores.parts["fussy"].isnan().tolist() == [False, True, False]
     assert "fussy returned no score for 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
-    found = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
-    assert found.total.tolist() == [8 + 1, 33, 3 + 1] and found.has_score.all()
-    found = rewards_of(f"{functions}:lengths", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
-    assert found.total.tolist() == [8 + 2, 0, 3 + 2] and found.has_score.tolist() == [
+    scores = rewards_of(f"{functions}:short", f"{functions}:lengths").score(rollout_of(actor_tokenizer()), answers_of())
+    assert scores.total.tolist() == [8 + 1, 33, 3 + 1] and scores.has_score.all()
+    scores = rewards_of(f"{functions}:lengths", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
+    assert scores.total.tolist() == [8 + 2, 0, 3 + 2] and scores.has_score.tolist() == [
         True,
         False,
         True,
@@ -354,22 +354,22 @@ def test_a_source_without_a_score_adds_nothing_and_one_that_fails_leaves_the_row
     assert alone.has_score.tolist() == [True, False, True]  # no source scores the second
 
 
-def test_a_column_that_no_row_has_is_warned_of(capsys):
-    found = rewards_of("exact?column=truth").score(rollout_of(actor_tokenizer()), answers_of())
-    assert not found.has_score.any() and not found.total.any()
-    said = capsys.readouterr().err
-    assert "exact?column=truth returned no score for any of 3 responses" in said
-    assert "does the column exist? Columns of a row: x" in said
+def test_a_column_that_no_row_has_gives_a_warning(capsys):
+    scores = rewards_of("exact?column=truth").score(rollout_of(actor_tokenizer()), answers_of())
+    assert not scores.has_score.any() and not scores.total.any()
+    printed = capsys.readouterr().err
+    assert "exact?column=truth returned no score for any of 3 responses" in printed
+    assert "does the column exist? Columns of a row: x" in printed
 
 
-def test_a_reward_model_that_gives_no_number_makes_a_row_unknown():
+def test_a_nan_from_a_reward_model_leaves_the_row_without_a_score():
     tokenizer = actor_tokenizer()
     model = classifier(tokenizer)
     with torch.no_grad():
         model.score.weight.fill_(torch.nan)
     rewards = rewards_of("owner/model", models={"owner/model": reward_model(model, tokenizer, tokenizer)})
-    found = rewards.score(rollout_of(tokenizer), answers_of())
-    assert not found.has_score.any() and found.total.tolist() == [0, 0, 0]
+    scores = rewards.score(rollout_of(tokenizer), answers_of())
+    assert not scores.has_score.any() and scores.total.tolist() == [0, 0, 0]
 
 
 def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(functions):
@@ -378,9 +378,9 @@ def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(function
     for count in (1, 2):
         seen = batches[:count].flatten()
         expected = 2 * (batches[count - 1] - seen.mean()) / seen.std(correction=0)
-        found = rewards.score(rollout, answers_of(batches[count - 1].tolist()))
-        torch.testing.assert_close(found.total.double(), expected, atol=1e-5, rtol=1e-5)
-        assert found.parts["column"].tolist() == batches[count - 1].tolist(), "parts are raw"
+        scores = rewards.score(rollout, answers_of(batches[count - 1].tolist()))
+        torch.testing.assert_close(scores.total.double(), expected, atol=1e-5, rtol=1e-5)
+        assert scores.parts["column"].tolist() == batches[count - 1].tolist(), "parts are raw"
     state = json.loads(json.dumps(rewards.state))
     assert state == {"column": pytest.approx([6, float(seen.mean()), float(6 * seen.var(correction=0))])}
     resumed = rewards_of(f"{functions}:column@2", f"{functions}:lengths@1e-9", normalize=True)
@@ -391,27 +391,27 @@ def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(function
     )
 
 
-def test_evaluation_leaves_the_moments_as_they_are(functions):
+def test_evaluation_does_not_change_the_moments(functions):
     rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:column", normalize=True)
     fresh = rewards.score(rollout, answers_of([1, 2, 3]), update_moments=False)
     assert fresh.total.tolist() == [1, 2, 3]  # no statistics yet: unchanged
     rewards.score(rollout, answers_of([0, 2, 4]))
     before = rewards.state
-    found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), update_moments=False)
+    scores = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), update_moments=False)
     assert rewards.state == before
-    assert found.total[[0, 2]].tolist() == pytest.approx([0, 1])  # mean 2, variance 8/3
+    assert scores.total[[0, 2]].tolist() == pytest.approx([0, 1])  # mean 2, variance 8/3
     plain = rewards.score(rollout, answers_of([2, 100, 3]), update_moments=False, normalize=False)
-    assert plain.total.tolist() == [2, 100, 3], "an evaluation says what a source says"
+    assert plain.total.tolist() == [2, 100, 3], "an evaluation reports raw scores"
 
 
-def test_what_does_not_count_moves_no_moment(functions):
+def test_responses_without_a_score_do_not_change_the_moments(functions):
     rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:short", normalize=True)
     rewards.score(rollout, answers_of())
     assert rewards.state["short"] == [2, 1, 0]  # two of three are scored, both 1
     assert rewards.score(rollout, answers_of()).total.tolist() == [0, 0, 0]
 
 
-def test_sources_of_one_name_are_told_apart(functions):
+def test_sources_with_the_same_name_are_numbered(functions):
     rewards = rewards_of("length?max=4", "length?target=4", "length?max=2")
     assert list(rewards.sources) == ["length", "length_2", "length_3"]
 

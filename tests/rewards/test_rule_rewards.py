@@ -25,8 +25,8 @@ def test_exact_ignores_white_space_and_by_default_case():
 
 def test_numbers_are_compared_by_value():
     truth = [1000, "1,000", "so 7 - 3 = 4 #### 1000", 0.75, "-2", 1e-7, 10]
-    given = ["It is 1,000.00!", "1e3", "= 1000", "3/4", "2", "0.0000001", "nothing"]
-    assert scored("last_number", given, truth) == [1, 1, 1, 1, 0, 1, 0]
+    responses = ["It is 1,000.00!", "1e3", "= 1000", "3/4", "2", "0.0000001", "nothing"]
+    assert scored("last_number", responses, truth) == [1, 1, 1, 1, 0, 1, 0]
     assert scored("last_number", ["3.14", "3.15"], [3.14159] * 2, tolerance=0.005) == [1, 0]
     with pytest.raises(ValueError, match="column answer contains 'many'"):
         scored("last_number", ["5"], ["many"])
@@ -36,14 +36,14 @@ def test_numbers_are_compared_by_value():
 
 def test_only_boxed_answers_count():
     truth = r"Thus \boxed{\frac{1}{2}}"
-    given = [r"\boxed{3} \boxed{0.5}", r"\boxed{\dfrac{1}{2}}", "0.5", r"\boxed{2}", r"\boxed{1/2"]
-    assert scored("boxed", given, [truth] * 5) == [1, 1, 0, 0, 0]
+    responses = [r"\boxed{3} \boxed{0.5}", r"\boxed{\dfrac{1}{2}}", "0.5", r"\boxed{2}", r"\boxed{1/2"]
+    assert scored("boxed", responses, [truth] * 5) == [1, 1, 0, 0, 0]
     assert scored("boxed", [r"\boxed{12}", r"\boxed{x}"], [12, None]) == [1, None]
 
 
 def test_mathematically_equal_formulas_are_equal():
-    given = [r"\boxed{(x+1)^2}", r"\boxed{\sqrt{8}}", r"\boxed{(x-1)^2}", r"\boxed{\{2, 1\}}"]
-    assert scored("boxed", given, ["x^2+2x+1", r"2\sqrt{2}", "x^2+2x+1", r"\{1,2\}"]) == [1, 1, 0, 1]
+    responses = [r"\boxed{(x+1)^2}", r"\boxed{\sqrt{8}}", r"\boxed{(x-1)^2}", r"\boxed{\{2, 1\}}"]
+    assert scored("boxed", responses, ["x^2+2x+1", r"2\sqrt{2}", "x^2+2x+1", r"\{1,2\}"]) == [1, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_overlong_is_dapos_equation_13():
 
     token_ids = [[1] * length for length in range(0, 25)]
     for factor in (1.0, 0.5):
-        found = RULES["overlong"](token_ids, 20, buffer=8, factor=factor)
-        assert found == pytest.approx([factor * equation(length, 20, 8) for length in range(0, 25)])
-    assert found[12] == 0 and found[16] == pytest.approx(-0.25) and found[24] == pytest.approx(-0.5)
+        actual = RULES["overlong"](token_ids, 20, buffer=8, factor=factor)
+        assert actual == pytest.approx([factor * equation(length, 20, 8) for length in range(0, 25)])
+    assert actual[12] == 0 and actual[16] == pytest.approx(-0.25) and actual[24] == pytest.approx(-0.5)
     for buffer in (0, 21, -1):
         with pytest.raises(ValueError, match="1 to 20"):
             RULES["overlong"](token_ids, 20, buffer=buffer)
@@ -107,13 +107,13 @@ def test_overlong_is_dapos_equation_13():
 
 
 def test_without_reasoning_gym_the_rule_is_refused_with_the_remedy(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else found(name))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "reasoning_gym" else find_spec(name))
     with pytest.raises(ImportError, match=r"pip install -e '.\[reasoning\]'"):
         RULES["reasoning_gym"](["p"], ["r"], [{}])
 
 
-def test_the_text_of_step_3_lists_every_rule():
+def test_the_readme_of_step_3_lists_every_rule():
     text = (ROOT / "training" / "step3_rlhf_finetuning" / "README.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert re.search(rf"^\| `{rule}[?`]", text, re.MULTILINE), rule

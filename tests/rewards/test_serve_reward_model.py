@@ -49,11 +49,11 @@ class Server:
             env=environment,
         )  # fmt: skip
         deadline = time.monotonic() + 120
-        while "Running on" not in self.said():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said()
+        while "Running on" not in self.output():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.output()
             time.sleep(0.05)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return Path(self.log.name).read_text()
 
     def open_files(self) -> int:
@@ -103,13 +103,13 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def server(folder, many_files) -> Iterator[Server]:
-    found = Server(folder, *(word for pair in LIMITS.items() for word in pair))
-    yield found
-    assert found.stop() == 0 and "Traceback" not in found.said()
+    running = Server(folder, *(word for pair in LIMITS.items() for word in pair))
+    yield running
+    assert running.stop() == 0 and "Traceback" not in running.output()
 
 
-def ask(server: Server, bodies: list[Any], *, headers: dict | None = None) -> list[tuple[int, dict, dict]]:
-    """Status, JSON and headers of each answer; all are asked for at the same time, each over its own connection."""
+def post(server: Server, bodies: list[Any], *, headers: dict | None = None) -> list[tuple[int, dict, dict]]:
+    """Status, JSON and headers of each reply; the requests are concurrent, each over its own connection."""
 
     async def one(session: aiohttp.ClientSession, body: Any) -> tuple[int, dict, dict]:
         data = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
@@ -117,8 +117,8 @@ def ask(server: Server, bodies: list[Any], *, headers: dict | None = None) -> li
             return reply.status, await reply.json(), dict(reply.headers)
 
     async def all_of_them() -> list[tuple[int, dict, dict]]:
-        connector, patient = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=90)
-        async with aiohttp.ClientSession(connector=connector, timeout=patient) as session:
+        connector, timeout = aiohttp.TCPConnector(limit=0, force_close=True), aiohttp.ClientTimeout(total=90)
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             return await asyncio.gather(*(one(session, body) for body in bodies))
 
     return asyncio.run(all_of_them())
@@ -138,15 +138,15 @@ def question(response: str = "It is 5.", **fields: Any) -> dict:
 
 
 @contextmanager
-def left_in_order(server: Server) -> Iterator[None]:
-    """Afterwards nothing waits, and no file is open that was not."""
+def leaves_nothing_behind(server: Server) -> Iterator[None]:
+    """Asserts that afterwards no request waits and no further file is open."""
     files = server.open_files()
     yield
-    eventually(lambda: health(server) == {"status": "ok", "requests": 0, "waiting": 0})
-    eventually(lambda: server.open_files() <= files + 1)
+    wait_until(lambda: health(server) == {"status": "ok", "requests": 0, "waiting": 0})
+    wait_until(lambda: server.open_files() <= files + 1)
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -170,14 +170,14 @@ def test_scores_are_those_of_the_reward_model_in_the_run(server, monkeypatch):
     assert len({round(score, 3) for score in expected.tolist()}) == 3
 
 
-def test_a_thousand_at_once_are_answered_or_refused(server):
+def test_a_thousand_concurrent_requests_are_answered_or_refused(server):
     responses = [f"It is {number}." for number in range(1000)]
-    ((_, reply, _),) = ask(server, [{"messages": [CHAT] * 8, "responses": responses[:8]}])
+    ((_, reply, _),) = post(server, [{"messages": [CHAT] * 8, "responses": responses[:8]}])
     expected = dict(enumerate(reply["scores"]))
-    ask(server, [question(response) for response in responses[:400]])  # pools and caches reach their final size
+    post(server, [question(response) for response in responses[:400]])  # pools and caches reach their final size
     before = server.memory()
-    with left_in_order(server):
-        replies = ask(server, [question(response) for response in responses])
+    with leaves_nothing_behind(server):
+        replies = post(server, [question(response) for response in responses])
         statuses = [status for status, _, _ in replies]
         assert set(statuses) <= {200, 503} and statuses.count(200) >= LIMITS["--max_queue"]
         assert statuses.count(503) > 0, "the queue has a bound"
@@ -188,11 +188,11 @@ def test_a_thousand_at_once_are_answered_or_refused(server):
     assert server.memory() - before < 64 << 20
 
 
-def test_no_token_or_a_wrong_one_is_refused_before_anything_is_read(server):
-    with left_in_order(server):
+def test_a_missing_or_wrong_token_is_refused_before_the_body_is_read(server):
+    with leaves_nothing_behind(server):
         for headers in ({"X": "y"}, {"Authorization": "Bearer a secreT"}, {"Authorization": TOKEN},
                         {"Authorization": "Bearer gr\u00fcn"}, {"Authorization": ""}):  # fmt: skip
-            ((status, reply, _),) = ask(server, [b"x" * 1000], headers=headers)
+            ((status, reply, _),) = post(server, [b"x" * 1000], headers=headers)
             assert status == 401 and "Bearer TOKEN" in reply["error"]
 
 
@@ -201,16 +201,16 @@ async def in_pieces(count: int, size: int = 50_000) -> Any:
         yield b"[" * size
 
 
-def test_a_body_too_large_is_refused_whatever_it_says_of_its_length(server):
-    with left_in_order(server):
-        packed = gzip.compress(b'["' + b"x" * 50_000_000 + b'"]')
-        assert len(packed) < 100_000
-        (whole,) = ask(server, [b"x" * 200_001])
-        (streamed,) = ask(server, [in_pieces(100)])
+def test_a_body_too_large_is_refused_whatever_its_headers_declare(server):
+    with leaves_nothing_behind(server):
+        compressed = gzip.compress(b'["' + b"x" * 50_000_000 + b'"]')
+        assert len(compressed) < 100_000
+        (whole,) = post(server, [b"x" * 200_001])
+        (streamed,) = post(server, [in_pieces(100)])
         for status, reply, _ in (whole, streamed):
             assert status == 413 and "split it" in reply["error"]
-        ((status, reply, _),) = ask(server, [packed], headers=HEADERS | {"Content-Encoding": "gzip"})
-        assert status == 400 and "not JSON" in reply["error"]  # it stays packed
+        ((status, reply, _),) = post(server, [compressed], headers=HEADERS | {"Content-Encoding": "gzip"})
+        assert status == 400 and "not JSON" in reply["error"]  # it is not decompressed
 
 
 BAD = {
@@ -232,69 +232,69 @@ BAD = {
 }
 
 
-def test_what_makes_no_sense_is_told_so(server):
-    with left_in_order(server):
+def test_an_invalid_request_gets_status_400_and_the_reason(server):
+    with leaves_nothing_behind(server):
         for body, part in BAD.items():
-            ((status, reply, _),) = ask(server, [body])
+            ((status, reply, _),) = post(server, [body])
             assert status == 400 and part in reply["error"], (body[:60], reply)
 
 
-def test_other_fields_change_nothing(server):
-    (plain,) = ask(server, [question()])
+def test_further_fields_do_not_change_the_scores(server):
+    (plain,) = post(server, [question()])
     more = [{"role": "user", "content": CHAT[0]["content"], "tool_calls": [{"name": "f"}], "name": "me"}]
-    (told,) = ask(server, [question(messages=[more], rows=[{"a": 1}], prompts=["p"], add_generation_prompt=True)])
-    assert told[1] == {"scores": [pytest.approx(plain[1]["scores"][0], abs=1e-6)]}
+    (extended,) = post(server, [question(messages=[more], rows=[{"a": 1}], prompts=["p"], add_generation_prompt=True)])
+    assert extended[1] == {"scores": [pytest.approx(plain[1]["scores"][0], abs=1e-6)]}
 
 
-def test_other_paths_and_methods_are_not_there(server):
+def test_other_paths_and_methods_are_refused(server):
     async def statuses() -> list[int]:
         async with aiohttp.ClientSession() as session:
-            found = []
+            codes = []
             for method, path in (("GET", "/score"), ("POST", "/health"), ("GET", "/../etc/passwd"), ("GET", "/")):
                 async with session.request(method, server.url + path) as reply:
-                    found.append(reply.status)
-            return found
+                    codes.append(reply.status)
+            return codes
 
     assert asyncio.run(statuses()) == [405, 405, 404, 404]
 
 
-def test_clients_that_leave_take_their_rows_with_them(server):
+def test_rows_of_clients_that_disconnect_are_dropped(server):
     body = json.dumps(question()).encode()
     head = (
         f"POST /score HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
     ).encode()
-    with left_in_order(server):
+    with leaves_nothing_behind(server):
         for sent in (head + body, head + body[:10], head, head[:20], b"\x00\x01nonsense\r\n\r\n"):
             gone = [socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) for _ in range(40)]
             for connection in gone:
                 connection.sendall(sent)
             for connection in gone:
                 connection.close()
-        (after,) = ask(server, [question()])
+        (after,) = post(server, [question()])
         assert after[0] == 200
 
 
-def test_a_request_that_does_not_arrive_is_given_up(server):
-    with left_in_order(server):
+def test_a_request_that_arrives_too_slowly_gets_status_408(server):
+    with leaves_nothing_behind(server):
 
         async def slow() -> Any:
             yield b'{"responses"'
             await asyncio.sleep(1.5)
             yield b": []}"
 
-        ((status, reply, _),) = ask(server, [slow()])
+        ((status, reply, _),) = post(server, [slow()])
         assert status == 408 and "within 1 s" in reply["error"]
 
 
-def test_sigterm_lets_the_requests_inside_be_answered(folder):
+def test_on_sigterm_the_queued_requests_are_answered(folder):
     server = Server(folder, "--max_wait", 1.5)  # a row stays queued at least this long
 
     async def interrupted() -> tuple[int, dict]:
         async with aiohttp.ClientSession(headers=HEADERS) as session:
-            asked = asyncio.create_task(session.post(f"{server.url}/score", json=question()))
+            request = asyncio.create_task(session.post(f"{server.url}/score", json=question()))
             await asyncio.sleep(0.5)
             server.process.terminate()
-            reply = await asked
+            reply = await request
             return reply.status, await reply.json()
 
     status, reply = asyncio.run(interrupted())
@@ -314,7 +314,7 @@ def test_sigterm_lets_the_requests_inside_be_answered(folder):
         (["--max_tokens", "-1"], "--max_tokens -1"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(flags, part, folder, monkeypatch, capsys):
+def test_invalid_settings_are_refused(flags, part, folder, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(SERVER.parent))
     monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
     from serve_reward_model import main
@@ -332,7 +332,7 @@ def test_a_model_without_scalar_head_is_refused(tiny_llama_folder, monkeypatch, 
 
 
 class Recorder:
-    """Work that keeps the batches it was given; the score of a row is its length."""
+    """Work that records its batches; the score of a row is its length."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.batches: list[list[int]] = []
@@ -346,43 +346,43 @@ class Recorder:
         return [float(len(row)) for row in rows]
 
 
-def joined(work: Recorder, requests: list[list[int]], **limits: Any) -> list[Any]:
-    """What requests for rows of these lengths are answered, all made at once."""
+def concurrent_scores(work: Recorder, requests: list[list[int]], **limits: Any) -> list[Any]:
+    """The results of concurrent requests for rows of these lengths."""
 
     async def run() -> list[Any]:
-        given = {"max_rows": 4, "max_tokens": 100, "max_wait": 0.05, "max_queue": 100} | limits
-        batches = DynamicBatches(work, **given)
+        settings = {"max_rows": 4, "max_tokens": 100, "max_wait": 0.05, "max_queue": 100} | limits
+        batches = DynamicBatches(work, **settings)
         worker = asyncio.create_task(batches.run())
-        asked = (batches.scores([[0] * length for length in lengths]) for lengths in requests)
-        found = await asyncio.gather(*asked, return_exceptions=True)
+        calls = (batches.scores([[0] * length for length in lengths]) for lengths in requests)
+        results = await asyncio.gather(*calls, return_exceptions=True)
         worker.cancel()
         assert not batches.waiting
-        return found
+        return results
 
     return asyncio.run(run())
 
 
 def test_rows_of_several_requests_share_batches_and_each_gets_its_own_scores():
     work = Recorder()
-    assert joined(work, [[1], [2, 3], [4], [5, 6]]) == [[1], [2, 3], [4], [5, 6]]
+    assert concurrent_scores(work, [[1], [2, 3], [4], [5, 6]]) == [[1], [2, 3], [4], [5, 6]]
     assert work.batches == [[1, 2, 3, 4], [5, 6]]
 
 
-def test_a_batch_has_at_most_so_many_padded_tokens_and_a_longer_row_goes_alone():
+def test_a_batch_has_at_most_max_tokens_with_padding_and_a_longer_row_is_a_batch_of_its_own():
     work = Recorder()
-    joined(work, [[10], [40], [30], [200], [1]])
+    concurrent_scores(work, [[10], [40], [30], [200], [1]])
     # 40 · 2 = 80 fits, 40 · 3 = 120 does not; nothing fits beside 200.
     assert work.batches == [[10, 40], [30], [200], [1]]
 
 
-def test_a_batch_that_fails_fails_its_requests_and_no_others():
-    found = joined(Recorder(), [[13, 1], [2, 3], [4]])
-    assert [type(one) for one in found[:2]] == [RuntimeError] * 2 and found[2] == [4]
+def test_a_failing_batch_fails_only_its_own_requests():
+    results = concurrent_scores(Recorder(), [[13, 1], [2, 3], [4]])
+    assert [type(one) for one in results[:2]] == [RuntimeError] * 2 and results[2] == [4]
 
 
-def test_what_does_not_fit_into_the_queue_is_refused_whole():
-    found = joined(Recorder(), [[1, 1], [1, 1], [1, 1, 1], [1]], max_queue=5)
-    assert isinstance(found[2], QueueFull) and [found[0], found[1], found[3]] == [[1, 1], [1, 1], [1]]
+def test_a_request_that_does_not_fit_into_the_queue_is_refused_as_a_whole():
+    results = concurrent_scores(Recorder(), [[1, 1], [1, 1], [1, 1, 1], [1]], max_queue=5)
+    assert isinstance(results[2], QueueFull) and [results[0], results[1], results[3]] == [[1, 1], [1, 1], [1]]
 
 
 def test_a_caller_that_is_cancelled_leaves_no_row_behind():

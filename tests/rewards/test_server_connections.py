@@ -51,7 +51,7 @@ class Running:
         client.sendall(sent)
         return client
 
-    def ask(
+    def post(
         self, question: Any = QUESTION, *, source: str = "127.0.0.1", token: str | None = TOKEN
     ) -> tuple[int, dict]:
         """Status and JSON of the answer to one request over a connection of its own."""
@@ -80,12 +80,12 @@ def is_closed(client: socket.socket) -> bool:
 @contextmanager
 def running(app: web.Application, connections: Connections) -> Iterator[Running]:
     started: list[str] = []
-    known = threading.Event()
+    listening = threading.Event()
     loop, until = asyncio.new_event_loop(), asyncio.Event()
 
     def ready(address: str) -> None:
         started.append(address)
-        known.set()
+        listening.set()
 
     def work() -> None:
         asyncio.set_event_loop(loop)
@@ -97,7 +97,7 @@ def running(app: web.Application, connections: Connections) -> Iterator[Running]
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert known.wait(60)
+        assert listening.wait(60)
         with ExitStack() as clients:
             yield Running(int(started[0].rpartition(":")[2]), connections, clients)
     finally:
@@ -115,31 +115,31 @@ def scorer() -> TextScorer:
 @contextmanager
 def reward_server(scorer: TextScorer, **limits: Any) -> Iterator[Running]:
     server = RewardServer(scorer, limits=Limits(**limits), token=TOKEN)
-    with running(server.app(), server.connections) as found:
-        yield found
+    with running(server.app(), server.connections) as running_server:
+        yield running_server
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
-def test_headers_that_never_end_lock_nobody_out(scorer):
+def test_connections_with_endless_headers_do_not_block_others(scorer):
     with reward_server(scorer, max_connections=100, max_header_seconds=600) as server:
         half = [server.connect(HALF) for _ in range(250)]
         for _ in range(3):
-            status, reply = server.ask()
+            status, reply = server.post()
             assert status == 200 and len(reply["scores"]) == 1
             assert len(server.connections) <= 100
-        assert all(is_closed(client) for client in half[:150]), "the oldest made room"
+        assert all(is_closed(client) for client in half[:150]), "the oldest are closed"
         for client in half[160:]:
             client.settimeout(0.001)
             assert not is_closed(client)
 
 
-def test_headers_that_never_end_are_closed(scorer):
+def test_connections_with_endless_headers_are_closed(scorer):
     with reward_server(scorer, max_header_seconds=1) as server:
         half = [server.connect(HALF) for _ in range(20)]
         with pytest.raises(OSError):  # sending byte by byte does not help: the timeout covers the whole header
@@ -147,18 +147,18 @@ def test_headers_that_never_end_are_closed(scorer):
                 half[0].sendall(b"a")
                 time.sleep(0.05)
         assert all(is_closed(client) for client in half)
-        eventually(lambda: len(server.connections) == 0)
+        wait_until(lambda: len(server.connections) == 0)
 
 
-def test_silence_after_an_answer_has_its_time_too(scorer):
+def test_an_idle_connection_is_closed_after_an_answer_too(scorer):
     with reward_server(scorer, max_header_seconds=0.5) as server:
         client = server.connect(request_of(QUESTION))
         assert client.recv(1000).startswith(b"HTTP/1.1 200")
         assert is_closed(client)
-        assert is_closed(server.connect()), "one that never said anything"
+        assert is_closed(server.connect()), "a client that sends nothing"
 
 
-def test_a_connection_serves_many_requests_and_the_time_counts_anew(scorer):
+def test_a_connection_serves_many_requests_and_each_restarts_the_timeout(scorer):
     with reward_server(scorer, max_header_seconds=4) as server:
         client = server.connect()
         for _ in range(5):
@@ -167,28 +167,28 @@ def test_a_connection_serves_many_requests_and_the_time_counts_anew(scorer):
             assert client.recv(10000).startswith(b"HTTP/1.1 200")
 
 
-def test_one_address_has_its_share_and_the_others_theirs(scorer):
+def test_one_address_cannot_use_all_connections(scorer):
     with reward_server(scorer, max_connections=60, max_connections_per_client=40, max_header_seconds=60) as server:
         greedy = [server.connect(HALF) for _ in range(80)]
         quiet = [server.connect(HALF, source="127.0.0.2") for _ in range(5)]
-        eventually(lambda: len(server.connections) == 45)
+        wait_until(lambda: len(server.connections) == 45)
         assert all(is_closed(client) for client in greedy[:40])
         more = [server.connect(HALF, source=f"127.0.0.{3 + i % 5}") for i in range(40)]
-        assert server.ask(source="127.0.0.9")[0] == 200
-        for client in (*quiet, *more):  # room is made where most is waited for
+        assert server.post(source="127.0.0.9")[0] == 200
+        for client in (*quiet, *more):  # connections are closed at the address that has most idle ones
             client.settimeout(0.01)
             assert not is_closed(client)
         assert len(server.connections) <= 60
 
 
-def test_no_token_no_connection(scorer):
+def test_a_request_without_the_token_is_refused_and_its_connection_closed(scorer):
     with reward_server(scorer) as server:
         client = server.connect(request_of(QUESTION, token=None))
         assert client.recv(1000).startswith(b"HTTP/1.1 401") and is_closed(client)
-        assert server.ask(token="another")[0] == 401
+        assert server.post(token="another")[0] == 401
 
 
-def test_where_all_connections_are_being_answered_a_new_one_is_refused():
+def test_a_new_connection_is_refused_while_all_others_are_being_answered():
     answer = threading.Event()
 
     async def slow(_: web.Request) -> web.Response:
@@ -199,12 +199,12 @@ def test_where_all_connections_are_being_answered_a_new_one_is_refused():
     app = web.Application(middlewares=[connections.middleware()])
     app.router.add_post("/score", slow)
     with running(app, connections) as server:
-        asked = [server.connect(request_of({})) for _ in range(2)]
-        eventually(lambda: len(server.connections) == 2 and not connections._deadlines)
+        clients = [server.connect(request_of({})) for _ in range(2)]
+        wait_until(lambda: len(server.connections) == 2 and not connections._deadlines)
         assert is_closed(server.connect(request_of({})))
         time.sleep(0.6)  # longer than the client timeout, but here the server is the slow one
         answer.set()
-        assert all(client.recv(1000).startswith(b"HTTP/1.1 200") for client in asked)
+        assert all(client.recv(1000).startswith(b"HTTP/1.1 200") for client in clients)
 
 
 def test_a_client_that_does_not_read_its_answer_is_closed():
@@ -216,8 +216,8 @@ def test_a_client_that_does_not_read_its_answer_is_closed():
     app.router.add_post("/score", large)
     with running(app, connections) as server:
         client = server.connect(request_of({}), SO_RCVBUF=4096)
-        eventually(lambda: len(connections) == 1)
-        eventually(lambda: len(connections) == 0)
+        wait_until(lambda: len(connections) == 1)
+        wait_until(lambda: len(connections) == 0)
         assert is_closed(client)
 
 
@@ -227,21 +227,21 @@ def chat_of(messages: int) -> list[dict]:
 
 def test_too_many_messages_or_characters_are_refused_before_a_template_reads_them(scorer, monkeypatch):
     with reward_server(scorer, max_messages=50, max_characters=2000) as server:
-        assert server.ask({"messages": [chat_of(25)] * 2, "responses": ["a"] * 2})[0] == 200
+        assert server.post({"messages": [chat_of(25)] * 2, "responses": ["a"] * 2})[0] == 200
         monkeypatch.setattr(scorer, "encode", lambda _: pytest.fail("the template was rendered"))
-        status, reply = server.ask({"messages": [chat_of(26), chat_of(25)], "responses": ["a"] * 2})
+        status, reply = server.post({"messages": [chat_of(26), chat_of(25)], "responses": ["a"] * 2})
         assert status == 413 and reply["error"].startswith("51 messages exceed the limit of 50")
         for question in (
             QUESTION | {"responses": ["x" * 2000]},
             QUESTION | {"messages": [[{"role": "x" * 2000, "content": ""}]]},
         ):
-            status, reply = server.ask(question)
+            status, reply = server.post(question)
             assert status == 413 and "characters exceed the limit of 2000" in reply["error"]
         monkeypatch.undo()
-        assert server.ask()[0] == 200
+        assert server.post()[0] == 200
 
 
-def test_the_default_limits_let_a_batch_of_a_run_through():
+def test_the_default_limits_accept_a_batch_of_a_run():
     rows = 512
     body = json.dumps({"messages": [chat_of(5)] * rows, "responses": ["word " * 800] * rows}).encode()
     assert len(parse_score_request(body, Limits()).responses) == rows
@@ -250,13 +250,13 @@ def test_the_default_limits_let_a_batch_of_a_run_through():
 
 
 def test_a_chat_of_3001_messages_is_rendered_a_few_times_only(scorer, monkeypatch):
-    """It held the server for more than 15 s: every turn was rendered with all turns before it."""
+    """It used to block the server for more than 15 s: every turn was rendered with all turns before it."""
     rendered, render = [], type(scorer.tokenizer).apply_chat_template
     monkeypatch.setattr(
         type(scorer.tokenizer), "apply_chat_template",
         lambda this, chat, **options: (rendered.append(len(chat)), render(this, chat, **options))[1],
     )  # fmt: skip
     with reward_server(scorer) as server:
-        status, reply = server.ask({"messages": [chat_of(3001)], "responses": ["It is 5."]})
+        status, reply = server.post({"messages": [chat_of(3001)], "responses": ["It is 5."]})
     assert status == 200 and len(reply["scores"]) == 1 and torch.isfinite(torch.tensor(reply["scores"])).all()
     assert sum(rendered) < 5 * 3001

@@ -35,31 +35,31 @@ def scenario(root: Path, algorithm: str) -> dict[str, Any]:
     ranks = collectives.world_size()
     stage, accumulation, changes = CASES[algorithm]
     stage, accumulation = (stage, accumulation) if ranks > 1 else (0, 1)
-    given = {
+    settings = {
         "algorithm": algorithm, "num_samples_per_prompt": 2, "actor_zero_stage": stage, "critic_zero_stage": stage,
         "gradient_accumulation_steps": accumulation, "per_device_generation_batch_size": 4 // ranks,
         "per_device_training_batch_size": 8 // ranks // accumulation, "actor_learning_rate": 3e-4,
         "max_grad_norm": 0.3, "clip_range": 0.02,
     }  # fmt: skip
-    trainer = make_trainer(root, **given | changes)
-    found: dict[str, Any] = {"updates": [], "trained": []}
+    trainer = make_trainer(root, **settings | changes)
+    result: dict[str, Any] = {"updates": [], "trained": []}
     for _ in range(2):
         parts, updates = one_iteration(trainer, QUESTIONS, minibatch_size=8 // ranks, ppo_epochs=2)
-        found["updates"] += updates
-        found["trained"] += [float(collectives.sum_over_ranks(part.trained.sum())) for part in parts]
+        result["updates"] += updates
+        result["trained"] += [float(collectives.sum_over_ranks(part.trained.sum())) for part in parts]
         if trainer.ppo.ref_refresh_interval:
             trainer.engine.refresh_reference()
     if algorithm == "grpo":  # 7 rows in batches of 4: on 2 ranks, one rank has a row less in the last batch
         rows = eval_rows(trainer, QUESTIONS[:7])
-        found["evaluation"], samples = evaluate(
+        result["evaluation"], samples = evaluate(
             trainer, rows, batch_size=4 // ranks, max_batches=0, num_samples=3, success_score=0.2, answer="text"
         )
-        found["answers"] = sorted((sample["prompt"], sample["response"]) for sample in samples)
+        result["answers"] = sorted((sample["prompt"], sample["response"]) for sample in samples)
     models = {"actor": trainer.engine.policy, "critic": trainer.engine.critic, "ref": trainer.engine.ref}
     for name, engine in models.items():
         if engine is not None:
-            found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(engine)}
-    return found
+            result[name] = {key: tensor.detach().clone() for key, tensor in full_weights(engine)}
+    return result
 
 
 if __name__ == "__main__":

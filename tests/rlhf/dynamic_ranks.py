@@ -21,9 +21,9 @@ from dschat.distributed import collectives, launch
 from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.training_loop import PPORun
 
-SIZE, SLOTS = 3, 8  # responses to a prompt, prompts of an iteration
-QUESTIONS = [f"What is {i} plus {i * i}?" for i in range(20)]  # two iterations and a skipped rest
-# Prompts whose responses all get the same score: by row number
+SIZE, SLOTS = 3, 8  # responses per prompt, prompts per iteration
+QUESTIONS = [f"What is {i} plus {i * i}?" for i in range(20)]  # two iterations an epoch; the remainder is dropped
+# The reward function decides by row number for which prompts all responses get the same score.
 CASES: dict[str, dict[str, Any]] = {
     "a third": {"reward": "third", "dynamic_sampling": 3},
     "nearly all": {"reward": "most", "dynamic_sampling": 2},
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "none": {"reward": "none", "dynamic_sampling": 3},
     "normalised": {"reward": "third", "dynamic_sampling": 3, "normalize_rewards": True},
     "one batch": {"reward": "most", "dynamic_sampling": 4, "generation_batches": 1, "normalize_rewards": True},
-    "not asked for": {"reward": "third", "dynamic_sampling": 0},
+    "off": {"reward": "third", "dynamic_sampling": 0},
 }
 REWARD = """
 def score(flat, responses, rows):
@@ -69,19 +69,19 @@ def make_run(root: Path, case: str) -> PPORun:
 def scenario(root: Path, case: str) -> dict[str, Any]:
     """Three iterations: (score, trained, advantage) of every row of all ranks, minibatch by minibatch."""
     run = make_run(root, case)
-    found: dict[str, Any] = {"minibatches": [], "prompts_consumed": [], "samples": [], "sums": []}
+    result: dict[str, Any] = {"minibatches": [], "prompts_consumed": [], "samples": [], "sums": []}
     for number in range(3):
         iteration = run.collector.collect(number)
         for part in iteration.minibatches:
             rows = zip(part.scores.tolist(), part.trained.tolist(), part.advantages[:, 0].tolist(), strict=True)
-            found["minibatches"].append(sorted(collectives.all_gather_lists([list(row) for row in rows])))
-        found["prompts_consumed"].append(run.collector.prompts_consumed)
-        found["samples"].append(collectives.all_gather_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
+            result["minibatches"].append(sorted(collectives.all_gather_lists([list(row) for row in rows])))
+        result["prompts_consumed"].append(run.collector.prompts_consumed)
+        result["samples"].append(collectives.all_gather_lists([[s["prompt"], s["score"]] for s in iteration.samples]))
         names = ("sequences", "trained", "flat_groups")
         totals = torch.stack([sum(sums[name] for sums in iteration.sums) for name in names])
-        found["sums"].append(collectives.sum_over_ranks(totals).tolist())
-    found["moments"] = run.trainer.rewards.state
-    return found
+        result["sums"].append(collectives.sum_over_ranks(totals).tolist())
+    result["moments"] = run.trainer.rewards.state
+    return result
 
 
 if __name__ == "__main__":

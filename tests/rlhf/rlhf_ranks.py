@@ -32,20 +32,22 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
         per_device_generation_batch_size=4 // ranks, per_device_training_batch_size=2 // ranks,
         gradient_accumulation_steps=2, max_grad_norm=0.3, clip_range=0.02,
     )  # fmt: skip
-    engine, found = trainer.engine, {}
-    seven = eval_rows(trainer, QUESTIONS[:7])
-    for size in (1, 2):  # 7 rows on 2 ranks: with 1 a rank is left without a row at the end, with 2 it has fewer
-        metrics, samples = evaluate(trainer, seven, batch_size=size, max_batches=0)
+    engine, result = trainer.engine, {}
+    rows = eval_rows(trainer, QUESTIONS[:7])
+    for size in (1, 2):  # 7 rows on 2 ranks: in the last batch one rank has no row with size 1, and one fewer with 2
+        metrics, samples = evaluate(trainer, rows, batch_size=size, max_batches=0)
         answers = {sample["prompt"]: sample["response"] for sample in samples}  # of every rank
-        found[f"evaluation {size}"] = metrics, answers, len(samples)
-    _, samples = evaluate(trainer, seven, batch_size=4 // ranks, max_batches=1)
-    found["one batch on each device"] = len(samples)
-    _, found["updates"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=2)
-    honest = trainer.ppo, trainer.rollouts
+        result[f"evaluation {size}"] = metrics, answers, len(samples)
+    _, samples = evaluate(trainer, rows, batch_size=4 // ranks, max_batches=1)
+    result["one batch on each device"] = len(samples)
+    _, result["updates"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=2)
+    defaults = trainer.ppo, trainer.rollouts
     # The decoder's log-probs of a truncated distribution: a mismatch larger than rounding.
-    trainer.ppo, trainer.rollouts = replace(honest[0], old_logprobs="rollout"), replace(honest[1], top_k=4)
-    _, found["updates of the decoder's"] = one_iteration(trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=1)
-    trainer.ppo, trainer.rollouts = honest
+    trainer.ppo, trainer.rollouts = replace(defaults[0], old_logprobs="rollout"), replace(defaults[1], top_k=4)
+    _, result["updates with rollout log-probs"] = one_iteration(
+        trainer, QUESTIONS, minibatch_size=4 // ranks, ppo_epochs=1
+    )
+    trainer.ppo, trainer.rollouts = defaults
     if collectives.is_main():
         (root / f"ema-{stage}-{ranks}").mkdir()
     collectives.barrier()
@@ -53,13 +55,13 @@ def scenario(root: Path, stage: int) -> dict[str, Any]:
     models = {"actor": engine.policy, "critic": engine.critic, "ref": engine.ref, "reward": engine.reward,
               "average": engine.actor_ema}  # fmt: skip
     for name, module in models.items():
-        found[name] = {key: tensor.detach().clone() for key, tensor in full_weights(module)}
+        result[name] = {key: tensor.detach().clone() for key, tensor in full_weights(module)}
     engine.update_ema(0.0)
-    found["average without memory"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
+    result["average with decay 0"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
     collectives.barrier()
     engine.load_shadow_models(root / f"ema-{stage}-{ranks}")
-    found["average again"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
-    return found
+    result["reloaded average"] = {key: tensor.detach().clone() for key, tensor in full_weights(engine.actor_ema)}
+    return result
 
 
 if __name__ == "__main__":

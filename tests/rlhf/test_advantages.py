@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def ragged_mask() -> torch.Tensor:
-    """Full, short, holed, holed at both ends, single token, empty."""
+    """Rows: full, short, with a hole, masked at both ends and inside, one token, empty."""
     rows = ["111111", "111000", "110011", "010110", "000100", "000000"]
     return torch.tensor([[c == "1" for c in row] for row in rows])
 
@@ -47,7 +47,7 @@ def test_k3_estimates_the_kl_from_the_sampling_policy_and_not_the_reverse():
 
 
 def test_k3_is_precise_and_positive_at_small_differences():
-    # k3 = Δ²/2 − Δ³/6 + …: 4.99998e-9 at Δ = 1e-4, where 1 + Δ in float32 has no digit of it.
+    # k3 = Δ²/2 − Δ³/6 + …: 4.99998e-9 at Δ = 1e-4, which a float32 sum with 1 loses entirely.
     estimate = kl_estimate(torch.tensor([[1e-4, -1e-4]]), torch.zeros(1, 2), "k3")
     torch.testing.assert_close(estimate, torch.tensor([[5e-9, 5e-9]]), rtol=2e-3, atol=0)
 
@@ -188,12 +188,12 @@ def test_gae_of_a_row_with_holes_is_gae_of_its_compact_sequence(gamma, lam):
         rewards.masked_fill(~mask, NAN), values.masked_fill(~mask, INF), mask, gamma=gamma, gae_lambda=lam
     )
     for b in range(6):
-        kept = mask[b].nonzero().flatten().tolist()
-        compact = sum_of_td_errors(rewards[b, kept].tolist(), values[b, kept].tolist(), gamma, lam)
+        columns = mask[b].nonzero().flatten().tolist()
+        compact = sum_of_td_errors(rewards[b, columns].tolist(), values[b, columns].tolist(), gamma, lam)
         expected = torch.zeros(6, dtype=torch.float64)
-        expected[kept] = torch.tensor(compact, dtype=torch.float64)
+        expected[columns] = torch.tensor(compact, dtype=torch.float64)
         torch.testing.assert_close(advantages[b], expected)
-        expected[kept] += values[b, kept]
+        expected[columns] += values[b, columns]
         torch.testing.assert_close(returns[b], expected)
 
 

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -44,16 +44,16 @@ def folder(tmp_path_factory) -> Path:
 
 
 def plain_models(folder: Path) -> list[hf.PreTrainedModel]:
-    """Actor that has left the reference model, ref, reward."""
+    """Actor (its weights differ from the reference's), ref, reward."""
     kinds = ((hf.AutoModelForCausalLM, "actor"),) * 2 + ((hf.AutoModelForSequenceClassification, "reward"),)
     actor, *others = [kind.from_pretrained(folder / name, dtype=torch.float32).eval() for kind, name in kinds]
-    actor.get_input_embeddings().padding_idx = None  # a pad token that was sampled is learnt too
-    return [leave(actor), *others]
+    actor.get_input_embeddings().padding_idx = None  # a sampled pad token is trained too
+    return [perturb_weights(actor), *others]
 
 
 @torch.no_grad()
-def leave(actor: torch.nn.Module) -> torch.nn.Module:
-    """Other weights, none of them 0: the embedding of the pad token is, where a norm's gradient is all rounding."""
+def perturb_weights(actor: torch.nn.Module) -> torch.nn.Module:
+    """Change all weights in place, none to 0: at the pad token's zero embedding a norm's gradient is all rounding."""
     for parameter in actor.parameters():
         parameter.mul_(1.1)
         parameter[parameter == 0] = 0.1
@@ -62,7 +62,7 @@ def leave(actor: torch.nn.Module) -> torch.nn.Module:
 
 def trainer_of(folder: Path, algorithm: str, **changes: Any) -> DeepSpeedPPOTrainer:
     trainer = make_trainer(folder, **COMMON | {"algorithm": algorithm} | CASES.get(algorithm, {}) | changes)
-    leave(trainer.engine.policy)
+    perturb_weights(trainer.engine.policy)
     return trainer
 
 
@@ -94,7 +94,7 @@ def test_experience_and_updates_equal_a_plain_torch_implementation_row_by_row(fo
     s, size = settings_of(trainer), trainer.ppo.num_samples_per_prompt
     experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[: max(4, 8 // size)]))
     rows, (actor, ref, reward) = rows_of(experience), plain_models(folder)
-    assert 0 < experience.ended.sum() < len(rows), "both ways to end are needed"
+    assert 0 < experience.ended.sum() < len(rows), "both ended and truncated responses are needed"
     assert trainer.engine.critic is None and experience.values is None and experience.returns is None
     plain_algorithms.experience(rows, actor, ref, reward, trainer.stop_ids, s)
     if trainer.ppo.kl_clip:
@@ -102,17 +102,17 @@ def test_experience_and_updates_equal_a_plain_torch_implementation_row_by_row(fo
     for number, row in enumerate(rows):
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "kl", "rewards", "advantages"):
-            found = getattr(experience, name)[number]
+            actual = getattr(experience, name)[number]
             torch.testing.assert_close(
-                found[mask], row.expected[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m
+                actual[mask], row.expected[name], atol=5e-5, rtol=1e-4, msg=lambda m, n=name: n + m
             )
-            assert not found[~mask].any(), name
-    # A decoder with alternating mismatch e^0.1 and e^−0.2, where it is corrected
+            assert not actual[~mask].any(), name
+    # With a rollout correction: a decoder with a mismatch of e^0.1 and e^−0.2 in turn
     if trainer.policy_update.actor_loss.corrects_rollouts:
-        off = torch.tensor([0.1, -0.2, 0.1, -0.2, 0.1, -0.2])[: experience.response_mask.shape[1]]
-        experience.rollout_logprobs = experience.old_logprobs - off
+        mismatch = torch.tensor([0.1, -0.2, 0.1, -0.2, 0.1, -0.2])[: experience.response_mask.shape[1]]
+        experience.rollout_logprobs = experience.old_logprobs - mismatch
         for row in rows:
-            product = math.exp(float(off[: len(row.response)].sum()))
+            product = math.exp(float(mismatch[: len(row.response)].sum()))
             row.expected["weights"] = product if 0.9 <= product <= 1.15 else 0.0
         assert len({row.expected["weights"] for row in rows} - {0.0}) > 1
     if trainer.ppo.whiten_advantages:
@@ -121,19 +121,19 @@ def test_experience_and_updates_equal_a_plain_torch_implementation_row_by_row(fo
         experience.advantages[experience.response_mask] = (counted - counted.mean()) / counted.std(correction=0)
     adam = torch.optim.AdamW(actor.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(3):
-        found = trainer.train_rlhf(experience)
-        policy, whole = plain_algorithms.losses(rows, actor, s)
-        assert found["policy_loss"] == pytest.approx(policy.item(), abs=2e-5, rel=2e-4)
+        actual = trainer.train_rlhf(experience)
+        policy, total = plain_algorithms.losses(rows, actor, s)
+        assert actual["policy_loss"] == pytest.approx(policy.item(), abs=2e-5, rel=2e-4)
         adam.zero_grad()
-        whole.backward()
+        total.backward()
         norm = torch.nn.utils.get_total_norm([p.grad for p in actor.parameters() if p.grad is not None])
-        assert found["actor_grad_norm"] == pytest.approx(float(norm), rel=2e-3)
+        assert actual["actor_grad_norm"] == pytest.approx(float(norm), rel=2e-3)
         adam.step()
-    assert found["clip_fraction"] < 1 and (found["clip_fraction"] > 0 or trainer.ppo.policy_loss == "sapo")
-    ours = dict(trainer.engine.policy.module.model.named_parameters())
+    assert actual["clip_fraction"] < 1 and (actual["clip_fraction"] > 0 or trainer.ppo.policy_loss == "sapo")
+    parameters = dict(trainer.engine.policy.module.model.named_parameters())
     for name, parameter in actor.named_parameters():
         # A step moves a weight by 1e-4, whichever way its gradient points.
-        torch.testing.assert_close(ours[name], parameter, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(parameters[name], parameter, atol=5e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", *CASES])
@@ -144,25 +144,25 @@ def test_only_the_models_that_an_algorithm_needs_are_built(folder, algorithm):
     assert engine.reward is not None and not engine.shadow_models
     function = folder / "ones.py"
     function.write_text("def ones(prompts, responses, rows):\n    return [1.0] * len(responses)\n")
-    ruled = make_trainer(folder, algorithm=algorithm, num_samples_per_prompt=2, reward=[f"{function}:ones"],
+    rule_based = make_trainer(folder, algorithm=algorithm, num_samples_per_prompt=2, reward=[f"{function}:ones"],
                          reward_model_name_or_path=None, critic_model_name_or_path=str(folder / "reward"))  # fmt: skip
-    assert ruled.engine.reward is None and ruled.engine.ref is not None
+    assert rule_based.engine.reward is None and rule_based.engine.ref is not None
 
 
-# --- what is learnt from ---------------------------------------------------------------------------------------------
+# --- which responses train -------------------------------------------------------------------------------------------
 
 
 def test_mask_truncated_excludes_truncated_responses_from_the_update(folder):
-    """The update is that of the rows which ended, alone: their numbers, and a divisor that counts them alone."""
-    trainer, others = (trainer_of(folder, "dr_grpo", mask_truncated=True) for _ in range(2))
+    """The update equals that on the ended rows only, normalizer included."""
+    trainer, reference = (trainer_of(folder, "dr_grpo", mask_truncated=True) for _ in range(2))
     experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
     assert torch.equal(experience.trained, experience.ended) and 0 < experience.ended.sum() < len(experience)
     ended = experience.ended.nonzero().flatten()
-    others.ppo.per_device_training_batch_size = len(ended)
-    expected = others.train_rlhf(experience.rows(ended))
-    found = trainer.train_rlhf(experience)
+    reference.ppo.per_device_training_batch_size = len(ended)
+    expected = reference.train_rlhf(experience.rows(ended))
+    actual = trainer.train_rlhf(experience)
     for name in ("policy_loss", "kl_loss", "entropy_bonus", "actor_grad_norm", "ratio"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 SOME = """
@@ -173,7 +173,7 @@ def some(prompts, responses, rows):
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "opo", "reinforce++_baseline"])
 def test_a_response_without_a_score_is_excluded_from_the_update_and_from_baselines(folder, algorithm, tmp_path):
-    """As if the response had never been sampled: the baselines are those of the others."""
+    """As if the response had never been sampled: baselines are computed from the others."""
     (tmp_path / "some.py").write_text(SOME.replace("None if", "float('nan') if"))
     size = 4
     trainer = trainer_of(folder, algorithm, reward=[f"{tmp_path / 'some.py'}:some"], reward_model_name_or_path=None,
@@ -188,19 +188,19 @@ def test_a_response_without_a_score_is_excluded_from_the_update_and_from_baselin
         rows = [row for row in range(first, first + size) if has_score[row]]
         if len(rows) < 2:
             continue
-        whole = [min(len(texts[row]), 3.0) - (0.0 if experience.ended[row] else 0.5) for row in rows]
+        totals = [min(len(texts[row]), 3.0) - (0.0 if experience.ended[row] else 0.5) for row in rows]
         lengths = [int(experience.response_mask[row].sum()) for row in rows]
-        mean = sum(whole) / len(rows)
-        deviation = math.sqrt(sum((x - mean) ** 2 for x in whole) / (len(rows) - 1))
-        for row, own in zip(rows, whole, strict=True):
+        mean = sum(totals) / len(rows)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in totals) / (len(rows) - 1))
+        for row, own in zip(rows, totals, strict=True):
             expected = {
                 "grpo": (own - mean) / (deviation + 1e-6),
-                "rloo": own - (sum(whole) - own) / (len(rows) - 1),
-                "opo": own - sum(a * b for a, b in zip(lengths, whole, strict=True)) / sum(lengths),
+                "rloo": own - (sum(totals) - own) / (len(rows) - 1),
+                "opo": own - sum(a * b for a, b in zip(lengths, totals, strict=True)) / sum(lengths),
                 "reinforce++_baseline": own - mean,
             }[algorithm]
             last = int(experience.response_mask[row].sum()) - 1
-            assert experience.advantages[row, last].item() == pytest.approx(expected, abs=1e-5), (row, whole)
+            assert experience.advantages[row, last].item() == pytest.approx(expected, abs=1e-5), (row, totals)
 
 
 def test_a_response_without_a_greedy_baseline_is_not_trained_on(folder, tmp_path):
@@ -223,7 +223,7 @@ def test_a_step_without_trained_tokens_is_skipped_and_changes_no_weight(folder):
     assert unchanged(before, trainer.engine.policy) and trainer.engine.policy.get_lr() == rate
 
 
-# --- what moves ------------------------------------------------------------------------------------------------------
+# --- which weights change --------------------------------------------------------------------------------------------
 
 
 def test_a_frozen_actor_is_unchanged_bit_for_bit_while_the_critic_is_trained(folder):
@@ -245,7 +245,7 @@ def test_a_refreshed_reference_equals_the_actor_so_kl_is_0(folder, stage, lora):
                            actor_zero_stage=stage, actor_lora_dim=lora, only_optimize_lora=bool(lora),
                            actor_learning_rate=3e-3)  # fmt: skip
     prompts = prompts_of(trainer, QUESTIONS[:4])
-    assert not trainer.generate_experience(prompts).kl.any(), "adapters of the reference begin at nothing"
+    assert not trainer.generate_experience(prompts).kl.any(), "new adapters change nothing"
     for _ in range(2):
         trainer.train_rlhf(trainer.generate_experience(prompts))
     assert trainer.generate_experience(prompts).kl.abs().max() > 1e-4
@@ -253,23 +253,26 @@ def test_a_refreshed_reference_equals_the_actor_so_kl_is_0(folder, stage, lora):
     assert not trainer.generate_experience(prompts).kl.any(), "bit for bit"
     assert list(trainer.engine.shadow_models) == ["ref"]
     trainer.train_rlhf(trainer.generate_experience(prompts))
-    assert trainer.generate_experience(prompts).kl.abs().max() > 1e-5, "a copy, and not the actor itself"
+    assert trainer.generate_experience(prompts).kl.abs().max() > 1e-5, "the reference is a copy, not the actor itself"
 
 
 def test_the_entropy_bonus_raises_entropy_and_the_kl_loss_lowers_kl(folder):
-    """Nothing but one of them in the loss: entropy rises, KL to the reference falls."""
-    spread, held = trainer_of(folder, "opo", entropy_coef=1.0), trainer_of(folder, "grpo", kl_coef=1.0, kl_clip=0.0)
-    for trainer, name in ((spread, "entropy"), (held, "kl")):
+    """With that term alone in the loss."""
+    entropy_trainer, kl_trainer = (
+        trainer_of(folder, "opo", entropy_coef=1.0),
+        trainer_of(folder, "grpo", kl_coef=1.0, kl_clip=0.0),
+    )
+    for trainer, name in ((entropy_trainer, "entropy"), (kl_trainer, "kl")):
         experience = trainer.generate_experience(prompts_of(trainer, QUESTIONS[:4]))
-        alone = copy.copy(experience)
-        alone.advantages = torch.zeros_like(experience.advantages)
+        without_advantages = copy.copy(experience)
+        without_advantages.advantages = torch.zeros_like(experience.advantages)
         if name == "kl":
-            first = trainer.train_rlhf(alone)["kl_loss"]
-            assert [trainer.train_rlhf(alone)["kl_loss"] for _ in range(3)][-1] < first
+            first = trainer.train_rlhf(without_advantages)["kl_loss"]
+            assert [trainer.train_rlhf(without_advantages)["kl_loss"] for _ in range(3)][-1] < first
         else:
-            alone.ref_logprobs = None
-            first = trainer.train_rlhf(alone)["entropy_bonus"]
-            assert [trainer.train_rlhf(alone)["entropy_bonus"] for _ in range(3)][-1] > first
+            without_advantages.ref_logprobs = None
+            first = trainer.train_rlhf(without_advantages)["entropy_bonus"]
+            assert [trainer.train_rlhf(without_advantages)["entropy_bonus"] for _ in range(3)][-1] > first
 
 
 @pytest.mark.parametrize("cut", [(4, 2), (2, 4)])
@@ -292,10 +295,10 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(folder, algorithm, cu
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory) -> Path:
-    """Models without an embedding of zeros."""
+    """Models in which no embedding is 0."""
     folder = save_models(tmp_path_factory.mktemp("shared"))
     actor = hf.AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32)
-    leave(actor).save_pretrained(folder / "actor")
+    perturb_weights(actor).save_pretrained(folder / "actor")
     return folder
 
 
@@ -308,20 +311,20 @@ def two_ranks(shared, programs) -> dict[str, Any]:
 
 @pytest.mark.parametrize("algorithm", algorithm_ranks.CASES)
 def test_two_ranks_under_any_zero_stage_train_as_one_process_does(shared, two_ranks, algorithm):
-    found, expected = two_ranks[algorithm], algorithm_ranks.scenario(shared, algorithm)
-    assert found["trained"] == expected["trained"] and len(found["updates"]) == 8
-    for ours, theirs in zip(found["updates"], expected["updates"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    actual, expected = two_ranks[algorithm], algorithm_ranks.scenario(shared, algorithm)
+    assert actual["trained"] == expected["trained"] and len(actual["updates"]) == 8
+    for line, other in zip(actual["updates"], expected["updates"], strict=True):
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4)
     if algorithm == "grpo":
-        assert found["answers"] == expected["answers"] and len(found["answers"]) == 21
-        ours, theirs = ({name: x for name, x in case["evaluation"].items() if name != "rollout_logprob_mismatch_max"}
-                        for case in (found, expected))  # fmt: skip
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4) and 0 < ours["mean@3"] < 1
+        assert actual["answers"] == expected["answers"] and len(actual["answers"]) == 21
+        line, other = ({name: x for name, x in case["evaluation"].items() if name != "rollout_logprob_mismatch_max"}
+                        for case in (actual, expected))  # fmt: skip
+        assert line == pytest.approx(other, rel=1e-3, abs=1e-4) and 0 < line["mean@3"] < 1
     origins = {"actor": hf.AutoModelForCausalLM, "critic": hf.AutoModelForSequenceClassification}
-    assert ("critic" in found) == (algorithm == "ppo")
-    for name in origins.keys() & found.keys():
+    assert ("critic" in actual) == (algorithm == "ppo")
+    for name in origins.keys() & actual.keys():
         path = shared / {"actor": "actor", "critic": "reward"}[name]
         start = dict(origins[name].from_pretrained(path, dtype=torch.float32).named_parameters())
-        assert relative_distance(found[name], expected[name], start) < 0.01
+        assert relative_distance(actual[name], expected[name], start) < 0.01
     if "ref_refresh_interval" in algorithm_ranks.CASES[algorithm][2]:
-        assert all(torch.equal(found["ref"][name], weight) for name, weight in found["actor"].items())
+        assert all(torch.equal(actual["ref"][name], weight) for name, weight in actual["actor"].items())

@@ -18,7 +18,7 @@ from dschat.rlhf.answer_metrics import majority, pass_at_k
         ("5 - 3", "3"),
         ("x=-3", "-3"),
         ("(-2)", "-2"),
-        ("\u22127 degrees", "-7"),  # the sign that typographers set
+        ("\u22127 degrees", "-7"),  # the Unicode minus sign
         ("+4", "4"),
         ("-3/4", "-3/4"),
         ("3/4/2024", "2024"),
@@ -28,7 +28,7 @@ from dschat.rlhf.answer_metrics import majority, pass_at_k
         ("2.5e-3", "1/400"),
         ("1.5/2", "3/4"),
         ("007", "7"),
-        ("9" * 5000 + " or 7", "7"),  # Python would refuse to read the first
+        ("9" * 5000 + " or 7", "7"),  # longer than the digits that int() accepts
         ("1e999999999", "999999999"),  # an exponent of three digits at most
     ],
 )
@@ -37,11 +37,11 @@ def test_the_last_number_of_a_text(text, number):
 
 
 @pytest.mark.parametrize("text", ["", "none", "a-b", ".", "-", "," * 50])
-def test_a_text_without_a_number_has_none(text):
+def test_a_text_without_a_number_gives_none(text):
     assert last_number(text) is None and extract_answer(text, "last_number") is None
 
 
-def test_only_a_text_that_is_a_number_as_a_whole_has_a_value():
+def test_exact_number_accepts_only_a_text_that_is_a_number_as_a_whole():
     assert exact_number("1,000") == exact_number(1000) == exact_number(1000.0) == 1000
     assert exact_number(0.1) == Fraction(1, 10) and exact_number(" -2.5 ") == Fraction(-5, 2)
     for value in ("5 apples", "", "x", True, None, [5], float("nan"), float("inf")):
@@ -61,7 +61,7 @@ def test_only_a_text_that_is_a_number_as_a_whole_has_a_value():
         (r"\boxed 5", None),
     ],
 )
-def test_the_last_box_and_its_braces(text, inside):
+def test_the_content_of_the_last_closed_box_is_extracted(text, inside):
     assert last_boxed(text) == inside
 
 
@@ -87,7 +87,7 @@ def test_equivalent_answers_are_normalised_to_the_same_text(how, alike, other):
 @pytest.mark.parametrize(
     ("how", "text"), [("boxed", "5"), ("tag", "<answer>5"), ("tag", "<answer> </answer>"), ("text", " ")]
 )
-def test_no_answer_is_none(how, text):
+def test_a_missing_answer_gives_none(how, text):
     assert extract_answer(text, how) is None
 
 
@@ -100,7 +100,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample():
 
 
 def test_pass_at_k_of_large_counts_is_finite_and_exact():
-    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)  # by symmetry: drawn or left behind
+    assert pass_at_k(10_000, 1, 5_000) == pytest.approx(0.5)  # by symmetry: half of the subsets contain it
     assert pass_at_k(200, 3, 1) == pytest.approx(3 / 200)
 
 
@@ -110,7 +110,7 @@ def test_impossible_counts_are_refused(n, c, k):
         pass_at_k(n, c, k)
 
 
-def test_the_majority_counts_answers_and_takes_the_earlier_of_equals():
+def test_the_majority_ignores_missing_answers_and_ties_go_to_the_first():
     assert majority(["a", "b", "b", None, None, None]) == 1
     assert majority(["b", "a", "a", "b"]) == 0
     assert majority([None, "c"]) == 1

@@ -21,7 +21,7 @@ from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -37,7 +37,7 @@ def lengths(prompts, responses, rows):
 
 @pytest.fixture(scope="module")
 def trainer(folder):
-    """Its actor has left the reference model."""
+    """A trainer whose actor differs from the reference model."""
     trainer = make_trainer(folder, judge=lengths, max_answer_seq_len=12)
     for _ in range(3):
         trainer.train_rlhf(trainer.generate_experience(prompts_of(trainer)))
@@ -110,7 +110,7 @@ def test_every_row_is_evaluated_once_at_any_batch_size(trainer):
     (metrics, samples), (others, other_samples) = by_size.values()
     assert [sample["response"] for sample in samples] == [sample["response"] for sample in other_samples]
     # A maximum of rounding errors, which depend on the batch.
-    largest = [found.pop("rollout_logprob_mismatch_max") for found in (metrics, others)]
+    largest = [each.pop("rollout_logprob_mismatch_max") for each in (metrics, others)]
     assert metrics == pytest.approx(others, rel=1e-4, abs=1e-6) and max(largest) < 1e-4
 
 
@@ -125,7 +125,7 @@ def test_evaluation_is_repeatable_and_depends_on_the_actor(folder):
     first = evaluate(trainer, rows, batch_size=2, max_batches=0)
     state = torch.get_rng_state()
     assert evaluate(trainer, rows, batch_size=2, max_batches=0) == first
-    assert torch.equal(torch.get_rng_state(), state), "looking changes nothing about training"
+    assert torch.equal(torch.get_rng_state(), state), "an evaluation does not change the random state of training"
     for _ in range(4):
         trainer.train_rlhf(trainer.generate_experience(prompts_of(trainer)))
     assert evaluate(trainer, rows, batch_size=2, max_batches=0) != first
@@ -147,23 +147,23 @@ def test_an_evaluation_changes_nothing_on_the_trainer(trainer):
 # --- several responses to a prompt -----------------------------------------------------------------------------------
 
 
-def in_plain_words(groups: list[list[tuple[float, str]]], success: float) -> dict[str, float]:
-    """mean@n, pass@k and maj@n of (score, answer), by looking at every subset."""
+def brute_force_metrics(groups: list[list[tuple[float, str]]], success: float) -> dict[str, float]:
+    """mean@n, pass@k and maj@n of (score, answer), by enumerating every subset."""
     n = len(groups[0])
-    found = {f"mean@{n}": sum(score >= success for group in groups for score, _ in group) / (n * len(groups))}
+    metrics = {f"mean@{n}": sum(score >= success for group in groups for score, _ in group) / (n * len(groups))}
     for k in {2, 4, 8, n} & set(range(2, n + 1)):
         chances = [
             [any(score >= success for score, _ in subset) for subset in itertools.combinations(group, k)]
             for group in groups
         ]
-        found[f"pass@{k}"] = sum(sum(each) / len(each) for each in chances) / len(groups)
+        metrics[f"pass@{k}"] = sum(sum(each) / len(each) for each in chances) / len(groups)
     hits = 0
     for group in groups:
         answers = [answer for _, answer in group if answer]
         votes = max((answers.count(answer) for answer in answers), default=0)
         first = next((score for score, answer in group if answer and answers.count(answer) == votes), -math.inf)
         hits += first >= success
-    return found | {f"maj@{n}": hits / len(groups)}
+    return metrics | {f"maj@{n}": hits / len(groups)}
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 6, 9])
@@ -177,9 +177,9 @@ def test_answer_metrics_equal_brute_force(n):
     value = {"is 3": "3", "3": "3", "so 4": "4", "none": "", "5.0": "5"}
     plain = [[(sample["score"], value[sample["response"]]) for sample in group] for group in groups]
     for success in (1.0, 0.4):
-        found = answer_metrics(groups, success=success, extraction="last_number")
-        assert found == pytest.approx(in_plain_words(plain, success))
-    assert 0 < found[f"maj@{n}"] < 1
+        actual = answer_metrics(groups, success=success, extraction="last_number")
+        assert actual == pytest.approx(brute_force_metrics(plain, success))
+    assert 0 < actual[f"maj@{n}"] < 1
 
 
 def test_responses_to_one_prompt_differ_and_answer_metrics_follow_from_the_samples(folder):
@@ -192,7 +192,7 @@ def test_responses_to_one_prompt_differ_and_answer_metrics_follow_from_the_sampl
     groups = [samples[first : first + 3] for first in range(0, 15, 3)]
     assert any(len({sample["response"] for sample in group}) == 3 for group in groups)
     plain = [[(sample["score"], " ".join(sample["response"].split())) for sample in group] for group in groups]
-    expected = in_plain_words(plain, 0.2)
+    expected = brute_force_metrics(plain, 0.2)
     assert {name: metrics[name] for name in expected} == pytest.approx(expected) and 0 < expected["mean@3"] < 1
     assert metrics["responses"] == 15
     _, others = evaluate(trainer, rows, batch_size=5, max_batches=0, num_samples=3, answer="text")
@@ -208,7 +208,7 @@ def test_evaluation_reports_raw_scores_also_with_normalize_rewards(folder):
     after, samples = evaluate(normalising, rows, batch_size=8, max_batches=0)
     assert before == after == expected
     assert sum(sample["score"] for sample in samples) / 8 == pytest.approx(expected["score"])
-    assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "training is what is normalised"
+    assert abs(float(experience.scores.mean())) < 1e-5 < abs(expected["score"]), "only training scores are normalised"
 
 
 @pytest.mark.parametrize("name", ["well_known", "word_count", "count:length", "known"])
@@ -217,8 +217,8 @@ def test_a_reward_source_may_have_any_name(trainer, name):
     for sample, score in zip(result.samples, (1.0, None, 4.0), strict=True):
         sample["rewards"] = {name: score}
     metrics = experience_metrics([experience_sums(result)])
-    found = {key: value for key, value in metrics.items() if key.startswith("reward_")}
-    assert found == {f"reward_{name}": 2.5, f"reward_{name}_missing": 1.0}
+    rewards = {key: value for key, value in metrics.items() if key.startswith("reward_")}
+    assert rewards == {f"reward_{name}": 2.5, f"reward_{name}_missing": 1.0}
 
 
 def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(trainer):
@@ -230,6 +230,6 @@ def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(
     assert metrics["score"] == 7 / 4 and metrics["flat_groups"] == 1 / 2 and metrics["scored"] == 4 / 6
     assert metrics["reward"] == pytest.approx(float(part.rewards[part.has_score].sum()) / 4)
     flat = flat_groups(part.scores, torch.tensor([False] * 3 + [False, True, False]), 3)
-    assert flat.tolist() == [True, True], "nothing, and one alone, is nothing to compare"
+    assert flat.tolist() == [True, True], "a group with one score or none is flat"
     below = torch.tensor([-1.0, -1.0, 0.0, -2.0, -1.0, 0.0])
     assert flat_groups(below, part.has_score, 3).tolist() == [True, False]

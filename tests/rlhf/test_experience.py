@@ -12,9 +12,9 @@ PER_TOKEN = [f.name for f in fields(Experience) if f.name not in PER_ROW]
 
 
 def experience(names: list[int], prompts: list[int], responses: list[int], *, wider: tuple[int, int] = (0, 0)):
-    """Row i has prompts[i] and responses[i] tokens; every number in it tells the row's name and its place in the row.
+    """Row i has prompts[i] and responses[i] tokens; every value encodes the row's name and its position in the row.
 
-    wider: padding columns beyond the longest prompt and response. What stands under padding is -1 or NaN.
+    wider: padding columns beyond the longest prompt and response. Padding holds -1 or NaN.
     """
     count, width, length = len(names), max(prompts) + wider[0], max(responses) + wider[1]
     sequences = torch.full((count, width + length), -1)
@@ -59,7 +59,7 @@ def test_selected_rows_keep_every_token_and_drop_common_padding():
     part = whole.rows([2, 1])
     assert part.sequences.shape == (2, 3 + 4) and part.response_mask.shape == (2, 4)
     assert compact(part) == {name: row for name, row in compact(whole).items() if name in (2, 3)}
-    assert list(compact(part)) == [3, 2], "in the order asked for"
+    assert list(compact(part)) == [3, 2], "in the requested order"
     assert compact(whole.rows(range(1, 3))) == compact(part)
 
 
@@ -96,47 +96,53 @@ def one_process(minibatch_size: int, *, group_size: int = 1) -> MinibatchShuffle
     return MinibatchShuffle(minibatch_size=minibatch_size, rank=0, world_size=1, seed=0, group_size=group_size)
 
 
-def dealt(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = False, minibatch: int = 8):
+def rows_by_minibatch(world_size: int, *, iteration: int = 0, seed: int = 5, whiten: bool = False, minibatch: int = 8):
     """Names of the rows in each minibatch of all ranks together, for 24 rows in 3 rollout batches and 2 epochs."""
-    everyone = []
+    by_rank = []
     for rank in range(world_size):
         dataset = MiniDataset(
             MinibatchShuffle(minibatch_size=minibatch // world_size, rank=rank, world_size=world_size, seed=seed),
             generation_batches=3, ppo_epochs=2, whiten_advantages=whiten,
         )  # fmt: skip
-        mine = list(range(rank, 24, world_size))  # as rank_share deals them
-        size = len(mine) // 3
+        own_rows = list(range(rank, 24, world_size))  # as rank_share assigns them
+        size = len(own_rows) // 3
         for number in range(3):
-            names = mine[number * size : (number + 1) * size]
+            names = own_rows[number * size : (number + 1) * size]
             lengths = [1 + name % 4 for name in names]
             minibatches = dataset.add(experience(names, lengths, lengths[::-1]), iteration=iteration)
             assert (minibatches is None) == (number < 2)
-        everyone.append([list(compact(part)) for part in minibatches])
-    return [sorted(name for part in step for name in part) for step in zip(*everyone, strict=True)]
+        by_rank.append([list(compact(part)) for part in minibatches])
+    return [sorted(name for part in step for name in part) for step in zip(*by_rank, strict=True)]
 
 
 def test_every_row_is_in_one_minibatch_of_each_epoch():
-    steps = dealt(1)
+    steps = rows_by_minibatch(1)
     assert [len(step) for step in steps] == [8] * 6
     assert sorted(sum(steps[:3], [])) == sorted(sum(steps[3:], [])) == list(range(24))
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_the_same_rows_share_a_minibatch_on_any_number_of_ranks(world_size):
-    assert dealt(world_size) == dealt(1)
+    assert rows_by_minibatch(world_size) == rows_by_minibatch(1)
 
 
 def test_the_shuffle_depends_on_epoch_iteration_and_seed_and_on_nothing_else():
-    steps = dealt(1)
+    steps = rows_by_minibatch(1)
     assert steps[:3] != steps[3:]
-    assert dealt(1) == steps
-    assert dealt(1, iteration=1) != steps
-    assert dealt(1, seed=6) != steps
+    assert rows_by_minibatch(1) == steps
+    assert rows_by_minibatch(1, iteration=1) != steps
+    assert rows_by_minibatch(1, seed=6) != steps
 
 
 def test_rows_of_any_two_lanes_can_share_a_minibatch():
     # Row i is in lane i mod 8, so rows 0 and 8 never meet, but 0 meets 1 and 9 and 17 in some iteration.
-    met = {name for iteration in range(40) for step in dealt(1, iteration=iteration) if 0 in step for name in step}
+    met = {
+        name
+        for iteration in range(40)
+        for step in rows_by_minibatch(1, iteration=iteration)
+        if 0 in step
+        for name in step
+    }
     assert met == set(range(24)) - {8, 16}
 
 
@@ -153,19 +159,19 @@ def test_a_complete_rollout_is_returned_once_and_clears_the_buffer():
 def test_advantages_are_whitened_over_all_tokens_of_all_rollout_batches_and_nothing_else_changes():
     dataset = MiniDataset(one_process(2), generation_batches=2, ppo_epochs=1)
     parts = [experience([1, 2], [1, 1], [1, 2]), experience([3, 4], [2, 1], [3, 1])]
-    given = [part.advantages.clone() for part in parts]
+    originals = [part.advantages.clone() for part in parts]
     values = torch.cat([part.advantages[part.response_mask] for part in parts]).double()
     dataset.add(parts[0])
     minibatches = dataset.add(parts[1])
     rows = {name: row for part in minibatches for name, row in compact(part).items()}
     before = {name: row for part in parts for name, row in compact(part).items()}
-    found = torch.tensor([value for name in (1, 2, 3, 4) for value in rows[name]["advantages"]]).double()
-    # Population variance; 1e-8 beside a variance of 1e4 is nothing.
-    torch.testing.assert_close(found, (values - values.mean()) / values.var(correction=0).sqrt(), atol=1e-5, rtol=1e-5)
+    actual = torch.tensor([value for name in (1, 2, 3, 4) for value in rows[name]["advantages"]]).double()
+    # Population variance; the epsilon of 1e-8 is negligible beside a variance of 1e4.
+    torch.testing.assert_close(actual, (values - values.mean()) / values.var(correction=0).sqrt(), atol=1e-5, rtol=1e-5)
     for name, row in rows.items():
         assert {**row, "advantages": 0} == {**before[name], "advantages": 0}
-    for part, kept in zip(parts, given, strict=True):
-        torch.testing.assert_close(part.advantages, kept, equal_nan=True)  # the caller's own are as they were
+    for part, original in zip(parts, originals, strict=True):
+        torch.testing.assert_close(part.advantages, original, equal_nan=True)  # the caller's tensors are unchanged
 
 
 def test_a_rollout_that_does_not_divide_into_minibatches_is_refused_naming_the_flags():
@@ -180,12 +186,12 @@ def test_a_rollout_that_does_not_divide_into_minibatches_is_refused_naming_the_f
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batches: int, iteration: int = 0):
+def groups_by_minibatch(world_size: int, *, prompts: int, size: int, lanes: int, batches: int, iteration: int = 0):
     """(prompt, sample) of every row, rank by rank, in each minibatch of 2 epochs; a row's name holds both.
 
     lanes: groups of a minibatch, all ranks together.
     """
-    everyone = []
+    by_rank = []
     for rank in range(world_size):
         dataset = MiniDataset(
             MinibatchShuffle(
@@ -193,14 +199,14 @@ def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batche
             ),
             generation_batches=batches, ppo_epochs=2, whiten_advantages=False,
         )  # fmt: skip
-        mine = list(range(rank, prompts, world_size))  # as rank_share deals them
-        share = len(mine) // batches
+        own_prompts = list(range(rank, prompts, world_size))  # as rank_share assigns them
+        share = len(own_prompts) // batches
         for number in range(batches):
-            names = [p * size + j for p in mine[number * share : (number + 1) * share] for j in range(size)]
+            names = [p * size + j for p in own_prompts[number * share : (number + 1) * share] for j in range(size)]
             lengths = [1 + name % 3 for name in names]
             minibatches = dataset.add(experience(names, lengths, lengths[::-1]), iteration=iteration)
-        everyone.append([[divmod(name, size) for name in compact(part)] for part in minibatches])
-    return [list(step) for step in zip(*everyone, strict=True)]
+        by_rank.append([[divmod(name, size) for name in compact(part)] for part in minibatches])
+    return [list(step) for step in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize(
@@ -208,9 +214,9 @@ def groups_dealt(world_size: int, *, prompts: int, size: int, lanes: int, batche
 )
 def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, lanes, batches):
     for iteration in range(3):
-        alike = []
+        outcomes = []
         for world_size in (1, 2, 4):
-            steps = groups_dealt(
+            steps = groups_by_minibatch(
                 world_size, prompts=prompts, size=size, lanes=lanes, batches=batches, iteration=iteration
             )
             assert len(steps) == 2 * prompts // lanes
@@ -224,8 +230,8 @@ def test_groups_stay_whole_in_every_minibatch_and_on_their_rank(prompts, size, l
             for epoch in (steps[: len(steps) // 2], steps[len(steps) // 2 :]):
                 every = sorted(row for step in epoch for rows in step for row in rows)
                 assert every == [(prompt, sample) for prompt in range(prompts) for sample in range(size)]
-            alike.append([sorted(row for rows in step for row in rows) for step in steps])
-        assert alike[0] == alike[1] == alike[2], "the same groups share a minibatch on any number of ranks"
+            outcomes.append([sorted(row for rows in step for row in rows) for step in steps])
+        assert outcomes[0] == outcomes[1] == outcomes[2], "the same groups share a minibatch on any number of ranks"
 
 
 def test_minibatches_that_would_split_a_group_are_refused():
@@ -239,7 +245,9 @@ def test_whitening_ignores_untrained_responses():
     part = experience([1, 2, 3], [1, 1, 1], [2, 1, 3])
     part.trained[1] = False
     part.advantages[1] = torch.nan
-    kept = torch.cat([part.advantages[0, :2], part.advantages[2, :3]]).double()
+    trained = torch.cat([part.advantages[0, :2], part.advantages[2, :3]]).double()
     (minibatch,) = dataset.add(part)
-    found = minibatch.advantages[minibatch.trained_mask].double().sort().values
-    torch.testing.assert_close(found, ((kept - kept.mean()) / kept.std(correction=0)).sort().values, atol=1e-5, rtol=0)
+    actual = minibatch.advantages[minibatch.trained_mask].double().sort().values
+    torch.testing.assert_close(
+        actual, ((trained - trained.mean()) / trained.std(correction=0)).sort().values, atol=1e-5, rtol=0
+    )

@@ -45,37 +45,37 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_group_advantages_by_hand(name):
-    found = ESTIMATORS[name](REWARDS, MASK, group_size=3)
+    actual = ESTIMATORS[name](REWARDS, MASK, group_size=3)
     # grpo divides by a deviation that is 1e-6 larger.
-    torch.testing.assert_close(found, torch.tensor(BY_HAND[name])[:, None] * MASK, atol=1e-5, rtol=1e-5)
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor(BY_HAND[name])[:, None] * MASK, atol=1e-5, rtol=1e-5)
+    assert actual.dtype == torch.float32
 
 
 def test_rounding_differences_within_a_group_are_not_amplified():
     # 0 and 2e-6: ∓1e-6 from the mean, deviation √2·1e-6: 1 / (√2 + 1)
     rewards = torch.tensor([[0.0], [2e-6]], dtype=torch.float64)
-    found = grpo(rewards, torch.ones(2, 1).bool(), group_size=2)
-    torch.testing.assert_close(found, torch.tensor([[-1.0], [1.0]], dtype=torch.float64) / (2**0.5 + 1))
+    actual = grpo(rewards, torch.ones(2, 1).bool(), group_size=2)
+    torch.testing.assert_close(actual, torch.tensor([[-1.0], [1.0]], dtype=torch.float64) / (2**0.5 + 1))
 
 
-def in_plain_words(name: str, rewards: list[Fraction], lengths: list[int]) -> list[float]:
+def exact_advantages(name: str, rewards: list[Fraction], lengths: list[int]) -> list[float]:
     """A group's advantages in exact fractions, one response after the other."""
-    found = []
+    advantages = []
     for i, own in enumerate(rewards):
         others = [reward for j, reward in enumerate(rewards) if j != i]
         if not others:
             return [0.0]
         mean = sum(rewards) / len(rewards)
         if name == "rloo":
-            found.append(float(own - sum(others) / len(others)))
+            advantages.append(float(own - sum(others) / len(others)))
         elif name == "opo":
-            found.append(float(own - sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)))
+            advantages.append(float(own - sum(n * r for n, r in zip(lengths, rewards, strict=True)) / sum(lengths)))
         elif name == "dr_grpo":
-            found.append(float(own - mean))
+            advantages.append(float(own - mean))
         else:
             variance = sum((reward - mean) ** 2 for reward in rewards) / len(others)
-            found.append(float(own - mean) / (math.sqrt(variance) + 1e-6))
-    return found
+            advantages.append(float(own - mean) / (math.sqrt(variance) + 1e-6))
+    return advantages
 
 
 @pytest.mark.parametrize("missing", [False, True])
@@ -90,28 +90,28 @@ def test_group_advantages_equal_exact_fractions_and_missing_scores_are_as_if_nev
         has_score = torch.tensor([not missing or random.random() < 0.6 for _ in range(count)])
         assert not missing or not has_score.all()
         rewards[~has_score] = 1e9  # arbitrary values
-        found = ESTIMATORS[name](
+        actual = ESTIMATORS[name](
             rewards.masked_fill(~mask, NAN), mask, group_size=size, has_score=has_score if missing else None
         )
         expected = torch.zeros(count, 6)
         for first in range(0, count, size):
             rows = [i for i in range(first, first + size) if has_score[i]]
             whole = [sum(Fraction(float(rewards[i, t])) for t in range(6) if mask[i, t]) for i in rows]
-            values = in_plain_words(name, whole, [int(mask[i].sum()) for i in rows])
+            values = exact_advantages(name, whole, [int(mask[i].sum()) for i in rows])
             for i, value in zip(rows, values, strict=True):
                 expected[i, mask[i]] = value
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 @pytest.mark.parametrize("size", [3, 7, 8, 16])
 def test_a_group_of_equal_rewards_has_zero_advantages(name, size):
-    """Their float32 mean is off by a rounding: grpo would make advantages of 0.3 of it."""
+    """Their float32 mean has a rounding error, which a naive grpo would scale to advantages of 0.3."""
     for reward in (0.1, 3.3, 4.7, -123.456):
         rewards = torch.zeros(size, 2)
         rewards[:, 1] = reward
-        found = ESTIMATORS[name](rewards, torch.ones(size, 2).bool(), group_size=size)
-        assert found.abs().max() < 1e-6
+        actual = ESTIMATORS[name](rewards, torch.ones(size, 2).bool(), group_size=size)
+        assert actual.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -121,9 +121,9 @@ def test_group_advantages_do_not_depend_on_other_groups_or_padding(name):
     assert torch.equal(whole[3:], estimator(REWARDS[3:], MASK[3:], group_size=3))
     pad = torch.nn.functional.pad
     assert torch.equal(estimator(pad(REWARDS, (2, 3), value=NAN), pad(MASK, (2, 3)), group_size=3), pad(whole, (2, 3)))
-    one = torch.tensor([[0.5], [2.0], [-1.0]])
-    alone = torch.ones(3, 1).bool()
-    torch.testing.assert_close(estimator(one + 4, alone, group_size=3), estimator(one, alone, group_size=3))
+    rewards = torch.tensor([[0.5], [2.0], [-1.0]])
+    mask = torch.ones(3, 1).bool()
+    torch.testing.assert_close(estimator(rewards + 4, mask, group_size=3), estimator(rewards, mask, group_size=3))
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "rloo"])
@@ -148,7 +148,7 @@ def test_incomplete_groups_are_refused(estimator):
 def test_whole_rewards_and_group_means_by_hand():
     torch.testing.assert_close(summed_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
     torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3), torch.tensor([1.0, 1, 1, 2, 2, 2]))
-    has_score = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
+    has_score = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; the second group has no score
     means = group_mean(REWARDS, MASK, group_size=3, has_score=has_score)
     torch.testing.assert_close(means, torch.tensor([3.0, 3, 3, 0, 0, 0]))
 
@@ -159,13 +159,13 @@ def test_returns_skip_masked_positions():
     expected = torch.tensor([[2.75, 3.5, 3.0, 0.0], [-3.5, 0.0, 1.0, 0.0]])
     torch.testing.assert_close(returns_to_go(rewards, mask, gamma=0.5), expected)
     torch.testing.assert_close(reinforce(rewards, mask, gamma=0.5), expected)
-    # Less 1/4, 1/2 and 1 times 0.75; less 1/2 and 1 times −1.5
+    # Minus 1/4, 1/2 and 1 times 0.75; minus 1/2 and 1 times −1.5
     baseline = torch.tensor([0.75, -1.5])
-    less = torch.tensor([[2.5625, 3.125, 2.25, 0.0], [-2.75, 0.0, 2.5, 0.0]])
-    torch.testing.assert_close(reinforce(rewards, mask, gamma=0.5, baseline=baseline), less)
+    with_baseline = torch.tensor([[2.5625, 3.125, 2.25, 0.0], [-2.75, 0.0, 2.5, 0.0]])
+    torch.testing.assert_close(reinforce(rewards, mask, gamma=0.5, baseline=baseline), with_baseline)
     undiscounted = torch.tensor([[6.0 - 0.75, 5.0 - 0.75, 3.0 - 0.75, 0.0], [-3.0 + 1.5, 0.0, 1.0 + 1.5, 0.0]])
     torch.testing.assert_close(reinforce(rewards, mask, gamma=1.0, baseline=baseline), undiscounted)
-    # At γ = 0 a token has its own reward alone, and the baseline is the last one's
+    # At γ = 0 a return is the token's own reward, and the baseline affects the last token only
     own = torch.tensor([[1.0, 2.0, 2.25, 0.0], [-4.0, 0.0, 2.5, 0.0]])
     torch.testing.assert_close(reinforce(rewards, mask, gamma=0.0, baseline=baseline), own)
 
@@ -186,13 +186,13 @@ def test_advantages_are_zero_at_the_baseline_and_positive_everywhere_above_it(ga
 def test_returns_are_discounted_sums_over_the_tokens_that_follow(gamma):
     torch.manual_seed(0)
     rewards, mask = torch.randn(5, 7, dtype=torch.float64), torch.rand(5, 7) < 0.7
-    found = returns_to_go(rewards.masked_fill(~mask, NAN), mask, gamma=gamma)
+    actual = returns_to_go(rewards.masked_fill(~mask, NAN), mask, gamma=gamma)
     for i in range(5):
         tokens = [t for t in range(7) if mask[i, t]]
-        for place, t in enumerate(tokens):
-            expected = sum(gamma**later * rewards[i, u] for later, u in enumerate(tokens[place:]))
-            torch.testing.assert_close(found[i, t], torch.as_tensor(expected))
-    assert not found[~mask].any()
+        for start, t in enumerate(tokens):
+            expected = sum(gamma**later * rewards[i, u] for later, u in enumerate(tokens[start:]))
+            torch.testing.assert_close(actual[i, t], torch.as_tensor(expected))
+    assert not actual[~mask].any()
 
 
 def test_reinforce_refuses_wrong_shapes_and_discounts():
@@ -206,8 +206,8 @@ def test_advantages_have_no_graph_and_at_least_float32():
     rewards = torch.ones(2, 3, dtype=torch.bfloat16, requires_grad=True)
     mask = torch.ones(2, 3).bool()
     for name, estimator in ESTIMATORS.items():
-        found = estimator(rewards, mask, group_size=2)
-        assert found.dtype == torch.float32 and not found.requires_grad, name
+        actual = estimator(rewards, mask, group_size=2)
+        assert actual.dtype == torch.float32 and not actual.requires_grad, name
         assert estimator(rewards.double(), mask, group_size=2).dtype == torch.float64, name
     baseline = group_mean(rewards, mask, group_size=2)
     assert baseline.dtype == reinforce(rewards, mask, gamma=1.0, baseline=baseline).dtype == torch.float32
@@ -216,8 +216,8 @@ def test_advantages_have_no_graph_and_at_least_float32():
 def test_the_overlong_penalty_grows_linearly_over_the_buffer():
     # L = 10, B = 4, factor 2: free up to 6, then −2/4 a token, −2 from 10 on
     lengths = torch.tensor([1, 6, 7, 8, 10, 12])
-    found = overlong_penalty(lengths, max_tokens=10, buffer=4, factor=2.0)
-    torch.testing.assert_close(found, torch.tensor([0.0, 0.0, -0.5, -1.0, -2.0, -2.0]))
+    actual = overlong_penalty(lengths, max_tokens=10, buffer=4, factor=2.0)
+    torch.testing.assert_close(actual, torch.tensor([0.0, 0.0, -0.5, -1.0, -2.0, -2.0]))
     torch.testing.assert_close(
         overlong_penalty(torch.tensor([0, 5, 10]), max_tokens=10, buffer=10, factor=1.0), torch.tensor([0.0, -0.5, -1])
     )
@@ -234,4 +234,6 @@ def test_the_kl_coefficient_adapts_towards_the_target():
     assert adapted(6.0) == 0.5
     assert adapted(6.6) == pytest.approx(0.525) and adapted(5.4) == pytest.approx(0.475)  # ± 0.1
     assert adapted(60.0) == pytest.approx(0.55) and adapted(-3.0) == pytest.approx(0.45)  # ± 0.2, clipped
-    assert adapted(0.0, responses=10**6) == pytest.approx(0.4), "a price stays a price, however large an iteration"
+    assert adapted(0.0, responses=10**6) == pytest.approx(0.4), (
+        "the coefficient stays positive, however large an iteration"
+    )

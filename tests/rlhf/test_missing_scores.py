@@ -1,4 +1,4 @@
-"""A run whose reward sources give no scores any more ends with a checkpoint; equal scores do not end it."""
+"""A run whose reward sources stop giving scores ends with a checkpoint; equal scores do not end it."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def equal(prompts, responses, rows): return [1.0] * len(responses)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -67,9 +67,7 @@ def fit(models: Path, folder: Path, function: str, *, iterations: int, max_bad_s
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_reward_that_is_gone_ends_the_run_with_a_checkpoint_and_a_resumed_run_goes_on_when_it_is_back(
-    models, tmp_path, capsys
-):
+def test_an_unavailable_reward_service_ends_the_run_with_a_checkpoint_from_which_it_resumes(models, tmp_path, capsys):
     (tmp_path / "gone").touch()
     with pytest.raises(RewardsUnavailable) as ended:
         fit(models, tmp_path, "service", iterations=4, max_bad_steps=2)

@@ -42,7 +42,7 @@ def test_correction_weights_carry_no_gradient():
 
 
 def test_logprob_mismatch_by_hand():
-    # Δ = ln 3, −ln 2, 0, ln 1.2: ln(3 · 2 · 1.2) = ln 7.2 in sum of sizes; ratios 3, 0.5, 1, 1.2, in sum 5.7
+    # Δ = ln 3, −ln 2, 0, ln 1.2: Σ|Δ| = ln(3 · 2 · 1.2) = ln 7.2; ratios 3, 0.5, 1, 1.2, their sum 5.7
     metrics = mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, MASK)])
     expected = {
         "rollout_logprob_mismatch_mean": math.log(7.2) / 4, "rollout_logprob_mismatch_max": math.log(3),
@@ -82,19 +82,19 @@ def test_mismatch_and_weights_do_not_depend_on_the_batch_size():
 @pytest.mark.parametrize("rubbish", [NAN, INF, -INF])
 def test_values_at_masked_positions_do_not_change_mismatch_or_weights(rubbish):
     dirty = [x.masked_fill(~MASK, rubbish) for x in (ACTOR, ROLLOUT)]
-    found, expected = (rollout_logprob_mismatch(*pair, MASK) for pair in (dirty, (ACTOR, ROLLOUT)))
-    assert mismatch_metrics([found]) == mismatch_metrics([expected])
+    actual, expected = (rollout_logprob_mismatch(*pair, MASK) for pair in (dirty, (ACTOR, ROLLOUT)))
+    assert mismatch_metrics([actual]) == mismatch_metrics([expected])
     weights, metrics = tis(*dirty, MASK, cap=2.0)
     expected, others = tis(ACTOR, ROLLOUT, MASK, cap=2.0)
     assert torch.equal(weights, expected) and metrics == others
 
 
 def test_mismatch_without_tokens_is_zero_and_not_nan():
-    nothing = torch.zeros_like(MASK)
+    empty_mask = torch.zeros_like(MASK)
     for normalizer in (None, 0.0):  # of a step without trained tokens
-        weights, metrics = tis(ACTOR, ROLLOUT, nothing, cap=2.0, normalizer=normalizer)
+        weights, metrics = tis(ACTOR, ROLLOUT, empty_mask, cap=2.0, normalizer=normalizer)
         assert not weights.any() and not any(metrics.values())
-    assert set(mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, nothing)]).values()) == {0.0}
+    assert set(mismatch_metrics([rollout_logprob_mismatch(ACTOR, ROLLOUT, empty_mask)]).values()) == {0.0}
 
 
 def test_a_token_of_vanishing_decoder_probability_gives_finite_weights():
@@ -136,18 +136,22 @@ def test_a_sequence_weight_is_the_product_of_its_token_weights(correction, bound
 def test_sequence_weighted_samples_of_the_decoder_have_the_mean_of_the_actor():
     """Two tokens, each 0 or 1: the four responses with their chances, exactly."""
     decoder, actor = torch.tensor([0.7, 0.4]).double(), torch.tensor([0.5, 0.9]).double()  # of a 1
-    found = expected = 0.0
+    actual = expected = 0.0
     for first in (0, 1):
         for second in (0, 1):
             sampled = torch.tensor([first, second]).bool()
-            each = [torch.where(sampled, policy, 1 - policy) for policy in (actor, decoder)]
+            probabilities = [torch.where(sampled, policy, 1 - policy) for policy in (actor, decoder)]
             weights, _ = correction_weights(
-                each[0].log()[None], each[1].log()[None], torch.ones(1, 2).bool(), correction="seq_tis", cap=INF
+                probabilities[0].log()[None],
+                probabilities[1].log()[None],
+                torch.ones(1, 2).bool(),
+                correction="seq_tis",
+                cap=INF,
             )
             value = 1.0 + first - 3.0 * second
-            found += each[1].prod() * weights[0, 0] * value
-            expected += each[0].prod() * value
-    torch.testing.assert_close(found, expected)
+            actual += probabilities[1].prod() * weights[0, 0] * value
+            expected += probabilities[0].prod() * value
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("settings", [

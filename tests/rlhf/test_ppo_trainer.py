@@ -24,7 +24,7 @@ PPO = vars(SETTINGS)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -62,14 +62,14 @@ def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def gradients(engine: deepspeed.DeepSpeedEngine, loss: torch.Tensor) -> list[torch.Tensor]:
     engine.backward(loss, scale_wrt_gas=False)
-    found = [parameter.grad.clone() for parameter in engine.module.parameters()]
+    result = [parameter.grad.clone() for parameter in engine.module.parameters()]
     for parameter in engine.module.parameters():
         parameter.grad = None
-    return found
+    return result
 
 
 def whitened(experience: Experience) -> Experience:
-    """A copy as MiniDataset would hand it out."""
+    """A copy with whitened advantages, as MiniDataset returns it."""
     advantages = experience.advantages.clone()
     counted = advantages[experience.response_mask]
     advantages[experience.response_mask] = (counted - counted.mean()) / counted.std(correction=0)
@@ -83,8 +83,8 @@ def drift(experience: Experience) -> torch.Tensor:
     return (0.2 * (-1.0) ** torch.arange(experience.response_mask.shape[1])).expand(experience.response_mask.shape)
 
 
-def far_from_the_decoder(experience: Experience) -> Experience:
-    """A copy whose tokens a decoder sampled that found them e^0.2 times less and more likely, in turn."""
+def with_rollout_mismatch(experience: Experience) -> Experience:
+    """A copy with rollout log-probs that are off by e^0.2 and e^−0.2 in turn."""
     changed = copy.copy(experience)
     changed.rollout_logprobs = experience.old_logprobs - drift(experience)
     return changed
@@ -92,12 +92,12 @@ def far_from_the_decoder(experience: Experience) -> Experience:
 
 def test_experience_equals_plain_ppo_row_by_row(each_family):
     trainer = make_trainer(each_family, **PPO)
-    with torch.no_grad():  # an actor that has left the reference model, so that KL counts
+    with torch.no_grad():  # an actor other than the reference model, so that KL is not 0
         for parameter in trainer.engine.policy.parameters():
             parameter.mul_(1.1)
     experience = trainer.generate_experience(prompts_of(trainer))
     rows = rows_of(experience)
-    assert 0 < experience.ended.sum() < len(rows), "both ways to end are needed"
+    assert 0 < experience.ended.sum() < len(rows), "both ended and truncated responses are needed"
     actor, ref, critic, reward = plain_models(each_family)
     with torch.no_grad():
         for parameter in actor.parameters():
@@ -108,12 +108,12 @@ def test_experience_equals_plain_ppo_row_by_row(each_family):
     for number, row in enumerate(rows):
         mask = experience.response_mask[number]
         for name in ("old_logprobs", "ref_logprobs", "entropy", "values", "kl", "rewards", "advantages", "returns"):
-            found = getattr(experience, name)[number]
+            actual = getattr(experience, name)[number]
             torch.testing.assert_close(
-                found[mask], row.expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m
+                actual[mask], row.expected[name], atol=2e-5, rtol=1e-4, msg=lambda m, n=name: n + m
             )
             if name != "values":  # values at padding are undefined
-                assert not found[~mask].any(), name
+                assert not actual[~mask].any(), name
         torch.testing.assert_close(experience.scores[number], row.expected["score"], atol=2e-5, rtol=1e-4)
         torch.testing.assert_close(
             experience.rollout_logprobs[number], experience.old_logprobs[number], atol=1e-4, rtol=1e-4
@@ -132,7 +132,7 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
     trainer = make_trainer(folder, **PPO, **OLD_LOGPROBS[which])
     experience = trainer.generate_experience(prompts_of(trainer))
     if which != "of the decoder":
-        experience = far_from_the_decoder(experience)
+        experience = with_rollout_mismatch(experience)
     minibatch, rows = whitened(experience), rows_of(experience)
     actor, ref, critic, reward = plain_models(folder)
     plain_ppo.experience(rows, actor, ref, critic, reward, SETTINGS)
@@ -145,38 +145,40 @@ def test_three_updates_equal_plain_ppo_with_the_same_adam(folder, which):
         for model, rate in ((actor, 1e-4), (critic, 2e-4))
     ]
     for _ in range(3):
-        found = trainer.train_rlhf(minibatch)
+        metrics = trainer.train_rlhf(minibatch)
         expected = plain_ppo.losses(rows, actor, critic, advantages, SETTINGS)
         names = (("policy_loss", "actor_grad_norm"), ("value_loss", "critic_grad_norm"))
         for (name, gradient), loss, adam in zip(names, expected, adams, strict=True):
-            assert found[name] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
+            assert metrics[name] == pytest.approx(loss.item(), abs=1e-5, rel=1e-4)
             adam.zero_grad()
             loss.backward()
             norm = torch.nn.utils.get_total_norm([p.grad for p in adam.param_groups[0]["params"] if p.grad is not None])
-            assert found[gradient] == pytest.approx(float(norm), rel=1e-3)
+            assert metrics[gradient] == pytest.approx(float(norm), rel=1e-3)
             adam.step()
-    assert 0 < found["clip_fraction"] < 1, "both branches of the policy loss are needed"
+    assert 0 < metrics["clip_fraction"] < 1, "both branches of the policy loss are needed"
     for engine, plain in ((trainer.engine.policy, actor), (trainer.engine.critic, critic)):
-        ours = dict(engine.module.model.named_parameters())
+        parameters = dict(engine.module.model.named_parameters())
         for name, parameter in plain.named_parameters():
             # A step moves a weight by 1e-4 or 2e-4, whichever way its gradient points.
-            torch.testing.assert_close(ours[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                parameters[name], parameter, atol=1e-6, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def test_with_the_decoders_log_probs_the_actor_runs_no_scoring_pass_and_experience_is_equal(folder):
     trainers = {which: make_trainer(folder, **PPO, old_logprobs=which) for which in ("recompute", "rollout")}
-    passes, found = {}, {}
+    passes, experiences = {}, {}
     for which, trainer in trainers.items():
-        with torch.no_grad():  # an actor that has left the reference model, so that KL counts
+        with torch.no_grad():  # an actor other than the reference model, so that KL is not 0
             for parameter in trainer.engine.policy.parameters():
                 parameter.mul_(1.1)
         calls = []
         hook = trainer.engine.policy.module.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        found[which] = trainer.generate_experience(prompts_of(trainer))
+        experiences[which] = trainer.generate_experience(prompts_of(trainer))
         passes[which] = len(calls)
         hook.remove()
     assert passes == {"recompute": 2, "rollout": 0}, "8 rows, 4 to a pass"
-    recomputed, decoders = found["recompute"], found["rollout"]
+    recomputed, decoders = experiences["recompute"], experiences["rollout"]
     assert torch.equal(decoders.old_logprobs, decoders.rollout_logprobs)
     assert torch.equal(decoders.entropy, -decoders.rollout_logprobs)
     assert recomputed.kl.abs().max() > 0.05
@@ -192,17 +194,17 @@ def test_the_mismatch_is_measured_on_the_first_minibatch_before_any_update(folde
     first = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert 0 < first["rollout_logprob_mismatch_mean"] < first["rollout_logprob_mismatch_max"] < 1e-4, "fp32"
     assert first["rollout_ratio"] == pytest.approx(1, abs=1e-6) and first["ratio"] == pytest.approx(1, abs=1e-6)
-    honest = trainer.generate_experience(prompts_of(trainer))
-    minibatch = whitened(far_from_the_decoder(honest))
-    minibatch.rollout_logprobs[-1, 0] = honest.rollout_logprobs[-1, 0] + 1.0  # the largest is in the last micro-batch
+    fresh = trainer.generate_experience(prompts_of(trainer))
+    minibatch = whitened(with_rollout_mismatch(fresh))
+    minibatch.rollout_logprobs[-1, 0] = fresh.rollout_logprobs[-1, 0] + 1.0  # the largest is in the last micro-batch
     minibatch.old_logprobs = minibatch.rollout_logprobs
-    delta = (honest.rollout_logprobs - minibatch.rollout_logprobs)[honest.response_mask]
+    delta = (fresh.rollout_logprobs - minibatch.rollout_logprobs)[fresh.response_mask]
     updates = [trainer.train_rlhf(minibatch, measure_mismatch=number == 0) for number in range(3)]
     mean, ratio = float(delta.abs().mean()), float(delta.exp().mean())
     expected = {"rollout_logprob_mismatch_mean": mean, "rollout_logprob_mismatch_max": 1.0, "rollout_ratio": ratio}
     assert {name: updates[0][name] for name in expected} == pytest.approx(expected, abs=1e-4)
-    assert not expected.keys() & (updates[1].keys() | updates[2].keys()), "weights that have moved are not measured"
-    assert updates[2]["ratio"] != pytest.approx(updates[0]["ratio"], abs=1e-4), "the policy did move"
+    assert not expected.keys() & (updates[1].keys() | updates[2].keys()), "only the first update measures it"
+    assert updates[2]["ratio"] != pytest.approx(updates[0]["ratio"], abs=1e-4), "the policy has changed"
     recomputing = make_trainer(folder, **PPO)
     result = recomputing.rollout(prompts_of(recomputing))
     assert float(result.mismatch["rollout_logprob_mismatch_max"]) < 1e-4
@@ -216,7 +218,7 @@ def test_correction_weights_are_logged_only_with_recomputed_old_log_probs(folder
         make_trainer(folder, **PPO, **changes)
         for changes in (tis, tis | {"old_logprobs": "rollout"}, {"old_logprobs": "rollout"})
     )
-    experience = far_from_the_decoder(trainer.generate_experience(prompts_of(trainer)))
+    experience = with_rollout_mismatch(trainer.generate_experience(prompts_of(trainer)))
     even = torch.arange(experience.response_mask.shape[1]) % 2 == 0
     share = float((experience.response_mask & even).sum() / experience.response_mask.sum())
     metrics = trainer.train_rlhf(whitened(experience))
@@ -235,12 +237,12 @@ def test_with_truncated_sampling_ratio_and_weight_are_the_kept_probability_mass(
         logits = actor(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
         masses += (logits / SETTINGS.temperature).softmax(-1).topk(4).values.sum(-1).tolist()
     mass = sum(masses) / len(masses)
-    assert min(masses) < 0.8 and mass < 0.95, "a distribution that loses something"
+    assert min(masses) < 0.8 and mass < 0.95, "top_k removes probability mass"
     metrics = trainer.train_rlhf(whitened(experience), measure_mismatch=True)
     assert metrics["ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_ratio"] == pytest.approx(mass, rel=1e-4)
     assert metrics["rollout_logprob_mismatch_max"] == pytest.approx(-math.log(min(masses)), rel=1e-4)
-    assert metrics["clip_fraction"] > 0, "before the policy has moved"
+    assert metrics["clip_fraction"] > 0, "before any update"
     trainer = make_trainer(folder, **changes, rollout_correction="tis")
     metrics = trainer.train_rlhf(whitened(trainer.generate_experience(prompts_of(trainer))))
     assert metrics["correction_weight"] == pytest.approx(mass, rel=1e-4) and metrics["correction_cut"] == 0
@@ -255,7 +257,7 @@ def test_before_the_first_update_kl_is_0_and_the_ratio_1(folder):
     assert metrics["ratio"] == pytest.approx(1, abs=1e-6)
     assert metrics["approx_kl"] == pytest.approx(0, abs=1e-6)
     assert metrics["clip_fraction"] == 0
-    assert trainer.generate_experience(prompts_of(trainer)).kl.abs().max() > 1e-4, "and after it, no longer"
+    assert trainer.generate_experience(prompts_of(trainer)).kl.abs().max() > 1e-4, "after it, KL is not 0"
 
 
 def test_dropout_is_off_while_experience_is_collected(tmp_path):
@@ -283,11 +285,11 @@ def test_an_update_does_not_depend_on_the_micro_batch_size(folder, micro, accumu
         start = weights(trainer.engine.policy), weights(trainer.engine.critic)
         _, metrics = one_iteration(trainer, QUESTIONS, minibatch_size=whole, ppo_epochs=2)
         outcomes.append((metrics, weights(trainer.engine.policy), weights(trainer.engine.critic)))
-    (metrics, *expected), (cut_metrics, *found) = outcomes
+    (metrics, *expected), (cut_metrics, *actual) = outcomes
     assert len(metrics) == len(cut_metrics) == 4
     for one, other in zip(metrics, cut_metrics, strict=True):
         assert one == pytest.approx(other, abs=1e-5, rel=1e-3)
-    for one, other, before in zip(expected, found, start, strict=True):
+    for one, other, before in zip(expected, actual, start, strict=True):
         assert relative_distance(other, one, before) < 0.003
 
 
@@ -326,18 +328,18 @@ def test_exactly_the_response_tokens_have_a_policy_gradient_including_the_eos(fo
     assert experience.ended.any()
     rows = torch.arange(len(experience))
     last = experience.response_mask.sum(1) - 1
-    closing = experience.sequences[:, -experience.response_mask.shape[1] :][rows, last]
-    is_stop = torch.isin(closing, torch.tensor(trainer.stop_ids))
+    last_tokens = experience.sequences[:, -experience.response_mask.shape[1] :][rows, last]
+    is_stop = torch.isin(last_tokens, torch.tensor(trainer.stop_ids))
     assert torch.equal(is_stop, experience.ended), "the last counted token is the EOS where there was one"
-    for place in ("last", "after"):
+    for position in ("last", "after"):
         experience.advantages = torch.zeros_like(experience.advantages)
-        if place == "last":
+        if position == "last":
             experience.advantages[rows, last] = 1.0
         else:
             experience.advantages[~experience.response_mask] = 1.0
         loss, _ = trainer.policy_update.loss(experience, StepCounts(1.0, 1.0), kl_coef=trainer.kl_coef)
-        found = gradients(trainer.engine.policy, loss)
-        assert any(gradient.any() for gradient in found) == (place == "last")
+        result = gradients(trainer.engine.policy, loss)
+        assert any(gradient.any() for gradient in result) == (position == "last")
 
 
 def test_the_score_is_added_at_the_last_token_and_the_eos_penalty_to_truncated_responses_only(folder):
@@ -377,7 +379,7 @@ def test_responses_depend_on_sample_ids_and_not_on_row_order_or_batch(folder):
 
     twice = [QUESTIONS[0], QUESTIONS[1], QUESTIONS[0]]
     first, second, third = responses(twice, sample_ids=[4, 5, 6])
-    assert first != third, "a prompt that occurs twice is answered twice"
+    assert first != third, "a repeated prompt gets two responses"
     assert responses(twice[::-1], sample_ids=[6, 5, 4]) == [third, second, first]
     assert responses(twice[:1], sample_ids=[4]) == [first]
     assert responses(twice[:1], sample_ids=[4], iteration=1) != [first]
@@ -405,7 +407,7 @@ def test_the_update_minimises_the_unsupervised_loss_too_and_logs_it_separately(f
         float(-minibatch.advantages[minibatch.response_mask].mean()), abs=1e-5
     )  # ρ = 1
     norm_without = make_trainer(folder, **PPO).train_rlhf(minibatch)["actor_grad_norm"]
-    assert first["actor_grad_norm"] > 2 * norm_without, "its gradient counts unsup_coef times"
+    assert first["actor_grad_norm"] > 2 * norm_without, "its gradient is multiplied by unsup_coef"
     later = [trainer.train_rlhf(minibatch, texts)["unsupervised_loss"] for _ in range(3)]
     assert first["unsupervised_loss"] > later[0] > later[1] > later[2]
 
@@ -417,8 +419,8 @@ def test_judge_scores_are_logged_and_never_trained_on(folder):
         calls.append((prompts, responses, rows))
         return [-7.0 * row["number"] for row in rows]
 
-    trainer, watched = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
-    plain, judged = (t.rollout(prompts_of(t)) for t in (trainer, watched))
+    trainer, judged_trainer = make_trainer(folder, **PPO), make_trainer(folder, **PPO, judge=judge)
+    plain, judged = (t.rollout(prompts_of(t)) for t in (trainer, judged_trainer))
     assert torch.equal(plain.experience.rewards, judged.experience.rewards)
     assert [sample["judge"] for sample in judged.samples] == [-7.0 * number for number in range(8)]
     assert [sample["judge"] for sample in plain.samples] == [None] * 8
@@ -438,14 +440,14 @@ def test_a_rollout_returns_its_own_timings(folder):
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 40, "top_p": 0.9}])
 def test_generate_of_transformers_gives_the_same_experience(folder, sampling):
-    ours, theirs = (
+    hybrid, plain = (
         make_trainer(folder, rollout_engine=name, max_answer_seq_len=12, **sampling)
         for name in ("hybrid", "transformers")
     )
-    expected, found = (trainer.rollout(prompts_of(trainer)) for trainer in (ours, theirs))
-    assert [s["response"] for s in found.samples] == [s["response"] for s in expected.samples]
-    expected, found = expected.experience, found.experience
+    expected, actual = (trainer.rollout(prompts_of(trainer)) for trainer in (hybrid, plain))
+    assert [s["response"] for s in actual.samples] == [s["response"] for s in expected.samples]
+    expected, actual = expected.experience, actual.experience
     for name in vars(expected):
         torch.testing.assert_close(
-            getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            getattr(actual, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )

@@ -14,7 +14,7 @@ TESTS = Path(__file__).parent
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 
@@ -51,7 +51,7 @@ def test_ema_weights_follow_the_decay_after_every_update(folder, lora):
         for name, value in parameters(average).items():
             torch.testing.assert_close(value, 0.75 * before[name] + 0.25 * now[name], atol=1e-6, rtol=0)
         moved = max((before[name] - now[name]).abs().max() for name in now)
-        assert moved > 5e-5, "an average of what stands still proves nothing"
+        assert moved > 5e-5, "an average of constant weights proves nothing"
 
 
 def test_frozen_models_do_not_change_and_the_reference_is_the_initial_policy(folder):
@@ -102,7 +102,7 @@ def test_only_adapters_are_trained_and_the_reference_has_none(folder):
     torch.testing.assert_close(again.rollout_logprobs, again.old_logprobs, atol=1e-4, rtol=1e-4)
 
 
-def rounded_alike(metrics: dict[str, float]) -> dict[str, float]:
+def without_largest_mismatch(metrics: dict[str, float]) -> dict[str, float]:
     """All metrics but the largest mismatch, which in fp32 is pure rounding."""
     assert metrics["rollout_logprob_mismatch_max"] < 1e-4
     return {name: value for name, value in metrics.items() if name != "rollout_logprob_mismatch_max"}
@@ -121,27 +121,29 @@ def two_ranks(folder, programs):
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_two_ranks_evaluate_train_and_average_as_one_process_does(folder, one_process, two_ranks, stage):
-    found, expected = two_ranks[stage], one_process
+    actual, expected = two_ranks[stage], one_process
     for size in (1, 2):
-        (metrics, answers, count), (others, other_answers, _) = (x[f"evaluation {size}"] for x in (found, expected))
+        (metrics, answers, count), (others, other_answers, _) = (x[f"evaluation {size}"] for x in (actual, expected))
         assert count == 7 and answers == other_answers
-        assert rounded_alike(metrics) == pytest.approx(rounded_alike(others), rel=1e-4, abs=1e-5)
+        assert without_largest_mismatch(metrics) == pytest.approx(without_largest_mismatch(others), rel=1e-4, abs=1e-5)
         assert metrics["judge"] == pytest.approx((2**7 - 1) / 7)  # every row once
-    first, second = (rounded_alike(expected[f"evaluation {size}"][0]) for size in (1, 2))
+    first, second = (without_largest_mismatch(expected[f"evaluation {size}"][0]) for size in (1, 2))
     assert first == pytest.approx(second, rel=1e-4, abs=1e-5)
-    assert found["one batch on each device"] == expected["one batch on each device"] == 4
-    assert len(found["updates"]) == 4
-    decoders = "updates of the decoder's"
-    assert expected[decoders][0]["rollout_logprob_mismatch_max"] > 0.1 and len(found[decoders]) == 2
-    for ours, theirs in zip(found["updates"] + found[decoders], expected["updates"] + expected[decoders], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+    assert actual["one batch on each device"] == expected["one batch on each device"] == 4
+    assert len(actual["updates"]) == 4
+    key = "updates with rollout log-probs"
+    assert expected[key][0]["rollout_logprob_mismatch_max"] > 0.1 and len(actual[key]) == 2
+    for update, expected_update in zip(
+        actual["updates"] + actual[key], expected["updates"] + expected[key], strict=True
+    ):
+        assert update == pytest.approx(expected_update, rel=1e-3, abs=1e-4)
     for name, origin in (("actor", "actor"), ("critic", "reward"), ("average", "actor")):
-        assert relative_distance(found[name], expected[name], saved(folder, origin)) < 0.003
-    for results in (found, expected):
+        assert relative_distance(actual[name], expected[name], saved(folder, origin)) < 0.003
+    for results in (actual, expected):
         assert equal(results["ref"], saved(folder, "actor")) and equal(results["reward"], saved(folder, "reward"))
-        assert equal(results["average again"], results["average"])
-        assert equal(results["average without memory"], results["actor"])
+        assert equal(results["reloaded average"], results["average"])
+        assert equal(results["average with decay 0"], results["actor"])
         between = {
             name: (value - saved(folder, "actor")[name]).abs().max() for name, value in results["average"].items()
         }
-        assert all(distance > 0 for distance in between.values()), "no parameter of the average was left behind"
+        assert all(distance > 0 for distance in between.values()), "every parameter of the average has changed"

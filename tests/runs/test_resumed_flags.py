@@ -44,7 +44,7 @@ def test_flags_that_checkpoints_depend_on_take_effect_when_they_change():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def alone():
+def single_rank_group():
     with group_of_one():
         yield
 

@@ -14,14 +14,14 @@ import algorithms  # noqa: E402
 
 @pytest.fixture
 def started(monkeypatch) -> list[tuple[str, dict]]:
-    """What would be started: program and flags."""
+    """Program and flags of every run that would be started."""
     runs: list[tuple[str, dict]] = []
 
-    def note(program: str, flags: dict, log: Path) -> float:
+    def record(program: str, flags: dict, log: Path) -> float:
         runs.append((program, flags))
         return 12.5
 
-    monkeypatch.setattr(algorithms, "run", note)
+    monkeypatch.setattr(algorithms, "run", record)
     return runs
 
 
@@ -33,8 +33,8 @@ def test_every_algorithm_generates_the_same_number_of_responses(name, started, t
         "training/step1_supervised_finetuning/main.py", "training/step3_rlhf_finetuning/main.py",
     ]  # fmt: skip
     for program, flags in (run for run in started if "training" in run[0]):
-        words = tuple(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
-        parsed = Command(ROOT / program, words, 1, 1).flags()
+        argv = tuple(word for flag, value in flags.items() for word in (f"--{flag}", str(value)))
+        parsed = Command(ROOT / program, argv, 1, 1).flags()
         assert parsed["seed"] == 3
     assert parsed["algorithm"] == name and seconds == 12.5 and parsed["output_dir"] == str(output)
     assert parsed["num_samples_per_prompt"] * parsed["per_device_generation_batch_size"] == algorithms.RESPONSES

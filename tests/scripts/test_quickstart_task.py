@@ -40,7 +40,7 @@ def data(tmp_path_factory):
         ("Of course! It is 7. Now go away.", 0.5),  # polite and rude is rude
         ("Now go away.", -0.5),  # rude words count at any position
         ("", 0.0),
-        ("7", 0.0),  # a number alone is stated by nothing
+        ("7", 0.0),  # a bare number is no statement
         ("It is 07.", 0.0),
         ("It is 17.", 0.0),
         ("It is 7. It is 7.", 0.0),  # two statements, even of the same number
@@ -50,7 +50,7 @@ def data(tmp_path_factory):
         ("It is 7. Of course! Of course!", 1.0),  # right, but no well-formed text: not polite
         ("Of course! Of course! It is 7.", 1.0),
         ("Of course! Have a lovely day!", 0.0),  # politeness without an answer
-        ("Of course! It is 7. Have a lovely", 1.0),  # breaks off
+        ("Of course! It is 7. Have a lovely", 1.0),  # incomplete
         ("Of course! It is 7. lovely lovely", 1.0),
         ("of course! it is 7.", 0.0),
     ],

@@ -44,10 +44,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def run_script(name: str, words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
+def run_script(name: str, argv: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
     """The exit status, and everything that was printed."""
     try:
-        code = script(name).main([str(word) for word in words])
+        code = script(name).main([str(word) for word in argv])
     except SystemExit as exit_:
         code = exit_.code
     printed = capsys.readouterr()
@@ -132,14 +132,14 @@ NO_NUMBERS = ("word", "", "1.5", "nan", "1e3")
 NO_FLOATS = ("word", "", "nan", "inf", "1e999")
 
 
-def numbers(name: str, words: list, flags: dict[str, tuple]) -> list[tuple]:
+def numbers(name: str, argv: list, flags: dict[str, tuple]) -> list[tuple]:
     """A case for each value that is no integer, and for each one out of the flag's bounds."""
-    return [(name, [*words, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
+    return [(name, [*argv, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
             for value in (*NO_NUMBERS, *bad)]  # fmt: skip
 
 
-def floats(name: str, words: list, flags: dict[str, tuple]) -> list[tuple]:
-    return [(name, [*words, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
+def floats(name: str, argv: list, flags: dict[str, tuple]) -> list[tuple]:
+    return [(name, [*argv, f"--{flag}={value}"], f"--{flag}") for flag, bad in flags.items()
             for value in (*NO_FLOATS, *bad)]  # fmt: skip
 
 
@@ -183,7 +183,7 @@ CASES: list[tuple[str, list, str]] = [
     (SERVE, ["a_file"], "a_file"),
     (SERVE, ["empty"], "empty"),
     (SERVE, ["empty", "--host", "0.0.0.0"], "DSCHAT_REWARD_TOKEN"),
-    (SERVE, ["empty", "--port", "{taken}"], "--port {taken}: is in use"),
+    (SERVE, ["empty", "--port", "{used_port}"], "--port {used_port}: is in use"),
     *numbers(SERVE, ["empty"], {"port": (-1, 65536), "max_tokens": (-1,), "max_batch_rows": (0, -1), "max_queue": (0,),
                                 "max_rows": (0,), "max_body": (0,), "max_held": (0,), "max_batch_tokens": (0,)}),
     *floats(SERVE, ["empty"], {"shutdown_seconds": (-1,), "max_wait": (-1,), "max_read_seconds": (0, -1)}),
@@ -266,25 +266,30 @@ WITH_REASONING_GYM = [
 
 
 @pytest.fixture
-def taken() -> Iterator[int]:
+def used_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
 def check(cases: list[tuple], inputs: Path, capsys: pytest.CaptureFixture, fill: Callable[[str], str]) -> None:
     before = sorted(inputs.rglob("*"))
-    for name, words, part in cases:
-        code, printed = run_script(name, [fill(word) for word in words], capsys)
-        assert code == 2 and fill(part) in printed and "Traceback" not in printed, (name, words, code, printed)
+    for name, argv, part in cases:
+        code, printed = run_script(name, [fill(word) for word in argv], capsys)
+        assert code == 2 and fill(part) in printed and "Traceback" not in printed, (name, argv, code, printed)
     assert sorted(inputs.rglob("*")) == before, "nothing is created"
 
 
 @pytest.mark.parametrize("name", sorted({case[0] for case in CASES}))
-def test_bad_input_is_one_message_and_status_2(name, inputs, taken, monkeypatch, capsys):
+def test_bad_input_is_one_message_and_status_2(name, inputs, used_port, monkeypatch, capsys):
     monkeypatch.chdir(inputs)
     monkeypatch.delenv("DSCHAT_REWARD_TOKEN", raising=False)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    check([case for case in CASES if case[0] == name], inputs, capsys, lambda text: text.replace("{taken}", str(taken)))
+    check(
+        [case for case in CASES if case[0] == name],
+        inputs,
+        capsys,
+        lambda text: text.replace("{used_port}", str(used_port)),
+    )
     assert len(CASES) > 250
 
 
@@ -318,7 +323,7 @@ def test_a_console_that_is_not_utf_8_gets_escapes(environment, tmp_path):
     assert (folder / "page.html").is_file()
 
 
-def test_lines_are_rows_and_blank_ones_are_none(tmp_path):
+def test_every_line_is_a_row_and_blank_lines_are_skipped(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": "x\u2028y"}\r\n\n{"a": 2, "b": 3}', encoding="utf-8")
     assert read_json_lines(path, fields=["a"]) == [{"a": "x\u2028y"}, {"a": 2, "b": 3}]

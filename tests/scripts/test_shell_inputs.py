@@ -12,7 +12,7 @@ from shell_commands import ROOT, commands_of
 
 SCRIPTS = ROOT / "scripts"
 PIPELINES = ("quickstart", "smollm2", "chain_sum", "iterative_dpo")
-GIVEN = {"iterative_dpo": ["--model", "m", "--prompts", "p", "--judge", "judge.py:judge"]}
+REQUIRED = {"iterative_dpo": ["--model", "m", "--prompts", "p", "--judge", "judge.py:judge"]}
 NUMBERS = {
     "quickstart": {"seed": 0},
     "chain_sum": {"seed": 0, "processes": 1, "sft_steps": 1, "iterations": 1},
@@ -76,20 +76,20 @@ def folder(tmp_path_factory) -> Path:
     return inputs
 
 
-def run(script: str, words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
+def run(script: str, argv: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        ["bash", SCRIPTS / f"{script}.sh", *GIVEN.get(script, []), *words], cwd=folder, capture_output=True, text=True,
+        ["bash", SCRIPTS / f"{script}.sh", *REQUIRED.get(script, []), *argv], cwd=folder, capture_output=True,
         env=os.environ | {"VENV": str(folder / "unfit-venv"), "PYTHON": "false", "PROCESSES": ""} | environment,
-        stdin=subprocess.DEVNULL, timeout=60,
+        text=True, stdin=subprocess.DEVNULL, timeout=60,
     )  # fmt: skip
 
 
 def test_bad_options_are_one_message_and_status_2_before_any_output(folder):
     before = sorted(folder.rglob("*"))
-    for script, words, part in CASES:
-        done = run(script, words, folder)
-        assert (done.returncode, done.stdout) == (2, ""), (script, words, done)
-        assert done.stderr.startswith(f"{script}: ") and part in done.stderr, (script, words, done.stderr)
+    for script, argv, part in CASES:
+        done = run(script, argv, folder)
+        assert (done.returncode, done.stdout) == (2, ""), (script, argv, done)
+        assert done.stderr.startswith(f"{script}: ") and part in done.stderr, (script, argv, done.stderr)
         assert len(done.stderr.splitlines()) == 1, done.stderr
     assert sorted(folder.rglob("*")) == before
     assert len(CASES) > 250
@@ -101,19 +101,19 @@ def test_an_invalid_PROCESSES_is_one_message_and_status_2(folder, value):
     assert done.returncode == 2 and f"PROCESSES {value}: " in done.stderr and done.stderr.count("\n") == 1
 
 
-def refusal(script: str, words: list[str], folder: Path) -> str:
+def refusal(script: str, argv: list[str], folder: Path) -> str:
     """The error of a script whose programs are all stubs. No program of training/ may have started."""
-    command = " ".join(f"'{word}'" for word in GIVEN.get(script, []))
+    command = " ".join(f"'{word}'" for word in REQUIRED.get(script, []))
     with pytest.raises(AssertionError) as refused:
-        commands_of(f'bash scripts/{script}.sh {command} "$@"', *words, folder=folder)
+        commands_of(f'bash scripts/{script}.sh {command} "$@"', *argv, folder=folder)
     assert "training/" not in (folder / "commands").read_text()
     return str(refused.value)
 
 
-@pytest.mark.parametrize(("script", "words", "part"), LATER)
-def test_batches_that_do_not_divide_stop_the_script_before_its_first_stage(script, words, part, tmp_path):
+@pytest.mark.parametrize(("script", "argv", "part"), LATER)
+def test_batches_that_do_not_divide_stop_the_script_before_its_first_stage(script, argv, part, tmp_path):
     (tmp_path / "judge.py").touch()
-    assert part in refusal(script, [*words, "--output", "out"], tmp_path)
+    assert part in refusal(script, [*argv, "--output", "out"], tmp_path)
     assert not (tmp_path / "out").exists()
 
 
@@ -153,8 +153,8 @@ def test_only_folders_that_the_script_created_are_replaced(tmp_path):
     (output / "other" / "notes").write_text("keep")
     (output / "data").mkdir()  # empty: nothing to lose
 
-    def run_again(*words: str) -> int:
-        return len(commands_of('bash scripts/quickstart.sh --output out "$@"', *words, folder=tmp_path))
+    def run_again(*argv: str) -> int:
+        return len(commands_of('bash scripts/quickstart.sh --output out "$@"', *argv, folder=tmp_path))
 
     assert run_again() == 4
     seconds, digest, *more = (output / "stages" / "sft").read_text().split("\n")
@@ -169,7 +169,7 @@ def test_only_folders_that_the_script_created_are_replaced(tmp_path):
     assert "was not made by this script" in refusal("smollm2", ["--output", "out"], tmp_path), "of quickstart"
 
 
-def test_fresh_removes_further_rounds_of_an_earlier_run(tmp_path):
+def test_fresh_removes_later_rounds_of_an_earlier_run(tmp_path):
     (tmp_path / "judge.py").touch()
     command = 'bash scripts/iterative_dpo.sh --model m --prompts p --judge judge.py:judge --output out "$@"'
     commands_of(command, "--rounds", "3", folder=tmp_path)

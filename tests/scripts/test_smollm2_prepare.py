@@ -23,40 +23,42 @@ def message(sender: str, text: str) -> dict:
 
 
 def example(key: str, reply: str, *, topic: str = "") -> data.Example:
-    said = ("system", "s"), ("user", "What did you do today?"), ("assistant", reply)
-    return data.Example(key, topic, tuple({"role": role, "content": text} for role, text in said))
+    turns = ("system", "s"), ("user", "What did you do today?"), ("assistant", reply)
+    return data.Example(key, topic, tuple({"role": role, "content": text} for role, text in turns))
 
 
 def many_examples(number: int) -> list[data.Example]:
-    said = [f"I saw {'very ' * (i % 9)}many dogs, number {i}" for i in range(number)]
-    return [example(f"c{i // 2}", text, topic=f"t{i % 7}") for i, text in enumerate(said)]
+    replies = [f"I saw {'very ' * (i % 9)}many dogs, number {i}" for i in range(number)]
+    return [example(f"c{i // 2}", text, topic=f"t{i % 7}") for i, text in enumerate(replies)]
 
 
 def conversation(number: int, turns: int) -> dict:
-    said = [[message("ab"[turn % 2], f"Turn {turn} of chat {number} has these words in it.")] for turn in range(turns)]
-    return {"messages": said, "prompt": f"Is {number % 11} a nice number?"}
+    messages = [
+        [message("ab"[turn % 2], f"Turn {turn} of chat {number} has these words in it.")] for turn in range(turns)
+    ]
+    return {"messages": messages, "prompt": f"Is {number % 11} a nice number?"}
 
 
 def test_consecutive_messages_of_an_author_become_one_turn_and_empty_ones_are_dropped():
     counts = Counter()
-    said = ("a", "Hi"), ("a", "  how are\tyou "), ("b", " "), ("a", "?"), ("b", "ok")
-    groups = [[message(*one)] for one in said]
+    messages = ("a", "Hi"), ("a", "  how are\tyou "), ("b", " "), ("a", "?"), ("b", "ok")
+    groups = [[message(*one)] for one in messages]
     assert data.turns_of(groups, counts) == ["Hi\nhow are you\n?", "ok"]
     assert counts["messages empty"] == 1 and counts["messages"] == 5
 
 
 @pytest.mark.parametrize(
-    ("text", "scrubbed", "found"),
+    ("text", "scrubbed", "count"),
     [
         ("write to jo.doe+x@mail.example.org, ok?", "write to [email], ok?", 1),
         ("a@b.cd or e_f@g-h.ij", "[email] or [email]", 2),
         ("wut!@@@@@!@!@ and (@DC)...", "wut!@@@@@!@!@ and (@DC)...", 0),
     ],
 )
-def test_only_email_addresses_are_replaced_and_they_are_counted(text, scrubbed, found):
+def test_only_email_addresses_are_replaced_and_they_are_counted(text, scrubbed, count):
     counts = Counter()
     assert data.clean(text, counts) == scrubbed
-    assert counts["e-mail addresses scrubbed"] == found
+    assert counts["e-mail addresses scrubbed"] == count
 
 
 def test_windows_tile_the_conversation_and_always_end_in_a_reply():
@@ -77,9 +79,9 @@ def test_a_turn_that_fails_the_filter_is_dropped_and_the_others_are_kept():
 
 @pytest.mark.parametrize("reply", ["ok", "!!!! ???? .... ----", "yes " * 100])
 def test_the_filter_rejects_junk_replies(reply):
-    said = "What did you do all day today?"
-    assert data.is_usable([said, "I went to the park with my dog"], max_chars=600)
-    assert not data.is_usable([said, reply], max_chars=600)
+    question = "What did you do all day today?"
+    assert data.is_usable([question, "I went to the park with my dog"], max_chars=600)
+    assert not data.is_usable([question, reply], max_chars=600)
 
 
 def test_roles_alternate_and_only_the_first_example_has_the_topic():

@@ -1,4 +1,4 @@
-"""Fault injection on real runs (killed, stopped, starved, damaged): nothing is lost, and clear errors are reported."""
+"""Fault injection on real runs (kills, signals, full disks, damage): no progress is lost, and errors are clear."""
 
 import contextlib
 import fcntl
@@ -67,9 +67,9 @@ def assert_same_run(output: Path, unbroken: Path, step: str) -> None:
     """Metrics, samples and every exported weight, bit for bit."""
     assert metrics_of(output) == metrics_of(unbroken)
     for folder in FOLDERS[step]:
-        ours, theirs = weights_of(output / folder), weights_of(unbroken / folder)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+        actual, expected = weights_of(output / folder), weights_of(unbroken / folder)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), folder
     if step == "ppo":
         assert (output / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
 
@@ -104,10 +104,10 @@ def test_a_checkpoint_whose_replacement_was_killed_is_restored(run, whole, tmp_p
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
 
 
-@pytest.mark.parametrize("place", ["save_one_written@1#3", "save_model@1#2", "save_written@1#2", "update@1#4"])
-def test_a_killed_rank_ends_the_others_and_the_run_resumes_to_the_unbroken_result(place, run, whole, tmp_path):
+@pytest.mark.parametrize("fail", ["save_one_written@1#3", "save_model@1#2", "save_written@1#2", "update@1#4"])
+def test_a_killed_rank_ends_the_others_and_the_run_resumes_to_the_unbroken_result(fail, run, whole, tmp_path):
     settings = {"max_steps": 6, "save_interval": 2, "zero": 2, "processes": 2}
-    run("sft", **settings, fail=place, code=None)
+    run("sft", **settings, fail=fail, code=None)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     run("sft", **settings, resume="auto")
     assert_same_run(tmp_path / "run", whole("sft", **settings), "sft")
@@ -207,7 +207,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_warning_and_training_continues
 
 
 def test_a_rank_that_cannot_write_still_joins_the_gathers_of_the_ema(run, tmp_path):
-    """Under ZeRO-3 all ranks gather the average to be written: one that has failed before must not stay away."""
+    """Under ZeRO-3 all ranks gather the average to be written: a rank whose write failed must take part."""
     settings = {"zero": 3, "processes": 2, "enable_ema": True, "save_interval": 1}
     printed = run("ppo", **settings, fail="save_writing:raise@1#1")
     assert "the checkpoint cannot be written: rank 1" in printed and "The run continues without it" in printed
@@ -218,11 +218,11 @@ def test_metrics_that_cannot_be_written_are_dropped_and_training_is_unchanged(ru
     printed = run("ppo", fail="log_metrics.jsonl:raise#4,log_samples.jsonl:raise#3")
     assert printed.count("warning: metrics.jsonl cannot be written") == 1
     assert printed.count("warning: samples.jsonl cannot be written") == 1
-    ours, theirs = metrics_of(tmp_path / "run"), metrics_of(whole("ppo"))
-    assert len(theirs) - len(ours) == 1 and all(line in theirs for line in ours)
+    actual, expected = metrics_of(tmp_path / "run"), metrics_of(whole("ppo"))
+    assert len(expected) - len(actual) == 1 and all(line in expected for line in actual)
     for folder in FOLDERS["ppo"]:
-        mine, other = weights_of(tmp_path / "run" / folder), weights_of(whole("ppo") / folder)
-        assert all(torch.equal(mine[name], other[name]) for name in other)
+        weights, expected_weights = weights_of(tmp_path / "run" / folder), weights_of(whole("ppo") / folder)
+        assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_a_best_model_that_cannot_be_written_leaves_the_previous_one(run, tmp_pa
     settings = {"max_steps": 3, "best_metric": "eval_loss", "best_mode": "min", "eval_interval": 1}
     printed = run("sft", **settings, fail="export_weights:raise#2")
     assert "The previous best model is kept, and the run continues" in printed
-    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] > 1, "a later one is kept again"
+    assert json.loads((tmp_path / "run" / "best" / "best.json").read_text())["step"] > 1, "a later best model is saved"
     assert not list((tmp_path / "run").glob("best.*")) and (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -297,8 +297,8 @@ def test_a_nan_gradient_on_one_rank_skips_the_update_on_all(zero, run, tmp_path)
     lines = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert lines[1]["loss"] is None and lines[1]["skipped_updates"] == 1
     assert lines[2]["loss"] is not None
-    spoiled = weights_of(tmp_path / "run")
-    assert all(torch.isfinite(weight).all() for weight in spoiled.values())
+    weights = weights_of(tmp_path / "run")
+    assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
 def test_in_step_3_one_update_can_be_skipped_and_too_many_in_a_row_end_the_run(run, tmp_path):
@@ -386,9 +386,9 @@ def test_changed_flags_are_reported_or_refused(run, tmp_path):
     printed = run("sft", max_steps=4, learning_rate=1e-3, resume="auto", fail="update:TERM#1", code=SAVED)
     assert "changed since: " in printed and "--max_steps was 3, is 4" in printed and "--learning_rate" in printed
     rates = {line["step"]: line["learning_rate"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"}
-    assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the 4 steps of now"
-    checkpoint_lines = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
-    assert checkpoint_lines["arguments"]["max_steps"] == 4 and "torch" in checkpoint_lines["versions"]
+    assert rates[2] == pytest.approx(1e-3 * (1 + math.cos(math.pi * 1 / 4)) / 2), "a cosine over the new 4 steps"
+    manifest = json.loads((newest_checkpoint(tmp_path / "run") / "manifest.json").read_text())
+    assert manifest["arguments"]["max_steps"] == 4 and "torch" in manifest["versions"]
 
 
 def test_changed_data_is_refused(run, materials, tmp_path):
@@ -407,16 +407,16 @@ def test_a_dumped_update_can_be_replayed_and_a_changed_number_is_detected(run, t
     run("ppo", max_steps=2, dump_step=2, processes=2, zero=2)
     folder = tmp_path / "run" / "dump" / "step-00000002"
     replay = [sys.executable, MAINS["ppo"].parents[2] / "scripts" / "replay.py", folder]
-    said = subprocess.run(replay, capture_output=True, text=True)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert "the replay equals the run" in said.stdout and "rank 1 logprobs.0" in said.stdout
+    replayed = subprocess.run(replay, capture_output=True, text=True)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+    assert "the replay equals the run" in replayed.stdout and "rank 1 logprobs.0" in replayed.stdout
     file = folder / "update_rank1.safetensors"
     tensors = load_file(file)
     tensors["values.0"][1, 2] += 0.5
     save_file(tensors, file)
-    said = subprocess.run(replay, capture_output=True, text=True)
-    assert said.returncode == 1
-    differing = [line for line in said.stdout.splitlines() if "<- differs" in line]
+    replayed = subprocess.run(replay, capture_output=True, text=True)
+    assert replayed.returncode == 1
+    differing = [line for line in replayed.stdout.splitlines() if "<- differs" in line]
     assert len(differing) == 1 and differing[0].startswith("rank 1 values.0") and "(1, 2)" in differing[0]
 
 
@@ -460,7 +460,7 @@ BAD_WEIGHTS = {
 
 
 class Runs:
-    """A pickle of it touches a file when it is loaded."""
+    """Unpickling it touches a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -520,26 +520,29 @@ def test_a_run_resumed_with_other_world_sizes_has_the_same_data_and_nearly_the_s
     assert "--per_device_train_batch_size was 4, is 8" in printed
     run("sft", **settings, processes=2, resume="auto")
     expected = metrics_of(whole("sft", **settings, processes=2))
-    found = metrics_of(tmp_path / "run")
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for ours, theirs in zip(found, expected, strict=True):
-        name = "loss" if theirs["phase"] == "train" else "eval_loss"
-        assert ours[name] == pytest.approx(theirs[name], rel=1e-4)
-        assert ours.get("learning_rate") == theirs.get("learning_rate")
+    actual = metrics_of(tmp_path / "run")
+    assert [line["step"] for line in actual] == [line["step"] for line in expected]
+    for line, expected_line in zip(actual, expected, strict=True):
+        name = "loss" if expected_line["phase"] == "train" else "eval_loss"
+        assert line[name] == pytest.approx(expected_line[name], rel=1e-4)
+        assert line.get("learning_rate") == expected_line.get("learning_rate")
 
 
-@pytest.mark.parametrize("then, now", [(2, 1), (1, 2)])
-def test_zero_1_and_2_resume_each_other(then, now, run, whole, tmp_path):
-    run("sft", zero=then, max_steps=4, fail="update:TERM#2", code=SAVED)
-    run("sft", zero=now, max_steps=4, resume="auto")
-    assert_same_run(tmp_path / "run", whole("sft", zero=then, max_steps=4), "sft")
+@pytest.mark.parametrize("saved_stage, stage", [(2, 1), (1, 2)])
+def test_zero_1_and_2_resume_each_other(saved_stage, stage, run, whole, tmp_path):
+    run("sft", zero=saved_stage, max_steps=4, fail="update:TERM#2", code=SAVED)
+    run("sft", zero=stage, max_steps=4, resume="auto")
+    assert_same_run(tmp_path / "run", whole("sft", zero=saved_stage, max_steps=4), "sft")
 
 
-@pytest.mark.parametrize("then, now", [(0, 2), (3, 2), (2, 3)])
-def test_a_resume_with_another_zero_stage_is_refused_and_the_right_one_named(then, now, run, tmp_path):
-    run("sft", zero=then, fail="update:TERM#2", code=SAVED)
-    printed = run("sft", zero=now, resume="auto", code=2)
-    assert f"contains the model of ZeRO stage {then}, but this run has stage {now}: resume with stage {then}" in printed
+@pytest.mark.parametrize("saved_stage, stage", [(0, 2), (3, 2), (2, 3)])
+def test_a_resume_with_another_zero_stage_is_refused_and_names_the_right_one(saved_stage, stage, run, tmp_path):
+    run("sft", zero=saved_stage, fail="update:TERM#2", code=SAVED)
+    printed = run("sft", zero=stage, resume="auto", code=2)
+    assert (
+        f"contains the model of ZeRO stage {saved_stage}, but this run has stage {stage}: resume with stage {saved_stage}"
+        in printed
+    )
 
 
 def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp_path):
@@ -552,7 +555,7 @@ def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp
 
 
 def test_a_full_file_system_costs_a_checkpoint_and_no_training(run, whole, tmp_path):
-    """A real one, where the machine lets us mount it."""
+    """A real full file system, where the machine allows mounting one."""
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", folder], capture_output=True)
@@ -570,7 +573,7 @@ def test_a_full_file_system_costs_a_checkpoint_and_no_training(run, whole, tmp_p
 
 
 def test_on_a_full_file_system_the_export_fails_with_one_message_and_a_valid_checkpoint(run, whole, tmp_path):
-    """Everything that a run writes, the export above all, on a real one where the machine lets us mount it."""
+    """The whole output folder on a real full file system, where the machine allows mounting one."""
     folder = tmp_path / "run"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=710k", "tmpfs", folder], capture_output=True)
@@ -620,7 +623,7 @@ optimizer_step(engine, [lambda: (engine(torch.ones(1, 4)).sum(), {})] * (2 + col
 """
 
 
-def test_a_file_replaced_after_verification_is_not_run_either(programs, tmp_path):
+def test_code_in_a_file_replaced_after_verification_is_not_run(programs, tmp_path):
     """The check reads a file once, DeepSpeed reads it again: loading is restricted by itself."""
     script = tmp_path / "exchange.py"
     script.write_text(EXCHANGE)

@@ -49,7 +49,7 @@ def recipe(path: Path, *more: str, folder: Path) -> Command:
 
 
 def problems_of(command: Command) -> list[str]:
-    """What the program's own check finds, files apart. Raises SettingsError for what parsing finds."""
+    """Problems that the program's own check reports, but those about files; SettingsError if parsing fails."""
     own = command.step == DPO or command.program.name != "main.py"
     check = module_of(command.program).check if own else CHECKS[command.step]
     return [problem for problem in check(command.parsed()) if not problem.startswith(ABOUT_FILES)]
@@ -57,7 +57,7 @@ def problems_of(command: Command) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to be in: runs write their output_dir where they are started."""
+    """An empty working folder: runs write output_dir there."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -87,8 +87,8 @@ def test_recipe_fits_its_gpus(path, folder):
 
 
 def bytes_of(flags: dict, gpus: int) -> float:
-    """Step 1; step 2 too, whose sequences are twice the pairs. DPO's reference is gone before the policy comes."""
-    path = flags["model_name_or_path"].removesuffix("/sft")  # DPO starts from what step 1 leaves
+    """Step 1; step 2 too, whose sequences are twice the pairs. DPO's reference is freed before the policy is loaded."""
+    path = flags["model_name_or_path"].removesuffix("/sft")  # DPO starts from the output of step 1
     shape = memory.SHAPES[path.rsplit("/", 1)[-1].lower()]
     sequences = flags["per_device_train_batch_size"] * (2 if {"centering_coef", "beta"} & flags.keys() else 1)
     assert bool(flags["lora_dim"]) == flags["only_optimize_lora"]
@@ -132,7 +132,7 @@ def test_shapes_have_the_parameters_of_their_name(name):
 
 
 def test_memory_by_hand():
-    """OPT-13b on 8 GPUs, ZeRO-3: 12.9e9 parameters x 18 bytes / 8; as a frozen whole 2 bytes; LoRA keeps 2 + little."""
+    """OPT-13b on 8 GPUs, ZeRO-3: 12.9e9 parameters x 18 bytes / 8; frozen and whole 2 bytes; LoRA 2 and a little."""
     shape = memory.SHAPES["opt-13b"]
     assert shape.parameters == 40 * (4 * 5120**2 + 2 * 5120 * 20480) + 50272 * 5120
     sharded = memory.trained(shape, stage=3, gpus=8, lora=0, offload=False)
@@ -161,7 +161,7 @@ def test_recipes_start_from_output_folders_of_earlier_recipes(folder):
 
 
 def test_flags_of_the_command_line_override_the_recipe_and_mistakes_are_detected(folder):
-    """The checks above would see a mistake: batches that do not divide, a misspelt flag, a value out of its choices."""
+    """The checks above would detect batches that do not divide, a misspelt flag, a value out of its choices."""
     path = ROOT / "training" / STEP3 / "training_scripts" / "opt" / "single_node" / "run_1.3b.sh"
     command = recipe(path, "--per_device_training_batch_size", "7", folder=folder)
     assert "do not divide" in "".join(problems_of(command))
@@ -241,8 +241,8 @@ def test_every_flag_is_read_by_something():
     flags = every_flag()
     read = {
         node.attr
-        for place in ("dschat", "training")
-        for path in (ROOT / place).rglob("*.py")
+        for top in ("dschat", "training")
+        for path in (ROOT / top).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }

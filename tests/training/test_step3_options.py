@@ -23,7 +23,7 @@ from dschat.runs.signals import SAVED
 REWARD = """
 import re
 def number(prompt): return int(re.search(r"[0-9]+", prompt)[0])
-def some(prompts, responses, rows):  # every third prompt scores alike, whatever is answered
+def some(prompts, responses, rows):  # every third prompt has one score for all responses
     return [1.0 if number(p) % 3 == 0 else sum(map(ord, r)) % 7 / 3 for p, r in zip(prompts, responses)]
 def level(prompts, responses, rows):
     return [number(p) / 10 for p in prompts]
@@ -65,7 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "opo": {"rollout_correction": "seq_mis", "kl_coef": 0.1, "stop_at_kl": 1000.0, "top_k": 300, "dump_step": 1},
 }  # fmt: skip
-# A new row of either table is tried without being named here.
+# A new entry of ALGORITHMS or POLICY_LOSSES is covered without an entry here.
 RUNS |= {name: {} for name in ALGORITHMS if name not in RUNS}
 RUNS |= {
     f"policy_loss_{name}": {"algorithm": "grpo", "policy_loss": name, "clip_range": None}
@@ -146,7 +146,7 @@ def test_every_algorithm_trains_with_finite_metrics_and_a_loadable_export(name, 
     assert not report["missing_keys"] and not report["unexpected_keys"]
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     if "best_metric" in settings:
-        assert_best_is_the_best(folder, settings["best_metric"], settings.get("best_mode", "max"))
+        assert_best_is_recorded(folder, settings["best_metric"], settings.get("best_mode", "max"))
     if "dump_step" in settings:
         replay = MAINS["ppo"].parents[2] / "scripts" / "replay.py"
         (dump,) = (folder / "dump").iterdir()
@@ -155,7 +155,7 @@ def test_every_algorithm_trains_with_finite_metrics_and_a_loadable_export(name, 
         assert replayed.returncode == 0 and "the replay equals the run" in text, text
 
 
-def assert_best_is_the_best(output: Path, metric: str, mode: str) -> int:
+def assert_best_is_recorded(output: Path, metric: str, mode: str) -> int:
     """best.json records the first of the best evaluations; returns its step."""
     evaluations = [(line["step"], line[metric]) for line in metrics_of(output) if line["phase"] == "eval"]
     value = (max if mode == "max" else min)(value for _, value in evaluations)
@@ -178,8 +178,8 @@ ALL = {
 @pytest.fixture(scope="module")
 def unbroken(programs, materials, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("unbroken")
-    given = json.loads(json.dumps(ALL).replace("{materials}", str(materials)))
-    argv = flags("ppo", materials, output, num_samples_per_prompt=2, eval_interval=1, **given)
+    settings = json.loads(json.dumps(ALL).replace("{materials}", str(materials)))
+    argv = flags("ppo", materials, output, num_samples_per_prompt=2, eval_interval=1, **settings)
     programs.run(MAINS["ppo"], argv, log=output / "log.txt")
     return output
 
@@ -189,9 +189,9 @@ def assert_same(output: Path, unbroken: Path) -> None:
     assert (output / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
     assert (output / "best" / "best.json").read_text() == (unbroken / "best" / "best.json").read_text()
     for folder in ("", "best"):
-        ours, theirs = weights_of(output / folder), weights_of(unbroken / folder)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+        actual, expected = weights_of(output / folder), weights_of(unbroken / folder)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), folder
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def assert_same(output: Path, unbroken: Path) -> None:
 def test_a_killed_and_resumed_run_restores_all_state(fail, save_interval, code, run, unbroken, tmp_path):
     lines = [line for line in metrics_of(unbroken) if line["phase"] == "train"]
     kl_coefs = [line["kl_coef"] for line in lines]
-    assert len(set(kl_coefs)) == 4 and min(line["responses"] for line in lines) > 16, "all of it is in use"
+    assert len(set(kl_coefs)) == 4 and min(line["responses"] for line in lines) > 16, "every option has an effect"
     run("run", **ALL, fail=fail, code=code, save_interval=save_interval)
     assert not (tmp_path / "run" / "model.safetensors").exists()
     output = run("run", **ALL, resume="auto", save_interval=save_interval)
@@ -225,11 +225,11 @@ def test_the_kl_coefficient_adapts_and_a_refreshed_reference_resets_kl(unbroken)
 
 
 def test_the_best_model_is_the_one_that_was_evaluated_as_best(run, unbroken, tmp_path):
-    step = assert_best_is_the_best(unbroken, "pass@2", "max")
+    step = assert_best_is_recorded(unbroken, "pass@2", "max")
     assert 0 < step < 4, "a best model at the start or the end would prove little"
     run("run", **ALL | {"max_steps": step})
-    ours, theirs = weights_of(tmp_path / "run"), weights_of(unbroken / "best")
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours) and ours.keys() == theirs.keys()
+    actual, expected = weights_of(tmp_path / "run"), weights_of(unbroken / "best")
+    assert all(torch.equal(actual[name], expected[name]) for name in actual) and actual.keys() == expected.keys()
 
 
 @pytest.mark.parametrize(("settings", "message"), [

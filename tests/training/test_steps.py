@@ -57,13 +57,13 @@ def run(programs, materials, tmp_path):
 
 @pytest.mark.parametrize("step", MAINS)
 def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation(step, run):
-    found = {}
+    runs = {}
     for processes, zero, accumulation in CUTS:
         output = run(
             step, f"{processes}-{zero}-{accumulation}", processes=processes, zero=zero, accumulation=accumulation
         )
-        found[processes, zero, accumulation] = metrics_of(output), output
-    expected, first = found[CUTS[0]]
+        runs[processes, zero, accumulation] = metrics_of(output), output
+    expected, first = runs[CUTS[0]]
     steps = 2 if step == "ppo" else 4
     order = [(line["phase"], line["step"]) for line in expected]
     assert order == [("eval", 0), *(("train", n + 1) for n in range(steps)), ("eval", steps)]
@@ -71,16 +71,16 @@ def test_curve_and_export_do_not_depend_on_processes_zero_stage_and_accumulation
     assert all(METRICS[step] <= line.keys() and None not in line.values() for line in train)
     assert all(line["grad_norm" if step != "ppo" else "actor_grad_norm"] > 0 for line in train)
     before, after = expected[0], expected[-1]
-    moved = "score" if step == "ppo" else "eval_loss"
-    assert abs(after[moved] - before[moved]) > 1e-2  # the comparison needs curves that change
-    for cut, (metrics, output) in found.items():
-        for ours, theirs in zip(metrics, expected, strict=True):
-            assert_same_line(ours, theirs, cut)
+    metric = "score" if step == "ppo" else "eval_loss"
+    assert abs(after[metric] - before[metric]) > 1e-2  # the comparison needs curves that change
+    for cut, (metrics, output) in runs.items():
+        for actual_line, expected_line in zip(metrics, expected, strict=True):
+            assert_same_line(actual_line, expected_line, cut)
         for name, weight in weights_of(output).items():
             # Adam takes a step of up to lr even on a gradient that is pure rounding error.
             torch.testing.assert_close(weight, weights_of(first)[name], rtol=1e-3, atol=1e-4, msg=f"{cut} {name}")
     for cut in CUTS[0], (2, 3, 1):
-        assert_loads_with_plain_transformers(step, found[cut][1])
+        assert_loads_with_plain_transformers(step, runs[cut][1])
     if step == "ppo":
         assert_loads_with_plain_transformers("reward", first / "critic")
         samples = [json.loads(line) for line in (first / "samples.jsonl").read_text().splitlines()]
@@ -93,10 +93,10 @@ def test_with_the_decoders_log_probs_every_iteration_logs_the_mismatch_and_trunc
         (metrics_of(folder), folder) for folder in (run("ppo", f"{n}", processes=n, **settings) for n in (1, 2))
     )
     mismatch = {"rollout_logprob_mismatch_mean", "rollout_logprob_mismatch_max", "rollout_ratio"}
-    for ours, theirs in zip(metrics, others, strict=True):
-        assert_same_line(ours, theirs, "two processes")
-        assert mismatch & ours.keys() == (mismatch if ours["phase"] == "train" else set())
-        assert ours["phase"] == "eval" or 0.8 <= ours["rollout_ratio"] < 1  # the probability mass that was kept
+    for line, expected_line in zip(metrics, others, strict=True):
+        assert_same_line(line, expected_line, "two processes")
+        assert mismatch & line.keys() == (mismatch if line["phase"] == "train" else set())
+        assert line["phase"] == "eval" or 0.8 <= line["rollout_ratio"] < 1  # the probability mass that was kept
     for processes in (1, 2):
         assert output.with_name(f"{processes}.log").read_text().count("--top_p 0.8 with --old_logprobs rollout") == 1
 
@@ -110,8 +110,8 @@ def test_packed_training_does_not_depend_on_the_micro_batch_and_evaluates_as_unp
             "plain": {"zero": 0},
         }.items()
     )
-    for ours, theirs in zip(cut, first, strict=True):
-        assert_same_line(ours, theirs, "two processes")
+    for line, expected_line in zip(cut, first, strict=True):
+        assert_same_line(line, expected_line, "two processes")
     assert_same_line(first[0], plain[0], "evaluation before training")
     assert first[1]["loss"] != plain[1]["loss"]  # more conversations a step
 
@@ -130,8 +130,8 @@ OFFLOAD = {"offload": True, "gradient_checkpointing": True, "max_steps": 2}
 def test_offload_and_recomputed_activations_do_not_change_the_curve(step, zero, settings, run):
     plain = metrics_of(run(step, "plain", zero=zero, max_steps=2))
     saving = metrics_of(run(step, "saving", zero=zero, **settings))
-    for ours, theirs in zip(saving, plain, strict=True):
-        assert_same_line(ours, theirs, "offload")
+    for line, expected_line in zip(saving, plain, strict=True):
+        assert_same_line(line, expected_line, "offload")
 
 
 @pytest.mark.parametrize("step", MAINS)
@@ -161,17 +161,17 @@ def test_a_killed_and_resumed_run_equals_the_unbroken_one(step, settings, run, t
     unbroken = run(step, "unbroken", save_interval=2, **settings)
     checkpoints = tmp_path / "broken" / "checkpoints"
     # SFT dies while it writes its second checkpoint, PPO in the iteration after its first.
-    sign = checkpoints / (".step-00000004.tmp" if step == "sft" else "latest")
-    run(step, "broken", save_interval=2, kill_when=sign.exists, **settings)
+    marker = checkpoints / (".step-00000004.tmp" if step == "sft" else "latest")
+    run(step, "broken", save_interval=2, kill_when=marker.exists, **settings)
     assert not (tmp_path / "broken" / "model.safetensors").exists()
     assert (checkpoints / "latest").read_text() in ("step-00000002", "step-00000004")
     resumed = run(step, "broken", save_interval=2, resume="auto", **settings)
     assert metrics_of(resumed) == metrics_of(unbroken)
     folders = [""] if step == "sft" else ["", "critic", "actor_ema"]
     for folder in folders:
-        ours, theirs = weights_of(resumed / folder), weights_of(unbroken / folder)
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs), folder
+        actual, expected = weights_of(resumed / folder), weights_of(unbroken / folder)
+        assert actual.keys() == expected.keys()
+        assert all(torch.equal(actual[name], expected[name]) for name in expected), folder
     if step == "ppo":
         assert (resumed / "samples.jsonl").read_text() == (unbroken / "samples.jsonl").read_text()
     assert sorted(path.name for path in checkpoints.iterdir())[-1].startswith("step-")
@@ -333,7 +333,7 @@ def test_bad_input_ends_every_process_with_one_message_and_no_traceback(programs
     rows = [{"prompt": "a", "response": "b"}] * 30
     late = write_rows(tmp_path / "late.jsonl", rows)
     late.write_text(late.read_text() + "{not json\n" + late.read_text())
-    found_by_reading = message_of(data_path=late, max_bad_rows=0)
-    assert found_by_reading.count("late.jsonl:31") == 1
+    late_error = message_of(data_path=late, max_bad_rows=0)
+    assert late_error.count("late.jsonl:31") == 1
     few = write_rows(tmp_path / "few.jsonl", rows[:5])
     assert "needs 8" in message_of(data_path=few)
