@@ -137,7 +137,7 @@ class TokenLogprobs(nn.Module):
         scale, softcap = head_transform(model)
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
-        self.takes_positions = "position_ids" in inspect.signature(body.forward).parameters
+        self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
         self.packs_by_mask = False  # see dschat.models.packed_attention
 
     def forward(
@@ -185,7 +185,7 @@ class TokenLogprobs(nn.Module):
         mask: Tensor | None = attention_mask.long()
         if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
             mask = packed_attention(packed_positions, self.model.dtype) if self.packs_by_mask else None
-        position_arguments = {"position_ids": positions} if self.takes_positions else {}
+        position_arguments = {"position_ids": positions} if self.accepts_position_ids else {}
         out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **position_arguments)
         return out.last_hidden_state
 

@@ -111,7 +111,7 @@ class TokenScores(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self.accepts_position_ids = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     @property
     def scores_tokens(self) -> bool:
@@ -139,7 +139,7 @@ class TokenScores(nn.Module):
                 f"{type(self.model).__name__} scores whole sequences only, but a critic needs a score at every token: "
                 "use it as reward model, and choose a decoder (OPT, Llama, Qwen2, GPT-2, …) for the critic."
             )
-        positions = {"position_ids": position_ids(attention_mask)} if self.takes_positions else {}
+        positions = {"position_ids": position_ids(attention_mask)} if self.accepts_position_ids else {}
         answer = self.model.base_model(
             input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
         )

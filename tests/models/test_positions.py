@@ -65,7 +65,7 @@ def test_padding_decides_between_the_tied_scores_of_a_sparse_indexer():
     assert (beside - alone).abs().max() > 0.1
 
 
-@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_sparse_indexer_is_served_while_it_chooses_all_tokens(kind):
     latent = {"num_key_value_heads": 4}
