@@ -259,7 +259,7 @@ class Waits(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = step_recording._indices(func, args)
-        reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in indices)
+        reads = step_recording._reads_values(func) or any(index.dtype == torch.bool for index in indices)
         places = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
         self.count += reads and (self.of is None or bool(places & self.of))
         return func(*args, **(kwargs or {}))

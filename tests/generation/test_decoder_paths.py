@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 
 
 def graphed(actor: HybridEngine) -> GraphedStep:
-    return next(reversed(actor._decoder._pool_decoder.captured._kinds.values()))
+    return next(reversed(actor._decoder._pool_decoder.captured._steps.values()))
 
 
 def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):

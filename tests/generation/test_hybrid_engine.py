@@ -200,7 +200,7 @@ def test_generating_outside_or_twice_inside_the_context_is_refused():
         assert actor.generate(PROMPTS, **GREEDY).response_mask.all(), "the outer context goes on"
     with pytest.raises(ValueError, match="max_new_tokens is 0"), actor.generation():
         actor.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 0})
-    with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
+    with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         HybridEngine(nn.Linear(2, 2))
 
 

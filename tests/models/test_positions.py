@@ -96,5 +96,5 @@ def test_a_tokenizer_larger_than_a_model_that_does_not_grow_is_refused(tmp_path,
 def test_a_folder_with_a_sentencepiece_model_alone_names_the_way_out(tmp_path):
     transformers.LlamaConfig().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
-    with pytest.raises(ValueError, match="tokenizer.model alone: pip install sentencepiece.*save_pretrained"):
+    with pytest.raises(ValueError, match="only tokenizer.model: pip install sentencepiece.*save_pretrained"):
         load_tokenizer(tmp_path)

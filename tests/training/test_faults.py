@@ -454,7 +454,7 @@ BAD_WEIGHTS = {
         lambda folder: (folder / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "../model.safetensors"}})
         ),
-        "names files that do not lie beside it",
+        "names files outside its folder",
     ),
 }
 

@@ -89,7 +89,7 @@ class KVPool(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [R, heads, new tokens, width]. In decoding steps the result is for `attend` only."""
+        """key_states, value_states: [R, heads, new tokens, width]. Decoding results are for `attend` only."""
         if layer_idx not in self._buffers:
             shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
             self.shapes[layer_idx] = shape
