@@ -179,10 +179,10 @@ def _encode(
     for encoded in encoded_rows:
         if encoded.features is None:
             report.add_dropped(encoded.skip_reason)
-    kept = [encoded for encoded in encoded_rows if encoded.features is not None]
-    if kept and (control_strings := encoder.control_tokens(record)):
+    usable = [encoded for encoded in encoded_rows if encoded.features is not None]
+    if usable and (control_strings := encoder.control_tokens(record)):
         report.add_control_tokens(row.where, control_strings)
-    return kept
+    return usable
 
 
 def _require_rows(report: SourceReport, source: Source, plan: RowPlan) -> None:

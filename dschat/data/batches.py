@@ -60,7 +60,7 @@ class GlobalBatches:
         return -(-(len(self.lengths) - self.dropped_per_epoch) // self.global_batch_size)
 
     def step(self, step: int) -> list[int]:
-        """Row indices of an optimizer step, counted from 0 over the whole run."""
+        """Row indices of an optimizer step, counted from 0 over the full_rows run."""
         epoch, position = divmod(step, len(self))
         if self._cached_epoch[0] != epoch:
             self._cached_epoch = (epoch, self.epoch(epoch))
@@ -72,11 +72,11 @@ class GlobalBatches:
         generator = np.random.default_rng([self.seed, epoch])
         rows = len(self.lengths)
         order = generator.permutation(rows) if self.shuffle else np.arange(rows)
-        whole = rows - rows % size
-        full, remainder = order[:whole], order[whole:]
+        full_rows = rows - rows % size
+        full, remainder = order[:full_rows], order[full_rows:]
         if self.group_by_length:
             full = np.concatenate(
-                [self._longest_first(full[i : i + WINDOW * size]) for i in range(0, whole, WINDOW * size)] or [full]
+                [self._longest_first(full[i : i + WINDOW * size]) for i in range(0, full_rows, WINDOW * size)] or [full]
             )
             remainder = self._longest_first(remainder)
         steps = full.reshape(-1, size)

@@ -108,7 +108,7 @@ class DecodeBatch:
         ended_slots = [slot for slot, is_live in enumerate(live) if not is_live]
         ended_rows = [self.rows[slot] for slot in ended_slots]
         slots, rows = to_device([ended_slots, ended_rows], self.tokens.device)  # [n] each
-        responses.counts[rows] = self.next_index[slots] - responses.first_index(rows)
+        responses.lengths[rows] = self.next_index[slots] - responses.first_index(rows)
         kept_slots = to_device(live_slots, self.tokens.device)
         count = len(live_slots)
         for tensor in (self.tokens, self.spans, self.next_index, self.ends, self.live):

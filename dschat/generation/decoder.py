@@ -103,10 +103,10 @@ class Decoder:
         validated = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
         validated.check(self.model.config)
         responses, yielded = self._new_responses(validated), 0
-        for drawn in self._steps(validated, responses, streams=True):
-            responses.require_finite(yielded, drawn)
-            yield from responses.tokens[1 + yielded : 1 + drawn].tolist()
-            yielded = drawn
+        for generated in self._steps(validated, responses, streams=True):
+            responses.require_finite(yielded, generated)
+            yield from responses.tokens[1 + yielded : 1 + generated].tolist()
+            yielded = generated
         self._responses = responses
 
     @property

@@ -35,7 +35,7 @@ class GenerationModule:
     not fit into free memory, each layer's weights are materialised when it runs. Training weights are never modified.
 
     Attributes:
-        module: the model on the meta device or filled, of the training model's class and config.
+        module: the model on the meta device or with weights, of the training model's class and config.
         layerwise: the per-layer weight loader while it is in use (see LayerwiseWeights), else None.
     """
 

@@ -13,7 +13,7 @@ from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_cache import new_cache
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import left_pad
-from dschat.generation.scheduler import Counts, first_row_tokens, queue_order
+from dschat.generation.scheduler import Counters, first_row_tokens, queue_order
 from dschat.generation.trial import TRIAL_TOKENS, accepts_argument, relative_error
 from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
@@ -98,16 +98,17 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
 
 
 def hf_cache_steps(
-    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None, cached: bool
-) -> Iterator[int]:
+    model: PreTrainedModel, request: Request, responses: Responses, counters: Counters, *, slots: int | None,
+    cached: bool,
+) -> Iterator[int]:  # fmt: skip
     """Decode the rows of a request in padded batches; yields the first row's token count after every step."""
     device = responses.tokens.device
     for rows in torch.tensor(queue_order(request)).split(slots or len(request)):
-        yield from _batch_steps(model, request, responses, counts, rows.tolist(), device, cached)
+        yield from _batch_steps(model, request, responses, counters, rows.tolist(), device, cached)
 
 
 def _batch_steps(
-    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, rows: list[int],
+    model: PreTrainedModel, request: Request, responses: Responses, counters: Counters, rows: list[int],
     device: torch.device, cached: bool,
 ) -> Iterator[int]:  # fmt: skip
     limits = request.limits
@@ -115,7 +116,7 @@ def _batch_steps(
     prompt_index = [unique.setdefault(tuple(request.prompts[row]), len(unique)) for row in rows]
     ids, mask = left_pad(list(unique), pad_token_id=0, device=device)  # [U, P]
     live_rows = LiveRows(model, ids, mask, max_new_tokens=max(limits[row] for row in rows), cached=cached)
-    counts.prefilled_tokens += sum(map(len, unique))
+    counters.prefilled_tokens += sum(map(len, unique))
     logits = live_rows.next_logits()[torch.tensor(prompt_index, device=device)]  # [R, V]
     if len(unique) < len(rows):
         live_rows.select(torch.tensor(prompt_index, device=device))
@@ -141,5 +142,5 @@ def _batch_steps(
         yield first_row_tokens(decode_batch, responses)
         if not live_count:
             return
-        counts.decoded_rows += decode_batch.used
+        counters.decoded_rows += decode_batch.used
         logits = live_rows.next_logits()  # [R, V]

@@ -14,7 +14,7 @@ from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.generation.memory import free_memory
 from dschat.generation.prefill import PromptKey
 from dschat.generation.request import Request, Responses
-from dschat.generation.scheduler import Counts, Scheduler, queue_order
+from dschat.generation.scheduler import Counters, Scheduler, queue_order
 from dschat.generation.step import GraphedStep, Step
 
 
@@ -45,8 +45,9 @@ class PoolDecoder:
         return pool + self.captured.nbytes
 
     def steps(
-        self, request: Request, responses: Responses, counts: Counts, *, weights: Hashable = None, streams: bool = False
-    ) -> Iterator[int]:
+        self, request: Request, responses: Responses, counters: Counters, *, weights: Hashable = None,
+        streams: bool = False,
+    ) -> Iterator[int]:  # fmt: skip
         """Decode all rows; yields the first row's token count after every host synchronisation.
 
         If memory runs out, the unfinished rows restart with half the slots and produce the same tokens.
@@ -60,20 +61,20 @@ class PoolDecoder:
         """
         self.busy = True
         try:
-            for count_first_row in self._steps(request, responses, counts, weights):
+            for count_first_row in self._steps(request, responses, counters, weights):
                 yield count_first_row() if streams else 0
         finally:
             self.busy = False
 
     def _steps(
-        self, request: Request, responses: Responses, counts: Counts, weights: Hashable
+        self, request: Request, responses: Responses, counters: Counters, weights: Hashable
     ) -> Iterator[Callable[[], int]]:
         waiting = queue_order(request)
         slots = min(self.max_slots or len(waiting), len(waiting))
         while waiting:
             scheduler = None
             try:
-                scheduler = Scheduler(self, request, responses, counts, waiting, slots, weights)
+                scheduler = Scheduler(self, request, responses, counters, waiting, slots, weights)
                 yield from scheduler.steps()
                 return
             except torch.OutOfMemoryError:

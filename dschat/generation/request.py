@@ -107,7 +107,7 @@ class Responses:
 
     Attributes:
         tokens: [at least 1 + B·T] long. logprobs, uniforms: same length, float32; uniforms None if sampling is greedy.
-        counts: [B] long, number of tokens of each row.
+        lengths: [B] long, number of tokens of each row.
         columns: T, the largest limit.
     """
 
@@ -122,7 +122,7 @@ class Responses:
         self.logprobs = reuse.logprobs if fits else torch.empty(1 + self.size, device=device)
         self.tokens.fill_(request.pad_token_id)
         self.logprobs.zero_()
-        self.counts = torch.zeros(len(request), dtype=torch.long, device=device)
+        self.lengths = torch.zeros(len(request), dtype=torch.long, device=device)
         # A greedy request keeps the buffer: captured steps of later sampled requests read this address.
         self._uniform_buffer = reuse._uniform_buffer if fits else None
         self.uniforms = None
@@ -151,7 +151,7 @@ class Responses:
     @property
     def nbytes(self) -> int:
         """Total size of all buffers."""
-        return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.counts) if t is not None)
+        return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.lengths) if t is not None)
 
     def rollout(self, request: Request) -> Rollout:
         """Build the padded rollout; a row has ended if its last token is a stop id.
@@ -161,14 +161,14 @@ class Responses:
             RuntimeError: a row neither ended nor reached its limit, which is a bug of the decoder.
         """
         device = self.tokens.device
-        longest = int(self.counts.max())
+        longest = int(self.lengths.max())
         prompts, prompt_mask = left_pad(request.prompts, pad_token_id=request.pad_token_id, device=device)
         columns = torch.arange(longest, device=device)
-        mask = columns < self.counts.unsqueeze(1)  # [B, T]
+        mask = columns < self.lengths.unsqueeze(1)  # [B, T]
         rows = self.as_rows(self.tokens)
         # A row that restarted after running out of memory may have left tokens beyond its end.
         tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
-        last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
+        last = rows.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
         ended = torch.isin(last, torch.tensor(request.stop_ids, dtype=torch.long, device=device))
         logprobs = self.as_rows(self.logprobs)[:, :longest]
         self._require_complete_rows(request, ended)
@@ -187,8 +187,8 @@ class Responses:
         _require_finite(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
 
     def _require_complete_rows(self, request: Request, ended: Tensor) -> None:
-        limits = torch.tensor(request.limits, device=self.counts.device)
-        missing = (self.counts < 1) | (~ended & (self.counts != limits))  # [B]
+        limits = torch.tensor(request.limits, device=self.lengths.device)
+        missing = (self.lengths < 1) | (~ended & (self.lengths != limits))  # [B]
         if bool(missing.any()):
             raise RuntimeError(
                 f"rows {_format_indices(missing)} of the rollout have neither an EOS nor max_new_tokens tokens. This "

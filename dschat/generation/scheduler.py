@@ -23,7 +23,7 @@ REFILL_SHARE = 1 / 8
 STEPS_PER_HOST_SYNC = {"cpu": 1, "cuda": 8}
 
 
-class Counts(Protocol):
+class Counters(Protocol):
     """Counters of the decoding work done."""
 
     prefilled_tokens: int
@@ -47,17 +47,17 @@ def queue_order(request: Request) -> list[int]:
 
 def first_row_tokens(batch: DecodeBatch, responses: Responses) -> int:
     """Tokens generated for a single-row request, in flight or ended; undefined for several rows."""
-    return int(batch.next_index[0]) - 1 if batch.used else int(responses.counts[0])
+    return int(batch.next_index[0]) - 1 if batch.used else int(responses.lengths[0])
 
 
 class Scheduler:
     """One pass over a queue of rows. After an exception, rows that are not in `finished` must be run again."""
 
     def __init__(
-        self, decoder: PoolDecoder, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
-        weights: Hashable,
+        self, decoder: PoolDecoder, request: Request, responses: Responses, counters: Counters, rows: list[int],
+        slots: int, weights: Hashable,
     ) -> None:  # fmt: skip
-        self.decoder, self.request, self.responses, self.counts = decoder, request, responses, counts
+        self.decoder, self.request, self.responses, self.counters = decoder, request, responses, counters
         self.model, self.device = decoder.model, decoder.device
         self.pool = decoder.pool_for(request, rows, slots)
         self.rows, self.queue = rows, deque(rows)
@@ -91,7 +91,7 @@ class Scheduler:
             if not self.batch.used:
                 continue
             for _ in range(steps_per_sync):
-                self.counts.decoded_rows += self.batch.used
+                self.counters.decoded_rows += self.batch.used
                 self.run_step(self.batch.used)
             self.remove_finished()
         yield self.first_row_tokens
@@ -175,7 +175,7 @@ class Scheduler:
             for key, last in zip(keys, logits, strict=True):
                 start, ids = new_prompts[key]
                 self.prompts[key] = Prompt(start, len(ids), last)
-                self.counts.prefilled_tokens += len(ids)
+                self.counters.prefilled_tokens += len(ids)
 
     def remove_finished(self) -> None:
         """Remove finished rows from the batch and free their pool space."""

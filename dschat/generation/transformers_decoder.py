@@ -49,7 +49,7 @@ class TokenSampler(LogitsProcessor):
         tokens, logprobs = sample_tokens(scores, uniform, self.sampling)
         responses.tokens[indices] = tokens
         responses.logprobs[indices] = logprobs
-        responses.counts[self.rows] += live
+        responses.lengths[self.rows] += live
         self.live = live & ~torch.isin(tokens, self.stop_ids) & (position + 1 < self.limits)
         return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
 

@@ -102,7 +102,7 @@ def shape_problems(folder: Path, config: PreTrainedConfig, *, new_head: bool = F
     stored = _stored_tensors(folder)
     if not stored or not isinstance(architecture, type) or getattr(config, "quantization_config", None):
         return []
-    stored_layers, layers = _layers_of(stored), getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
+    stored_layers, layers = _layer_counts(stored), getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
     if 0 < max(stored_layers.values(), default=0) < layers:  # before building it, which could take a million layers
         return [
             f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold "
@@ -134,7 +134,7 @@ def _unused_layers(
     """Layers in the files that the config does not use, except those for multi-token prediction."""
     extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0) or 0
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    for prefix, built in _layers_of(expected).items():
+    for prefix, built in _layer_counts(expected).items():
         count = stored.get(prefix, 0)
         unexpected = not any(re.search(pattern, f"{prefix}.{built}.weight") for pattern in ignored)
         if count > built + extra and built == layers and unexpected:
@@ -228,7 +228,7 @@ def one_line(error: object) -> str:
 
 class StoredTensor(NamedTuple):
     shape: list[int]
-    dtype: str  # safetensors' name of it
+    dtype: str  # as safetensors names it
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -244,7 +244,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _layers_of(names: Iterable[str]) -> dict[str, int]:
+def _layer_counts(names: Iterable[str]) -> dict[str, int]:
     """Prefix of a list of layers, such as "model.layers" → the number of layers in it."""
     counts: dict[str, int] = {}
     for name in names:

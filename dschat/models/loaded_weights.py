@@ -16,6 +16,7 @@ from dschat.models.weights import is_partitioned
 
 
 def require_complete(model: PreTrainedModel, missing: set[str], path: str | Path, *, new_head: bool) -> None:
+    """Raise ValueError if parameters are missing from the weights; new_head: only the backbone's are required."""
     backbone = f"{model.base_model_prefix}."
     missing_names = sorted(k for k in missing if not new_head or (k.startswith(backbone) and ".pooler." not in k))
     if missing_names:

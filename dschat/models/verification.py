@@ -86,25 +86,25 @@ def _first_problem(model: PreTrainedModel, token_logprobs: Logprobs, dtype: torc
     tolerance = max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
     rows, mask = _padded_rows(tokens)
     logprobs = token_logprobs(rows, mask, mask).float()  # [3, n]
-    whole = logprobs[0, 1:] - expected
+    unpadded = logprobs[0, 1:] - expected
     left = logprobs[1, 1 - PREFIX_TOKENS :] - expected[: PREFIX_TOKENS - 1]
     right = logprobs[2, 1:PREFIX_TOKENS] - expected[: PREFIX_TOKENS - 1]
     problem = None
-    if not _within(whole, tolerance, dtype) or not _within(right, tolerance, dtype):
+    if not _is_small(unpadded, tolerance, dtype) or not _is_small(right, tolerance, dtype):
         prefix, _ = _model_logprobs(model, tokens[:, :PREFIX_TOKENS])
-        if not _within(prefix - expected[: PREFIX_TOKENS - 1], tolerance, dtype):
+        if not _is_small(prefix - expected[: PREFIX_TOKENS - 1], tolerance, dtype):
             problem = (
                 "its logits for a token depend on later tokens, so it is an encoder, not a causal language model, or "
                 "a decoder whose config lacks is_decoder: choose a causal decoder."
             )
         else:
-            worst = max(whole.abs().max().item(), right.abs().max().item())
+            worst = max(unpadded.abs().max().item(), right.abs().max().item())
             problem = (
                 f"log-probs from hidden states differ from the model's own logits by {worst:.3g} "
                 f"(tolerance {tolerance:.3g}), so it changes its logits in a way that this suite does not implement: "
                 "add it to head_transform in dschat/models/causal_lm.py."
             )
-    elif not _within(left, tolerance, dtype):
+    elif not _is_small(left, tolerance, dtype):
         problem = (
             f"log-probs of a left-padded row differ from those of the row alone by {left.abs().max().item():.3g} "
             f"(tolerance {tolerance:.3g}): it attends to padding, but prompts of a batch are padded on the "
@@ -131,7 +131,7 @@ def _padded_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([tokens[0], torch.cat([filler, prefix]), torch.cat([prefix, filler])]), mask
 
 
-def _within(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
+def _is_small(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
     """Whether differences are within tolerance: the maximum in float32, the median in half precision, where rounding
     may route a token to another expert."""
     size = difference.abs()

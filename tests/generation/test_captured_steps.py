@@ -250,7 +250,7 @@ def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(m
 
 
 class Waits(TorchDispatchMode):
-    """Counts what would have the host wait for the device: numbers, shapes or lists read out of certain tensors."""
+    """Counters what would have the host wait for the device: numbers, shapes or lists read out of certain tensors."""
 
     def __init__(self, of: list[torch.Tensor] | None = None):
         super().__init__()
@@ -278,7 +278,7 @@ def test_the_host_synchronises_once_every_eight_steps_unless_it_streams(monkeypa
     def remove_finished(self):
         syncs.append(1)
         held.extend(
-            [self.batch.live, self.batch.next_index, self.batch.tokens, self.responses.tokens, self.responses.counts]
+            [self.batch.live, self.batch.next_index, self.batch.tokens, self.responses.tokens, self.responses.lengths]
         )
         waits.of = {tensor.untyped_storage().data_ptr() for tensor in held}
         return usual_remove_finished(self)

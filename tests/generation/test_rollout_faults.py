@@ -84,7 +84,7 @@ def test_other_exceptions_end_the_rollout_and_the_next_one_is_complete(llama, mo
 def test_a_rollout_with_an_unfinished_row_is_never_returned(llama):
     request = Request(prompts=PROMPTS, max_new_tokens=[2, 2, 1, 2, 2], eos_token_ids=9, pad_token_id=0)
     responses = Responses(request, torch.device("cpu"))
-    responses.counts[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
+    responses.lengths[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
     responses.table(responses.tokens)[1, 0] = 9
     with pytest.raises(RuntimeError, match="rows 3, 4 of the rollout have neither an EOS nor"):
         responses.rollout(request)
@@ -139,12 +139,12 @@ def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
     request = Request(prompts=prompts, max_new_tokens=limits, eos_token_ids=None, pad_token_id=0, sampling=GREEDY)
     responses = Responses(request, torch.device("cpu"))
     rollouts = PoolDecoder(Pooled(), slots=slots, memory_fraction=1.0, without=())
-    counts = Decoder.__new__(Decoder)
-    counts.prefilled_tokens = counts.decoded_rows = 0
+    counters = Decoder.__new__(Decoder)
+    counters.prefilled_tokens = counters.decoded_rows = 0
     most = 10 + 4 * sum(limits) + 4 * len(prompts)
-    for number, _ in enumerate(rollouts.steps(request, responses, counts)):
+    for number, _ in enumerate(rollouts.steps(request, responses, counters)):
         assert number < most, "no progress"
-    assert responses.counts.tolist() == limits
+    assert responses.lengths.tolist() == limits
     responses.rollout(request)
 
 

@@ -1,6 +1,6 @@
 """Locates the start of each assistant turn in the token ids of a conversation.
 
-By definition, `ids(prompt of the messages before an answer)` must be a prefix of the ids of the whole. Rendering and
+By definition, `ids(prompt of the messages before an answer)` must be a prefix of the conversation's ids. Rendering and
 encoding that prompt for every answer takes quadratic time, so in long conversations it is done for a few answers only.
 The others rely on two conditions, checked for each: the text between the preceding content and the answer is the same
 as for those few, and control tokens split a text into segments that a tokenizer encodes independently. Answers that
@@ -24,7 +24,7 @@ from .rendering import ChatRenderer, Message
 
 logger = logging.getLogger(__name__)
 
-RENDERED_TURNS = 8  # up to this many answers, every prompt is rendered
+RENDERED_TURNS = 8  # up to this many answers, the prompt of each is rendered
 COSTLY_RENDERINGS = 100  # from this many in one conversation on, their cost is logged
 _warned: WeakSet[PreTrainedTokenizerBase] = WeakSet()
 _NONCE = secrets.token_hex(8)
@@ -33,39 +33,40 @@ _NONCE = secrets.token_hex(8)
 def answer_starts(
     renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int], text: str, ids: Sequence[int]
 ) -> list[int] | None:
-    """Index of the first token of each answer; None where the prompt of one is not a prefix of the whole.
+    """Index of the first token of each answer; None where the prompt of one is not a prefix of the conversation.
 
     Args:
         messages: the whole conversation.
         turns: indices of the answers in `messages`, ascending.
         text, ids: of the whole, as `renderer` produces them.
     """
-    whole = _RenderedConversation(renderer, messages, text, list(ids))
+    conversation = _RenderedConversation(renderer, messages, text, list(ids))
     if len(turns) <= RENDERED_TURNS:
-        return whole.rendered_starts(turns)
-    whole.align_control_tokens()
-    ends = whole.content_ends(before=turns)
+        return conversation.rendered_starts(turns)
+    conversation.align_control_tokens()
+    ends = conversation.content_ends(before=turns)
     by_context: dict[tuple, list[int]] = defaultdict(list)
     for turn in turns:
-        by_context[whole.context(turn, ends)].append(turn)
+        by_context[conversation.context(turn, ends)].append(turn)
     starts: dict[int, int] = {}
     for context, same_context in by_context.items():
         # Each kind of turn is rendered at its first, middle and last occurrence.
         sampled = sorted({same_context[0], same_context[len(same_context) // 2], same_context[-1]})
-        sampled_starts = whole.rendered_starts(sampled)
+        sampled_starts = conversation.rendered_starts(sampled)
         if sampled_starts is None:
             return None
         starts |= dict(zip(sampled, sampled_starts, strict=True))
-        opening = whole.common_opening({turn: (ends[turn - 1], starts[turn]) for turn in sampled}) if context else None
+        rendered = {turn: (ends[turn - 1], starts[turn]) for turn in sampled}
+        opening = conversation.common_opening(rendered) if context else None
         for turn in same_context:
             if turn in starts:
                 continue
-            start = None if opening is None else whole.start_after(ends[turn - 1], opening)
-            start = whole.rendered_start(turn) if start is None else start
+            start = None if opening is None else conversation.start_after(ends[turn - 1], opening)
+            start = conversation.rendered_start(turn) if start is None else start
             if start is None:
                 return None
             starts[turn] = start
-    whole.warn_of_cost(len(messages))
+    conversation.warn_of_cost(len(messages))
     return [starts[turn] for turn in turns]
 
 

@@ -40,7 +40,7 @@ class ControlTokens:
         self.ids, self.normalize = dict(ids), normalize
         self.private = {token: f"<|{_NONCE}{number:04d}|>" for number, token in enumerate(ids)}  # token → its name
         self._placeholders = {token: f"Xq{_NONCE}{number:04d}x" for number, token in enumerate(ids)}
-        self._counted = set(self.ids.values()) - {unk_id}
+        self._control_ids = set(self.ids.values()) - {unk_id}
         self._token_pattern = _any_of(self.ids)
         self._token_or_placeholder_pattern = _any_of([*self.ids, *self._placeholders.values()])
         self._private_name_pattern = _any_of(self.private.values())
@@ -50,12 +50,12 @@ class ControlTokens:
         """The control tokens whose strings occur in these texts, each once."""
         if not self.ids:
             return []
-        found: dict[str, None] = {}
+        present: dict[str, None] = {}
         for text in texts:
-            found |= dict.fromkeys(self._token_pattern.findall(text))
+            present |= dict.fromkeys(self._token_pattern.findall(text))
             if self.normalize is not None:
-                found |= dict.fromkeys(self._token_pattern.findall(self.normalize(text)))
-        return list(found)
+                present |= dict.fromkeys(self._token_pattern.findall(self.normalize(text)))
+        return list(present)
 
     def insert_placeholders(self, value: Any) -> Any:
         """A copy of messages or tools with control-token strings replaced by placeholders."""
@@ -79,11 +79,11 @@ class ControlTokens:
         ids = {name: self.ids[token] for token, name in self.private.items()} if private else self.ids
         pattern = self._private_name_pattern if private else self._token_pattern
         matches = ((match.start(), ids[match[0]]) for match in pattern.finditer(text))
-        return [(start, token_id) for start, token_id in matches if token_id in self._counted]
+        return [(start, token_id) for start, token_id in matches if token_id in self._control_ids]
 
     def indices(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """(index, id) of every control token among ids."""
-        return [(index, token_id) for index, token_id in enumerate(ids) if token_id in self._counted]
+        return [(index, token_id) for index, token_id in enumerate(ids) if token_id in self._control_ids]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Ids of a text in which only private names are control tokens; no BOS or EOS is added.
@@ -141,13 +141,13 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
             ids[token.content] = token_id
             normalized |= token.normalized
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast and normalized else None
-    kept = {
+    tokens = {
         token: token_id
         for token, token_id in sorted(ids.items())
         if token_id is not None and token.strip() and not _THOUGHT.fullmatch(token)
     }
     return ControlTokens(
-        kept,
+        tokens,
         unk_id=tokenizer.unk_token_id,
         normalize=None if normalizer is None else normalizer.normalize_str,
     )

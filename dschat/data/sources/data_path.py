@@ -51,7 +51,7 @@ class Source:
                 yield row if row.fields is None else self._mapped(row)
 
     def identity(self) -> list[list[Any]]:
-        """Changes when the rows may have changed: name, size, mtime of files; dataset fingerprints; mapping."""
+        """Changes when rows may have changed: name, size, mtime of files; dataset fingerprints; mapping."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
         mapping = ["mapping", "" if self.dataset is None else self.name, sorted(self.columns.items())]
         return [*([split, *self._identity_of(part)] for split, part in parts), mapping]

@@ -75,13 +75,13 @@ def _json_array_rows(file: Path) -> Iterator[SourceRow]:
     try:
         text = file.read_bytes().decode("utf-8-sig")
         decoder, position, line = json_decoder(constants=True), text.index("[") + 1, 1
-        counted = 0
-        while text[(position := _skip(text, position))] != "]":
-            line, counted = line + text.count("\n", counted, position), position
+        counted_until = 0
+        while text[(position := _skip_whitespace(text, position))] != "]":
+            line, counted_until = line + text.count("\n", counted_until, position), position
             start = position
             item, position = decoder.raw_decode(text, start)
             yield _checked_item(item, text[start:position], f"{file}:{line}")
-            position = _skip(text, position)
+            position = _skip_whitespace(text, position)
             if text[position] not in ",]":
                 raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
             position += text[position] == ","
@@ -107,7 +107,7 @@ def _checked_item(item: Any, text: str, where: str) -> SourceRow:
     return _object_row(item, where)
 
 
-def _skip(text: str, position: int) -> int:
+def _skip_whitespace(text: str, position: int) -> int:
     match = re.compile(r"\s*").match(text, position)
     return match.end() if match else position
 

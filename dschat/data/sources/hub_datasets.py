@@ -46,9 +46,9 @@ def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
     "openai/gsm8k" is on the hub; a folder ".../openai/gsm8k" and the files in it are local copies;
     "openai/gsm8k=PATH" reads any other file or folder as rows of that data set.
     """
-    name, equals, place = path.partition("=")
+    name, equals, target = path.partition("=")
     if equals and name in HUB_DATASETS:
-        return HUB_DATASETS[name], place
+        return HUB_DATASETS[name], target
     for folder in (Path(path), Path(path).parent):
         for name, dataset in HUB_DATASETS.items():
             if f"/{folder.as_posix()}".endswith(f"/{name}"):
