@@ -85,7 +85,7 @@ def test_a_rollout_with_an_unfinished_row_is_never_returned(llama):
     request = Request(prompts=PROMPTS, max_new_tokens=[2, 2, 1, 2, 2], eos_token_ids=9, pad_token_id=0)
     responses = Responses(request, torch.device("cpu"))
     responses.lengths[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
-    responses.table(responses.tokens)[1, 0] = 9
+    responses.as_rows(responses.tokens)[1, 0] = 9
     with pytest.raises(RuntimeError, match="rows 3, 4 of the rollout have neither an EOS nor"):
         responses.rollout(request)
 
@@ -115,7 +115,7 @@ def simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> None:
             return self.embedding
 
     class Pooled:
-        model, packs, capture_failure, bytes_per_token = Model(), False, None, 1
+        model, can_pack, capture_failure, bytes_per_token = Model(), False, None, 1
 
         def prefill(self, pool, prompts, starts):
             for prompt, start in zip(prompts, starts, strict=True):

@@ -252,7 +252,7 @@ def test_moshi_is_decoded_as_its_full_forward_computes_it():
     "kind, reason",
     [
         ("qwen3_next", "layers of linear_attention, whose state.*rows start only when the whole batch has ended"),
-        ("mamba", "every token runs all columns again"),
+        ("mamba", "every token recomputes the whole row"),
         ("minimax", "cache of its own"),
     ],
 )

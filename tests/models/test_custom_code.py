@@ -105,7 +105,7 @@ def test_custom_model_code_is_refused_by_every_program_without_reading_standard_
     with pytest.raises(ValueError, match=refused):
         has_scalar_head(own_model)
     (problem,) = model_problems("--model_name_or_path", str(own_model), tokens=8, lengths="--max_seq_len 8")
-    assert problem.startswith(f"--model_name_or_path: {own_model} brings") and problem.endswith("wrote it")
+    assert problem.startswith(f"--model_name_or_path: {own_model} has") and problem.endswith("its author")
     assert script("chat").main([str(own_model)]) == 2
     assert script("serve_reward_model").main([str(own_model)]) == 2
     assert capsys.readouterr().err.count("--trust_remote_code") == 2
