@@ -69,7 +69,7 @@ def test_padding_decides_between_the_tied_scores_of_a_sparse_indexer():
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_sparse_indexer_is_served_while_it_chooses_all_tokens(kind):
     latent = {"num_key_value_heads": 4}
-    with pytest.raises(ValueError, match="10 with max_new_tokens 7, but the model has 8 tokens until its sparse indexer.*index_topk"):
+    with pytest.raises(ValueError, match="10 with max_new_tokens 7, .* 8 tokens until its sparse indexer.*index_topk"):
         assert_equals_generate(tiny_architecture(kind, index_topk=8, **latent), [[5, 6, 7], [9, 4]], 7)
     assert_equals_generate(tiny_architecture(kind, index_topk=40, **latent), [[5, 6, 7] * 6, [9, 4], [30]], 20)
 

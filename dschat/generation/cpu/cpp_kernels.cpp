@@ -139,7 +139,7 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
     const T* values = static_cast<const T*>(a.values) + first_head * value_width;
     const int64_t padded = (length + 15) / 16 * 16;
     buffer.resize(heads * (padded + width + value_width));
-    float* scores = buffer.data();               // [heads, padded]
+    float* scores = buffer.data();             // [heads, padded]
     float* queries = scores + heads * padded;  // [heads, width]
     float* sums = queries + heads * width;     // [heads, value_width]
     for (int64_t h = 0; h < heads; ++h) {
