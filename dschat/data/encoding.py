@@ -94,7 +94,7 @@ class Encoder:
     def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> list[Encoded]:
         """Encode a record: one Encoded, or two for a pair that is used as unpaired responses.
 
-        Args: record: from parse_record; row: the whole row, its number. Raises ValueError for a bad row.
+        Args: record: from parse_record; row, row_index: its source row and id. Raises ValueError for a bad row.
         """
         if self.kind == "prompt":
             return [self._encode_prompt(record, row, row_index)]

@@ -76,7 +76,7 @@ def config_problems(folder: Path) -> list[str]:
 
 
 def generation_problems(folder: Path) -> list[str]:
-    """Why transformers refuses the folder's generation_config.json; [] if it does not, or there is none."""
+    """Why transformers rejects the folder's generation_config.json; [] if it is valid or missing."""
     if not (folder / "generation_config.json").is_file():
         return []
     path, remedy = folder / "generation_config.json", "fix the value, or remove the file"

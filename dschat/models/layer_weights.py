@@ -44,7 +44,7 @@ class _OwnedParameter:
 
 @contextmanager
 def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, each layer's full weights are gathered for the duration of its forward; for use without gradients.
+    """Gather each layer's full weights for the duration of its forward; for use without gradients.
 
     Under ZeRO-3 all ranks must run the same forwards.
 

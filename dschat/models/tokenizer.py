@@ -53,7 +53,7 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError:
         raise
-    except Exception as problem:  # the tokenizers package raises nothing narrower for a broken tokenizer.json
+    except Exception as problem:  # the tokenizers package raises a plain Exception for a broken tokenizer.json
         reason = f"{one_line(problem)}{_conversion_hint(folder)}"
         raise ValueError(f"no tokenizer could be loaded from {path}: {reason}") from problem
     if add_eot_token:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 SHORT_WINDOW = 5
 # Suffixes of the attribute names that hold windows in configs and layers.
 WINDOWS = ("window", "window_size", "attention_chunk_size", "index_block_size")
-# Names of the same in layers only: many configs have a block size that is no part of attention.
+# In layers also block_size, which in many configs is unrelated to attention.
 LAYER_WINDOWS = (*WINDOWS, "block_size")
 
 

@@ -38,7 +38,7 @@ def answer_starts(
     Args:
         messages: the whole conversation.
         turns: indices of the answers in `messages`, ascending.
-        text, ids: of the whole, as `renderer` produces them.
+        text, ids: of the conversation, from `renderer`.
     """
     conversation = _RenderedConversation(renderer, messages, text, list(ids))
     if len(turns) <= RENDERED_TURNS:
@@ -76,7 +76,7 @@ class _RenderedConversation:
     def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], text: str, ids: list[int]) -> None:
         self.renderer, self.messages, self.text, self.ids = renderer, messages, text, ids
         self._prompts: dict[int, str] = {}  # answer → prompt
-        self._rendered_alone, self._start_time = 0, time.perf_counter()
+        self._prompts_rendered, self._start_time = 0, time.perf_counter()
         # For each control token, its character offset and its index in the ids; the start of the text counts as one.
         self._offsets: list[int] = []
         self._indices: list[int] = []
@@ -103,7 +103,7 @@ class _RenderedConversation:
     def rendered_start(self, turn: int) -> int | None:
         """As `rendered_starts` for one answer, but only the text after the last control token is encoded."""
         prompt = self.renderer.prompt(self.messages[:turn])
-        self._rendered_alone += 1
+        self._prompts_rendered += 1
         start = self.start_after(0, prompt)
         if start is not None:
             return start
@@ -112,14 +112,14 @@ class _RenderedConversation:
 
     def warn_of_cost(self, messages: int) -> None:
         """Warn once per tokenizer if the template made the time grow with the square of the conversation."""
-        if self._rendered_alone < COSTLY_RENDERINGS or self.renderer.tokenizer in _warned:
+        if self._prompts_rendered < COSTLY_RENDERINGS or self.renderer.tokenizer in _warned:
             return
         _warned.add(self.renderer.tokenizer)
         logger.warning(
             "the chat template changes user messages or the text before an answer, so the prompts of %d answers of a "
             "conversation of %d messages were rendered one by one in %.1f s; the time grows with the square of the "
             "number of messages: split such conversations, or use a template that writes user messages unchanged",
-            self._rendered_alone, messages, time.perf_counter() - self._start_time,
+            self._prompts_rendered, messages, time.perf_counter() - self._start_time,
         )  # fmt: skip
 
     def content_ends(self, *, before: Sequence[int]) -> list[int | None]:

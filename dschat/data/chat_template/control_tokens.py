@@ -33,7 +33,7 @@ class ControlTokens:
     Args:
         ids: token → its id.
         unk_id: the unknown token, which any text may produce; not counted as a control token.
-        normalize: the tokenizer's text normalisation; None: nothing.
+        normalize: the tokenizer's text normalisation, if any.
     """
 
     def __init__(self, ids: Mapping[str, int], *, unk_id: int | None, normalize: Callable[[str], str] | None) -> None:

@@ -46,7 +46,7 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Ids and loss mask of a conversation that ends with an assistant message.
 
-    Every assistant turn is trained where the template allows it: each prompt must be a prefix of the whole in ids,
+    Every assistant turn is trained where the template allows it: each prompt's ids must be a prefix of the whole,
     and the template must close turns with a special token. Otherwise (a template without an end token, one that
     rewrites earlier turns, a tokenizer that merges across the boundary) the ids are those of the prompt, of the last
     response as plain text, and EOS; then only the last response is trained.

@@ -208,7 +208,7 @@ def _hub_source(path: str, dataset: HubDataset | None, for_eval: bool) -> Source
         raise ValueError(
             f"--data_path {path}: there is no such file or folder, and as a name on the hub it could not be loaded "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). Check the "
-            "spelling; without network, bring the data as a local file or `save_to_disk` folder."
+            "spelling; without network, provide the data as a local file or `save_to_disk` folder."
         ) from error
     return _table_source(path, table, dataset, for_eval)
 

@@ -172,7 +172,7 @@ def _random(*shape: int, like: Tensor) -> Tensor:
 
 @contextmanager
 def _replaced_weight(module: nn.Module, values: Tensor) -> Iterator[None]:
-    """Inside, the module's weight is replaced by `values`."""
+    """Replace the module's weight by `values` for the duration of the context."""
     saved = module.weight
     module._parameters["weight"] = nn.Parameter(values, requires_grad=False)
     try:

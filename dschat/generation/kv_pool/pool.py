@@ -66,7 +66,7 @@ class KVPool(Cache):
         self._prompt_indices, self._token_columns, self._spans, self._index = indices, columns, None, None
 
     def begin_step(self, spans: Tensor, *, longest: int) -> None:
-        """Set the next forward passes to run the newest token of each row; arguments: see decode_attention."""
+        """Set the next forward passes to run the newest token of each row; arguments: see Contexts."""
         self._spans, self._longest, self._prompt_indices, self._index = spans, longest, None, None
 
     def begin_gathered_step(self, spans: Tensor) -> Tensor:
