@@ -255,7 +255,7 @@ def test_contradictions_are_refused_together(run, materials):
         assert output.count(part) == 1, output
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
     output = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
-    assert "all rows have one prompt" in output and "Traceback" not in output
+    assert "all rows have the same prompt" in output and "Traceback" not in output
 
 
 def test_a_reference_with_another_vocabulary_is_refused(run, materials, tmp_path):
