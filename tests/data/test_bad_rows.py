@@ -140,7 +140,7 @@ def test_a_row_that_cannot_be_used_gives_file_line_and_reason(change, tmp_path):
 ENTRIES = [
     *((f"rows.jsonl:{weight}", f"the weight {weight} must be positive")
       for weight in ("0", "-1", "1e999", "1e-400", "1..2")),
-    ("", "is empty"), (" ", "is empty"), ("missing.jsonl", "no such file"), ("a/b/c", "no such file"),
+    ("", "has an empty path"), (" ", "has an empty path"), ("missing.jsonl", "no such file"), ("a/b/c", "no such file"),
     ("openai/gsm8k=", "no file or folder is named"), ("openai/gsm8k=/no/such", "there is no file or folder"),
 ]  # fmt: skip
 
