@@ -62,15 +62,15 @@ def whiten(x: Tensor, mask: Tensor, *, group: dist.ProcessGroup | None = None) -
         ValueError: mask is not bool, or its shape is not that of x.
     """
     require_mask(mask, x=x)
-    shared = dist.is_available() and dist.is_initialized()
+    distributed = dist.is_available() and dist.is_initialized()
     values = torch.where(mask, x.double(), 0.0)
     count_and_sum = torch.stack([mask.sum().double(), values.sum()])
-    if shared:
+    if distributed:
         dist.all_reduce(count_and_sum, group=group)
     count = count_and_sum[0].clamp(min=1)
     centred = torch.where(mask, values - count_and_sum[1] / count, 0.0)
     squares = centred.square().sum()
-    if shared:
+    if distributed:
         dist.all_reduce(squares, group=group)
     return (centred * torch.rsqrt(squares / count + 1e-8)).to(at_least_float32(x).dtype)
 
@@ -120,9 +120,10 @@ def linear_logprobs(
     """Log-probs of labels (and entropies) from hidden states, materialising at most chunk_size rows of logits.
 
     logits = scale·(h·Wᵀ + b), then softcap·tanh(logits / softcap) if softcap is given, then ÷ temperature; the
-    product in the weight's dtype, everything after it in float32. Several chunks are recomputed in backward, a single
-    one is kept, with the same peak memory; so `weight` must keep its values until backward has run. With N = 0 the
-    result still depends on hidden, weight and bias (zero gradients, not None), as gradient collectives require.
+    product in the weight's dtype, everything after it in float32. Several chunks are recomputed in backward, the
+    activations of a single one are kept, with the same peak memory; so `weight` must keep its values until backward
+    has run. With N = 0 the result still depends on hidden, weight and bias (zero gradients, not None), as gradient
+    collectives require.
 
     Args:
         hidden: [N, H] float, only rows that count: a NaN row would make the gradient of weight NaN.
@@ -134,7 +135,7 @@ def linear_logprobs(
             −inf) contribute neither to it nor to a gradient.
         chunk_size: rows of logits materialised at a time, ≥ 1.
         scale: multiplies the logits (a model's logit_scale, or 1 / logits_scaling).
-        softcap: the model's final_logit_softcapping; None applies none.
+        softcap: the model's final_logit_softcapping; None: no softcapping.
 
     Returns:
         logprobs [N], or (logprobs [N], entropy [N]): float32 (float64 for float64), in nats.
@@ -145,12 +146,12 @@ def linear_logprobs(
     if not temperature > 0:
         raise ValueError(
             f"temperature is {temperature}, but logits are divided by it, so it must be > 0: "
-            "for greedy decoding score with temperature 1.0."
+            "for greedy decoding use temperature 1.0."
         )
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size} rows of logits, but at least 1 is needed: try 1024.")
 
-    def score(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, ...]:
+    def chunk_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, ...]:
         logits = at_least_float32(F.linear(hidden.to(weight.dtype), weight, bias))  # [n, V]
         # Divisions are merged into one factor per step: each merge saves a float32 copy of the logits.
         factor = scale / temperature
@@ -161,13 +162,13 @@ def linear_logprobs(
         return (logprobs, _Entropy.apply(all_logprobs)) if with_entropy else (logprobs,)
 
     if hidden.shape[0] <= chunk_size:
-        results = score(hidden, weight, bias, labels)
+        results = chunk_logprobs(hidden, weight, bias, labels)
     else:
-        pieces = [
-            checkpoint(score, h, weight, bias, y, use_reentrant=False, preserve_rng_state=False)
+        chunks = [
+            checkpoint(chunk_logprobs, h, weight, bias, y, use_reentrant=False, preserve_rng_state=False)
             for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True)
         ]
-        results = tuple(torch.cat(column) for column in zip(*pieces, strict=True))
+        results = tuple(torch.cat(column) for column in zip(*chunks, strict=True))
     return results if with_entropy else results[0]
 
 
@@ -198,7 +199,7 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 
 
 def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox-4x32-10: a keyed bijection of 128-bit counters whose outputs pass as independent random bits.
+    """Philox-4x32-10: a keyed bijection of 128-bit counters whose outputs are statistically independent random bits.
 
     Args:
         counter: four 32-bit words in [0, 2³²), long tensors that broadcast, or ints.

@@ -1,7 +1,8 @@
 # shellcheck shell=bash disable=SC2154  # the next lines list the variables that the caller sets
 # Sourced by scripts that run in stages; needs $output, the folder of the whole run, $fresh, and fail() of options.sh.
 # It sets $devices, the accelerators of this machine (0 on a CPU); the script sets $processes.
-# A stage's folder is $output/NAME, its log $output/logs/NAME.log, its stamp (seconds, then command) $output/stages/NAME.
+# A stage's folder is $output/NAME, its log $output/logs/NAME.log, its stamp $output/stages/NAME:
+# the seconds it took, and a digest of its command, which may hold keys.
 # A folder that the script created has the file .made-by with the script's name: no other folder is ever removed.
 
 devices=$(python -c '
@@ -29,7 +30,7 @@ another --output (output of earlier versions has no .made-by file: remove it by 
 begin_stages() {
     local name
     mkdir -p -- "$output" || fail "--output $output: cannot be created; name another folder"
-    output=$(cd -- "$output" && pwd) # normalised: stamps contain the path
+    output=$(cd -- "$output" && pwd) # normalised: the digests in the stamps depend on the path
     for name in stages logs "$@"; do
         check_ours "$output/$name"
     done
@@ -49,9 +50,10 @@ would replace it: move it away, or name another --output"
 
 # stage NAME COMMAND...: skipped if it finished before with the same command and no earlier stage was run again.
 stage() {
-    local name=$1 stamp=$output/stages/$1 started=$SECONDS
+    local name=$1 stamp=$output/stages/$1 started=$SECONDS command
     shift
-    if ((!earlier_ran)) && [[ -f $stamp && $(tail -n +2 "$stamp") == "$*" ]]; then
+    command=$(printf '%s\0' "$@" | sha256sum)
+    if ((!earlier_ran)) && [[ -f $stamp && $(tail -n +2 "$stamp") == "$command" ]]; then
         echo "== $name: already done, in $(head -n 1 "$stamp") s"
         return
     fi
@@ -64,7 +66,7 @@ stage() {
         echo "$name failed; its log is $output/logs/$name.log" >&2
         exit 1
     fi
-    printf '%s\n' "$((SECONDS - started))" "$*" >"$stamp"
+    printf '%s\n' "$((SECONDS - started))" "$command" >"$stamp"
 }
 
 # step NAME FLAG...: training/NAME/main.py under deepspeed on $processes processes, at a free port, so

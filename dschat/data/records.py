@@ -124,10 +124,9 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
 def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = next((name for name in ("response", "completion") if _has(row, name)), None)
     if answer and _has(row, "prompt", "label"):
-        if row["label"] not in (0, 1):
-            raise ValueError(f"label {row['label']!r} is neither true (desirable) nor false")
+        desirable = _parse_bool(row["label"], "label", rule="neither true (desirable) nor false")
         prompt = _validated_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
-        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), bool(row["label"]))]}
+        return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), desirable)]}
     if _has(row, "chosen", "rejected"):
         pair = _preference_record(row)
         answers = [(pair["chosen"], True), (pair["rejected"], False)]

@@ -27,8 +27,8 @@ def kto_loss(
     Returns:
         loss: scalar.
         metrics: desirable_reward, undesirable_reward (means of β·r over the rows of their kind), margin (their
-            difference), accuracy (share of rows on their side of kl, a tie counts half), desirable_logprob,
-            undesirable_logprob. kl is computed once per step, so the caller reports it.
+            difference), accuracy (share of rows with r on the correct side of kl, a tie counts half),
+            desirable_logprob, undesirable_logprob. kl is computed once per step, so the caller reports it.
 
     Source: Ethayarajh et al. 2024, eq. 8 (arXiv:2402.01306).
     """
@@ -37,8 +37,8 @@ def kto_loss(
     count = row_count(logprobs, normalizer)
     logprobs = at_least_float32(logprobs)
     ratio = logprobs - ref_logprobs.detach()
-    side = torch.where(desirable, 1.0, -1.0)
-    signed_margin = side * (ratio - kl.detach())  # > 0: on the correct side of the reference point
+    sign = torch.where(desirable, 1.0, -1.0)
+    signed_margin = sign * (ratio - kl.detach())  # > 0: on the correct side of the reference point
     weights = torch.where(desirable, desirable_weight, undesirable_weight)
     loss = (weights * (1 - torch.sigmoid(beta * signed_margin))).sum() / count
     with torch.no_grad():

@@ -20,9 +20,13 @@ Metrics = dict[str, Tensor]
 
 def count_of(mask: Tensor, normalizer: Normalizer) -> float | Tensor:
     """The divisor of a loss: normalizer, or the number of True positions in mask; 1 if it is 0, so 0/0 is 0."""
-    count = mask.sum() if normalizer is None else normalizer
+    return divisor(mask.sum() if normalizer is None else normalizer)
+
+
+def divisor(count: float | Tensor) -> float | Tensor:
+    """The count, or 1 in place of 0. Raises ValueError for a negative number."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, 1, count)
     if count < 0:
-        raise ValueError(f"normalizer is {count}, but it is the number of tokens or pairs of the step, so ≥ 0.")
+        raise ValueError(f"normalizer is {count}, but it counts tokens or pairs of the step, so it must be ≥ 0.")
     return count or 1.0

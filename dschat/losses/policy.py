@@ -35,7 +35,7 @@ def policy_loss(
         advantages: [B, T] float.
         response_mask: [B, T] bool, True on generated tokens.
         clip_range: ε for both sides, or (low, high); 0 ≤ low ≤ 1, high ≥ 0.
-        dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None does not.
+        dual_clip: c > 1 bounds the loss of tokens with A < 0 by −c·A, however large their ratio; None disables it.
         weights: [B, T] float, w of each token (see rollout_correction.correction_weights and
             aggregation.aggregation_weights), without gradient; None is 1.
         normalizer: response tokens of the whole step (see dschat.losses.normalizer).
@@ -57,8 +57,8 @@ def policy_loss(
         raise ValueError(f"dual_clip is {dual_clip}, but it bounds ratios from above, so it must be > 1: 3 is usual.")
     log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
     count = count_of(response_mask, normalizer)
-    per_token, cut = clipped_surrogate(log_ratio.exp(), advantages, low, high)
-    metrics = policy_metrics(log_ratio, cut, response_mask, count)
+    per_token, is_clipped = clipped_surrogate(log_ratio.exp(), advantages, low, high)
+    metrics = policy_metrics(log_ratio, is_clipped, response_mask, count)
     if dual_clip is not None:
         bound = torch.where(advantages < 0, -dual_clip * advantages, torch.inf)
         metrics["dual_clip_fraction"] = (per_token > bound).sum() / count
@@ -78,9 +78,9 @@ def gspo_loss(
 ) -> tuple[Tensor, Metrics]:
     """PPO's surrogate with sequence-level ratios: s_i = exp(mean over tokens of log ρ), clipped per response.
 
-    In the form for token advantages: s_it = sg[s_i]·π_it / sg[π_it], whose value is s_i and whose gradient flows only
-    through token t. With one advantage per response and "seq_mean_token_mean" it equals the sequence form, gradient
-    included.
+    This is the token-level form, GSPO-token: s_it = sg[s_i]·π_it / sg[π_it], whose value is s_i and whose gradient
+    flows only through token t. With one advantage per response and "seq_mean_token_mean" it equals the sequence form,
+    gradient included.
 
     Args, returns, raises: as policy_loss; clip_fraction is the share of tokens in clipped responses. A
         response's ratio varies far less than a token's, so clip_range is small: 3e-4 and 4e-4 in the paper.
@@ -93,9 +93,9 @@ def gspo_loss(
     length = response_mask.sum(-1, keepdim=True).clamp(min=1)
     log_sequence = (log_ratio.sum(-1, keepdim=True) / length).detach()  # [B, 1]
     ratio = (log_sequence + log_ratio - log_ratio.detach()).exp()  # [B, T]
-    per_token, cut = clipped_surrogate(ratio, advantages, low, high)
+    per_token, is_clipped = clipped_surrogate(ratio, advantages, low, high)
     loss = (weights * per_token).sum() / count
-    return loss, policy_metrics(log_ratio.detach(), cut, response_mask, count)
+    return loss, policy_metrics(log_ratio.detach(), is_clipped, response_mask, count)
 
 
 def cispo_loss(
@@ -150,7 +150,7 @@ def sapo_loss(
     """
     if not (positive_temperature > 0 and negative_temperature > 0):
         raise ValueError(
-            f"the temperatures are {positive_temperature} and {negative_temperature}, but they scale a gate, so > 0."
+            f"the temperatures are {positive_temperature} and {negative_temperature}, but must be > 0."
         )
     log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
     count = count_of(response_mask, normalizer)
@@ -201,15 +201,15 @@ def policy_inputs(
 
 
 @torch.no_grad()
-def policy_metrics(log_ratio: Tensor, cut: Tensor, response_mask: Tensor, count: float | Tensor) -> Metrics:
+def policy_metrics(log_ratio: Tensor, is_clipped: Tensor, response_mask: Tensor, count: float | Tensor) -> Metrics:
     """The metrics common to all policy losses: clip_fraction, approx_kl and ratio (see policy_loss).
 
     Args:
         log_ratio: [B, T] float, per token, 0 where the mask is False.
-        cut: [B, T] bool, True on clipped tokens.
+        is_clipped: [B, T] bool, True on clipped tokens.
     """
     return {
-        "clip_fraction": cut.sum() / count,
+        "clip_fraction": is_clipped.sum() / count,
         "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
         "ratio": torch.where(response_mask, log_ratio.exp(), 0.0).sum() / count,
     }

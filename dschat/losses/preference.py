@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dschat.losses.normalizer import Metrics, Normalizer
+from dschat.losses.normalizer import Metrics, Normalizer, divisor
 from dschat.tensors import at_least_float32, require_mask
 
 
@@ -57,7 +57,7 @@ def dpo_loss(
     losses = -(1 - label_smoothing) * F.logsigmoid(z)
     if label_smoothing:
         losses = losses - label_smoothing * F.logsigmoid(-z)
-    return _over_pairs(losses, rewards, (chosen, rejected), normalizer)
+    return _loss_and_metrics(losses, rewards, (chosen, rejected), normalizer)
 
 
 def robust_loss(
@@ -77,7 +77,7 @@ def robust_loss(
     rewards = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
     z = rewards[0] - rewards[1]
     losses = (-(1 - label_smoothing) * F.logsigmoid(z) + label_smoothing * F.logsigmoid(-z)) / (1 - 2 * label_smoothing)
-    return _over_pairs(losses, rewards, (chosen, rejected), normalizer)
+    return _loss_and_metrics(losses, rewards, (chosen, rejected), normalizer)
 
 
 def ipo_loss(
@@ -87,7 +87,7 @@ def ipo_loss(
     """(h − 1/(2β))², with h = (chosen − ref_chosen) − (rejected − ref_rejected): regresses the margin to a target.
 
     Args:
-        chosen, rejected, ref_chosen, ref_rejected: mean log-probs per token, as step 2 calls it and as in TRL, which
+        chosen, rejected, ref_chosen, ref_rejected: mean log-probs per token, as step 2 passes them and as in TRL, which
             confirmed it with the paper's authors: the target 1/(2β) then does not depend on response length. Sums
             (--length_normalized False) give the equation as printed.
         beta: τ of the paper, > 0.
@@ -96,7 +96,7 @@ def ipo_loss(
     """
     rewards = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
     h = (rewards[0] - rewards[1]) / beta
-    return _over_pairs((h - 1 / (2 * beta)).square(), rewards, (chosen, rejected), normalizer)
+    return _loss_and_metrics((h - 1 / (2 * beta)).square(), rewards, (chosen, rejected), normalizer)
 
 
 def hinge_loss(
@@ -109,7 +109,7 @@ def hinge_loss(
         arXiv:2309.06657).
     """
     rewards = _implicit_rewards(chosen, rejected, ref_chosen, ref_rejected, beta)
-    return _over_pairs(F.relu(1 - (rewards[0] - rewards[1])), rewards, (chosen, rejected), normalizer)
+    return _loss_and_metrics(F.relu(1 - (rewards[0] - rewards[1])), rewards, (chosen, rejected), normalizer)
 
 
 def simpo_loss(
@@ -126,7 +126,7 @@ def simpo_loss(
     """
     check_beta(beta)
     rewards = beta * at_least_float32(chosen), beta * at_least_float32(rejected)
-    return _over_pairs(-F.logsigmoid(rewards[0] - rewards[1] - gamma), rewards, (chosen, rejected), normalizer)
+    return _loss_and_metrics(-F.logsigmoid(rewards[0] - rewards[1] - gamma), rewards, (chosen, rejected), normalizer)
 
 
 def orpo_loss(
@@ -144,8 +144,8 @@ def orpo_loss(
     """
     check_beta(beta)
     rewards = beta * at_least_float32(chosen), beta * at_least_float32(rejected)
-    odds = -F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
-    return _over_pairs(beta * odds - at_least_float32(chosen), rewards, (chosen, rejected), normalizer)
+    odds_ratio_loss = -F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
+    return _loss_and_metrics(beta * odds_ratio_loss - at_least_float32(chosen), rewards, (chosen, rejected), normalizer)
 
 
 def chosen_nll(chosen: Tensor, *, normalizer: Normalizer = None) -> Tensor:
@@ -177,7 +177,7 @@ def _log_odds(logprob: Tensor) -> Tensor:
     return logprob - torch.log(-torch.expm1(logprob))
 
 
-def _over_pairs(
+def _loss_and_metrics(
     losses: Tensor, rewards: tuple[Tensor, Tensor], logprobs: tuple[Tensor, Tensor], normalizer: Normalizer
 ) -> tuple[Tensor, Metrics]:
     """The loss over the pairs of the step, and the metrics common to all pair losses."""
@@ -197,9 +197,8 @@ def _over_pairs(
 
 
 def row_count(rows: Tensor, normalizer: Normalizer) -> float | Tensor:
-    """normalizer, or the number of rows; 1 if it is 0, so 0/0 is 0."""
-    count = rows.numel() if normalizer is None else normalizer
-    return torch.where(count == 0, 1, count) if isinstance(count, Tensor) else count or 1.0
+    """The divisor of a loss: normalizer, or the number of rows; 1 if it is 0, so 0/0 is 0."""
+    return divisor(rows.numel() if normalizer is None else normalizer)
 
 
 def _check_pairs(**tensors: Tensor) -> None:
@@ -210,7 +209,7 @@ def _check_pairs(**tensors: Tensor) -> None:
 
 def check_beta(beta: float) -> None:
     if not beta > 0:
-        raise ValueError(f"beta is {beta}, but it scales the implicit rewards, so > 0: 0.1 is usual (2 in SimPO).")
+        raise ValueError(f"beta is {beta}, but as a scale of rewards it must be > 0: 0.1 is usual (2 in SimPO).")
 
 
 def _check_smoothing(label_smoothing: float) -> None:

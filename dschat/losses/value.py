@@ -25,7 +25,7 @@ def value_loss(
         old_values: [B, T] float, of the critic at experience time.
         returns: [B, T] float, the targets.
         response_mask: [B, T] bool, True on generated tokens.
-        value_clip_range: ε ≥ 0, in units of reward; None does not clip.
+        value_clip_range: ε ≥ 0, in units of reward; None disables clipping.
         normalizer: response tokens of the whole step (see dschat.losses.normalizer).
 
     Returns:
@@ -42,7 +42,9 @@ def value_loss(
     """
     require_mask(response_mask, values=values, old_values=old_values, returns=returns)
     if value_clip_range is not None and not value_clip_range >= 0:
-        raise ValueError(f"value_clip_range is {value_clip_range}, but it bounds |V − V_old|, so ≥ 0: None is none.")
+        raise ValueError(
+            f"value_clip_range is {value_clip_range}, but it bounds |V − V_old|, so it must be ≥ 0; None disables it."
+        )
     count = count_of(response_mask, normalizer)
     values = torch.where(response_mask, at_least_float32(values), 0.0)
     old_values = torch.where(response_mask, at_least_float32(old_values).detach(), 0.0)
@@ -50,8 +52,8 @@ def value_loss(
     unclipped = (values - returns).square()  # [B, T]
     clipped = unclipped
     if value_clip_range is not None:
-        near_old = old_values + (values - old_values).clamp(-value_clip_range, value_clip_range)
-        clipped = (near_old - returns).square()
+        clipped_values = old_values + (values - old_values).clamp(-value_clip_range, value_clip_range)
+        clipped = (clipped_values - returns).square()
     loss = 0.5 * torch.maximum(unclipped, clipped).sum() / count
     with torch.no_grad():
         metrics = {
@@ -78,5 +80,5 @@ def explained_variance(metrics: Metrics) -> Tensor:
     error_variance = metrics["value_error"] - mean_error.square()
     variance = metrics["return_square"] - metrics["return_mean"].square()
     # E[R²] − E[R]² of equal returns is a rounding error, not exactly 0.
-    varied = variance > 1e-6 * metrics["return_square"]
-    return torch.where(varied, 1 - error_variance / variance, 0.0)
+    has_variance = variance > 1e-6 * metrics["return_square"]
+    return torch.where(has_variance, 1 - error_variance / variance, 0.0)

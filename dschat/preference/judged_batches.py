@@ -42,10 +42,10 @@ class JudgedBatch:
 
 
 class JudgedBatches:
-    """The part file of this rank, and the batches judged before the run was resumed.
+    """This rank's part file, and the batches of all ranks that were judged before the run was resumed.
 
     Attributes:
-        earlier: batches of the resumed run, of all ranks; each prompt is in at most one of them.
+        earlier: batches judged before the run was resumed, of all ranks; each prompt is in at most one of them.
         finished: True if OUTPUT_DIR/preferences.jsonl exists and was made with the same settings.
     """
 
@@ -64,7 +64,7 @@ class JudgedBatches:
         self.finished, problem = False, None
         if collectives.is_main():
             try:
-                self.finished = self._begin(dict(settings), resume=resume, overwrite=overwrite)
+                self.finished = self._start_or_resume(dict(settings), resume=resume, overwrite=overwrite)
             except ValueError as error:
                 problem = str(error)
             except OSError as error:
@@ -74,7 +74,7 @@ class JudgedBatches:
             raise ValueError(problem)
         # Nodes may have separate disks: one process of each node reads its part files.
         on_disk = [] if self.finished or not collectives.is_main_of_node() else read_parts(self.folder / PART)
-        self.earlier = without_repeats(collectives.all_gather_lists(on_disk))
+        self.earlier = without_duplicates(collectives.all_gather_lists(on_disk))
 
     def append(self, batch: JudgedBatch) -> None:
         """Append a batch and fsync it. Raises OSError if that fails."""
@@ -83,7 +83,7 @@ class JudgedBatches:
         with self.path.open("ab", buffering=0) as file:
             size = file.tell()
             after_truncated_line = size and _last_byte(self.path) != b"\n"  # the process was killed while writing
-            line = b"\n" * after_truncated_line + _line(batch)
+            line = b"\n" * after_truncated_line + _encode_line(batch)
             try:
                 failpoint.reached("judging")
                 while line:
@@ -115,21 +115,21 @@ class JudgedBatches:
         sync(self.folder)
         return final
 
-    def _begin(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
+    def _start_or_resume(self, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> bool:
         """Return whether the run is already finished; otherwise prepare the part folder."""
         final, part = self.folder / FINAL, self.folder / PART
         if resume and (part / "settings.json").is_file():
-            _same_settings(part / "settings.json", settings)
+            _require_same_settings(part / "settings.json", settings)
             return False
         if resume and final.exists() and not overwrite:
-            _same_settings(self.folder / SETTINGS, settings)
+            _require_same_settings(self.folder / SETTINGS, settings)
             return True
         if final.exists() and not overwrite:
-            raise ValueError(already_exists(final))
+            raise ValueError(already_exists_message(final))
         if part.exists():
-            aside = next(path for n in range(1, 10**6) if not (path := self.folder / f"{PART}-before-{n}").exists())
-            part.rename(aside)
-            print(f"this run starts from the beginning: batches judged before are in {aside}", flush=True)
+            backup = next(path for n in range(1, 10**6) if not (path := self.folder / f"{PART}-before-{n}").exists())
+            part.rename(backup)
+            print(f"this run starts from the beginning: earlier judged batches were moved to {backup}", flush=True)
         part.mkdir(parents=True)
         temporary = part / ".settings.json.tmp"
         temporary.write_text(json.dumps(settings, indent=1), encoding="utf-8")
@@ -138,7 +138,7 @@ class JudgedBatches:
         return False
 
 
-def already_exists(final: Path) -> str:
+def already_exists_message(final: Path) -> str:
     """The error message for a finished file when --overwrite is not given."""
     return f"{final} already exists: name another --output_dir, or pass --overwrite"
 
@@ -148,7 +148,7 @@ def read_parts(folder: Path) -> list[JudgedBatch]:
     batches = []
     for path in sorted(folder.glob("rank-*.jsonl")):
         for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-            batch = _batch_of(line)
+            batch = _parse_line(line)
             if batch is not None:
                 batches.append(batch)
             elif line:
@@ -156,8 +156,8 @@ def read_parts(folder: Path) -> list[JudgedBatch]:
     return batches
 
 
-def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
-    """The batches without those whose prompts an earlier one contains: nodes with a shared disk read the same files."""
+def without_duplicates(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
+    """Drop batches with prompts of an earlier batch: nodes with a shared disk read the same part files."""
     indices: set[int] = set()
     unique = []
     for batch in batches:
@@ -167,7 +167,7 @@ def without_repeats(batches: Sequence[JudgedBatch]) -> list[JudgedBatch]:
     return unique
 
 
-def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatch]) -> list[list[int]]:
+def remaining_batches(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatch]) -> list[list[int]]:
     """Batches of indices of the remaining prompts.
 
     Batch boundaries depend neither on the finished batches nor on the number of processes, so that a resumed run has
@@ -179,12 +179,12 @@ def batches_to_do(prompts: int, *, batch_size: int, earlier: Iterable[JudgedBatc
     return [batch for batch in remaining if batch]
 
 
-def _line(batch: JudgedBatch) -> bytes:
+def _encode_line(batch: JudgedBatch) -> bytes:
     content = json.dumps(vars(batch), ensure_ascii=False)
     return json.dumps({"crc32": zlib.crc32(content.encode()), "batch": content}, ensure_ascii=False).encode() + b"\n"
 
 
-def _batch_of(line: bytes) -> JudgedBatch | None:
+def _parse_line(line: bytes) -> JudgedBatch | None:
     try:
         entry = json.loads(line)
         if zlib.crc32(entry["batch"].encode()) != entry["crc32"]:
@@ -195,7 +195,7 @@ def _batch_of(line: bytes) -> JudgedBatch | None:
         return None
 
 
-def _same_settings(path: Path, settings: Mapping[str, Any]) -> None:
+def _require_same_settings(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise ValueError naming the settings that differ."""
     try:
         before = read_json_object(path, constants=True)

@@ -5,18 +5,18 @@ from operator import itemgetter
 
 from dschat.arguments.command_line import SettingsError
 from dschat.distributed import collectives, groups
-from dschat.preference.judged_batches import JudgedBatch, JudgedBatches, batches_to_do
+from dschat.preference.judged_batches import JudgedBatch, JudgedBatches, remaining_batches
 from dschat.rewards.retry import NoScores
 from dschat.runs import signals
 
-Judge = Callable[[list[int]], JudgedBatch]
+JudgeBatch = Callable[[list[int]], JudgedBatch]  # indices of prompts → their pairs
 
 
-def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: int) -> list[JudgedBatch]:
+def judge_all(judge_batch: JudgeBatch, judged: JudgedBatches, *, prompts: int, batch_size: int) -> list[JudgedBatch]:
     """Judge the remaining batches, split over the ranks.
 
     Args:
-        judge: samples, scores and pairs the responses to the prompts with these indices.
+        judge_batch: samples, scores and pairs the responses to the prompts with these indices.
         prompts: number of prompts of the run.
         batch_size: prompts per batch.
 
@@ -26,18 +26,18 @@ def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: 
         ExitAfterSave: any rank received a signal; judged batches are saved.
         SettingsError: a rank cannot write, or its judge keeps failing; judged batches are saved.
     """
-    remaining = batches_to_do(prompts, batch_size=batch_size, earlier=judged.earlier)
+    remaining = remaining_batches(prompts, batch_size=batch_size, earlier=judged.earlier)
     size = groups.data_parallel_size()
     rounds = [remaining[start : start + size] for start in range(0, len(remaining), size)]
     pairs = sum(len(batch.pairs) for batch in judged.earlier)
     if judged.earlier:
         log(f"resuming: {prompts - sum(map(len, remaining))} of {prompts} prompts are judged, {pairs} pairs")
-    new: list[JudgedBatch] = []
-    with signals.capture_signals() as received, received.installed():
+    new_batches: list[JudgedBatch] = []
+    with signals.capture_signals() as signal_flag, signal_flag.installed():
         for number, batches in enumerate(rounds, start=1):
-            batch, problem = _judge_and_save(judge, judged, batches)
-            new += [batch] if batch is not None else []
-            state = problem, received.number, len(batch.pairs) if batch is not None and problem is None else 0
+            batch, problem = _judge_and_save(judge_batch, judged, batches)
+            new_batches += [batch] if batch is not None else []
+            state = problem, signal_flag.number, len(batch.pairs) if batch is not None and problem is None else 0
             problems, signal_numbers, counts = zip(*collectives.all_gather_objects(state), strict=True)
             pairs += sum(counts)
             log(f"{number}/{len(rounds)} batches on each process, {pairs} pairs")
@@ -49,18 +49,18 @@ def judge_all(judge: Judge, judged: JudgedBatches, *, prompts: int, batch_size: 
             if any(signal_numbers) and number < len(rounds):
                 log("stopped by a signal; continue with --resume auto")
                 raise signals.ExitAfterSave
-    return judged.earlier + collectives.gather_lists_to_main(new)
+    return judged.earlier + collectives.gather_lists_to_main(new_batches)
 
 
 def _judge_and_save(
-    judge: Judge, judged: JudgedBatches, batches: Sequence[list[int]]
+    judge_batch: JudgeBatch, judged: JudgedBatches, batches: Sequence[list[int]]
 ) -> tuple[JudgedBatch | None, str | None]:
     """Judge this rank's batch of a round and append it to the part file; returns it, and a problem if there was one."""
     rank, batch = groups.data_parallel_rank(), None
     if rank >= len(batches):  # the last round may have fewer batches than ranks
         return None, None
     try:
-        batch = judge(batches[rank])
+        batch = judge_batch(batches[rank])
         if batch.scored:  # a batch without scores is not saved: --resume auto retries it
             judged.append(batch)
     except (NoScores, OSError) as error:

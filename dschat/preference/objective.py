@@ -33,7 +33,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
     unpaired = preference.kind == "unpaired"
     preparations = []
     if preference.reference == "adapters_off" and not preference.reference_free:
-        preparations.append(partial(reference_without_adapters, score=SCORES[preference.kind]))
+        preparations.append(partial(reference_without_adapters, response_logprobs=RESPONSE_LOGPROBS[preference.kind]))
     if unpaired:
         preparations.append(reference_point)
     loss = configured_kto_loss(preference) if unpaired else configured_pair_loss(preference)
@@ -42,7 +42,7 @@ def preference_objective(preference: arguments.PreferenceArguments, *, pad_token
         count=lambda batch: batch["row_mask" if unpaired else "pair_mask"].sum(),
         loss_of=loss,
         evaluation=partial(evaluation_means, counted="rows" if unpaired else "pairs"),
-        prepare=partial(prepared, preparations=preparations),
+        prepare=partial(run_preparations, preparations=preparations),
     )
 
 
@@ -58,10 +58,10 @@ def configured_pair_loss(preference: arguments.PreferenceArguments) -> Callable[
         "orpo": orpo_loss,
     }
     return partial(
-        pairwise,
+        pair_loss,
         loss_fn=partial(losses[preference.preference_loss], beta=preference.beta),
         reference_free=preference.reference_free,
-        of_means=preference.takes_means,
+        length_normalized=preference.takes_means,
         # ORPO already includes this term, with weight 1.
         sft_coef=0.0 if preference.preference_loss == "orpo" else preference.sft_coef,
     )
@@ -69,7 +69,7 @@ def configured_pair_loss(preference: arguments.PreferenceArguments) -> Callable[
 
 def configured_kto_loss(preference: arguments.PreferenceArguments) -> Callable[..., tuple[Tensor, Metrics]]:
     return partial(
-        single,
+        unpaired_loss,
         loss_fn=partial(
             kto_loss, beta=preference.beta, desirable_weight=preference.desirable_weight,
             undesirable_weight=preference.undesirable_weight,
@@ -77,33 +77,35 @@ def configured_kto_loss(preference: arguments.PreferenceArguments) -> Callable[.
     )  # fmt: skip
 
 
-def pairwise(
+def pair_loss(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]],
-    reference_free: bool, of_means: bool, sft_coef: float,
+    reference_free: bool, length_normalized: bool, sft_coef: float,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """The loss normalised by the pairs of the whole step; chosen and rejected share one forward pass."""
-    real = batch["pair_mask"]
-    logprobs, references = pair_logprobs(engine, batch)[real], batch["ref_logprobs"][real]  # [B, 2]
-    lengths = _chosen_and_rejected(batch["loss_mask"].sum(dim=1))[real].clamp(min=1)  # [B, 2]
-    policy, frozen = (logprobs / lengths, references / lengths) if of_means else (logprobs, references)
-    loss, metrics = loss_fn(*policy.unbind(1), *(() if reference_free else frozen.unbind(1)), normalizer=pairs)
+    mask = batch["pair_mask"]
+    logprobs, ref_logprobs = pair_logprobs(engine, batch)[mask], batch["ref_logprobs"][mask]  # [B, 2] each
+    lengths = _chosen_and_rejected(batch["loss_mask"].sum(dim=1))[mask].clamp(min=1)  # [B, 2]
+    policy, reference = (
+        (logprobs / lengths, ref_logprobs / lengths) if length_normalized else (logprobs, ref_logprobs)
+    )
+    loss, metrics = loss_fn(*policy.unbind(1), *(() if reference_free else reference.unbind(1)), normalizer=pairs)
     if sft_coef:
         sft = chosen_nll((logprobs / lengths)[:, 0], normalizer=pairs)
         loss, metrics = loss + sft_coef * sft, metrics | {"sft_loss": sft.detach()}
     return loss, metrics
 
 
-def single(
+def unpaired_loss(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, rows: float, *, loss_fn: Callable[..., tuple[Tensor, Metrics]]
 ) -> tuple[Tensor, Metrics]:
     """KTO over the single responses of the whole step; `reference_point` computes KL and share of desirable rows."""
-    real = batch["row_mask"]
-    logprobs = _own_logprobs(engine, batch)[real]  # [B]
+    mask = batch["row_mask"]
+    logprobs = _own_logprobs(engine, batch)[mask]  # [B]
     loss, metrics = loss_fn(
-        logprobs, batch["ref_logprobs"][real, 0], batch["desirable"][real], kl=batch["kl"],
+        logprobs, batch["ref_logprobs"][mask, 0], batch["desirable"][mask], kl=batch["kl"],
         desirable_share=batch["desirable_share"], normalizer=rows,
     )  # fmt: skip
-    return loss, metrics | {"kl": batch["kl"] * real.sum() / rows}  # micro-batch metrics are summed
+    return loss, metrics | {"kl": batch["kl"] * mask.sum() / rows}  # micro-batch metrics are summed
 
 
 def pair_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor:
@@ -117,10 +119,10 @@ def unpaired_logprobs(engine: deepspeed.DeepSpeedEngine, batch: Batch) -> Tensor
     return torch.stack([_own_logprobs(engine, batch), _mismatched_logprobs(engine, batch)], dim=1)
 
 
-SCORES = {"preference": pair_logprobs, "unpaired": unpaired_logprobs}
+RESPONSE_LOGPROBS = {"preference": pair_logprobs, "unpaired": unpaired_logprobs}
 
 
-def prepared(
+def run_preparations(
     engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, preparations: list[Callable[..., Iterable[Batch]]]
 ) -> Iterable[Batch]:
     for prepare in preparations:
@@ -129,14 +131,14 @@ def prepared(
 
 
 def reference_without_adapters(
-    engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, score: Callable[..., Tensor]
+    engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch], *, response_logprobs: Callable[..., Tensor]
 ) -> Iterable[Batch]:
     """Add reference log-probs to the micro-batches: those of the model with its adapters disabled."""
     engine.eval()
     for batch in batches:
         watchdog.phase("reference")
         with torch.no_grad(), without_adapters(engine.module):
-            ref_logprobs = score(engine, batch)
+            ref_logprobs = response_logprobs(engine, batch)
         yield batch | {"ref_logprobs": ref_logprobs}  # outside the context, else the caller would run without adapters
 
 
@@ -148,11 +150,11 @@ def reference_point(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Batch])
     sums = torch.zeros(3, dtype=torch.float64, device=engine.device)
     for batch in batches:
         watchdog.phase("reference point")
-        real = batch["row_mask"]
-        ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[real]
-        sums += torch.stack([ratio.double().sum(), real.sum().double(), batch["desirable"][real].sum().double()])
-    log_ratios, rows, desirable = collectives.sum_over_ranks(sums)
-    statistics = {"kl": kto_kl(log_ratios, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
+        mask = batch["row_mask"]
+        log_ratio = (_mismatched_logprobs(engine, batch) - batch["ref_logprobs"][:, 1])[mask]
+        sums += torch.stack([log_ratio.double().sum(), mask.sum().double(), batch["desirable"][mask].sum().double()])
+    log_ratio_sum, rows, desirable = collectives.sum_over_ranks(sums)
+    statistics = {"kl": kto_kl(log_ratio_sum, rows).float(), "desirable_share": desirable / rows.clamp(min=1)}
     return [batch | statistics for batch in batches]
 
 

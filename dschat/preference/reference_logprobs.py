@@ -38,19 +38,19 @@ from dschat.distributed.engines import frozen_engine
 from dschat.models.weight_files import weights_digest
 from dschat.runs.fit import Batch, Objective, collated, evaluation_steps, schedule, share
 
-Score = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
+ResponseLogprobs = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
 _TABLES = "logprobs.safetensors"
-Cuts = dict[str, tuple[list[list[int]], int]]  # split → rows of each forward pass of all ranks, micro-batch size
+BatchPlan = tuple[list[list[int]], int]  # row indices of each batch over all ranks; micro-batch size
 
 
 def with_reference_logprobs(
-    splits: DataSplits, objective: Objective, *, score: Score, load: Callable[[dict[str, Any]], nn.Module], path: str,
-    folder: str, settings: arguments.PreferenceSettings,
+    splits: DataSplits, objective: Objective, *, response_logprobs: ResponseLogprobs,
+    load: Callable[[dict[str, Any]], nn.Module], path: str, folder: str, settings: arguments.PreferenceSettings,
 ) -> DataSplits:  # fmt: skip
     """Add a column `ref_logprobs` to the splits: [rows, 2] in nats, NaN for rows that this run never uses.
 
     Args:
-        score: (engine, micro-batch) → [B, 2] float32, without gradient.
+        response_logprobs: (engine, micro-batch) → [B, 2] float32, without gradient.
         load: DeepSpeed configuration → the reference network, with the weights that `path` names.
         folder: of the prepared rows.
     """
@@ -58,46 +58,49 @@ def with_reference_logprobs(
     batches, total = schedule(splits.train, settings)
     steps = [batches.step(step) for step in range(min(total, len(batches)))]
     if total > len(batches):  # later epochs use rows left over from the first
-        left = sorted(set(range(len(splits.train))) - {row for step in steps for row in step})
+        unused = sorted(set(range(len(splits.train))) - {row for step in steps for row in step})
         size = batches.global_batch_size
-        steps += [left[start : start + size] for start in range(0, len(left), size)]
-    held_out = evaluation_steps(
+        steps += [unused[start : start + size] for start in range(0, len(unused), size)]
+    eval_steps = evaluation_steps(
         splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=settings.run.eval_iters
     )
-    cuts = {"train": (steps, model.per_device_train_batch_size), "eval": (held_out, model.per_device_eval_batch_size)}
+    plans = {
+        "train": (steps, model.per_device_train_batch_size),
+        "eval": (eval_steps, model.per_device_eval_batch_size),
+    }
     watchdog.phase("reference fingerprint")
-    cache = Path(folder, f"reference-{_fingerprint(path, splits, cuts, dtype=devices.dtype)}")
+    cache = Path(folder, f"reference-{_fingerprint(path, splits, plans, dtype=devices.dtype)}")
     tables = load_file(cache / _TABLES) if is_prepared(cache, verify=True) else None
     if not all(collectives.all_gather_objects(tables is not None)):
         config = frozen_config(
             dtype=devices.dtype, zero_stage=model.zero_stage, micro_batch_size=model.per_device_train_batch_size,
             world_size=groups.data_parallel_size(), offload=devices.offload and model.zero_stage == 3,
         )  # fmt: skip
-        tables = _compute(splits, objective, cuts, score=score, load=load, config=config)
+        tables = _compute(splits, objective, plans, response_logprobs=response_logprobs, load=load, config=config)
         if collectives.is_main_of_node():
             with written_folder(cache) as unfinished:
                 save_file(tables, unfinished / _TABLES)
         collectives.barrier()
     elif collectives.is_main():
         print(f"reference log-probs loaded from {cache}", flush=True)
-    train, held_out_rows = (
+    train_rows, eval_rows = (
         rows.add_column("ref_logprobs", tables[name].tolist())
         for name, rows in (("train", splits.train), ("eval", splits.eval))
     )
-    return replace(splits, train=train, eval=held_out_rows)
+    return replace(splits, train=train_rows, eval=eval_rows)
 
 
 @torch.no_grad()
 def _compute(
-    splits: DataSplits, objective: Objective, cuts: Cuts, *, score: Score, load: Callable[[dict[str, Any]], nn.Module],
-    config: dict[str, Any],
+    splits: DataSplits, objective: Objective, plans: dict[str, BatchPlan], *, response_logprobs: ResponseLogprobs,
+    load: Callable[[dict[str, Any]], nn.Module], config: dict[str, Any],
 ) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Tables [rows, 2] float32 of both splits, the same on every rank; each rank scores its share."""
+    """Tables [rows, 2] float32 of both splits, the same on every rank; each rank computes its share."""
     with settings_of_user():
         network = load(config)
     engine = frozen_engine(network, config=config)
     tables = {
-        name: _scores(engine, rows, objective, cuts[name], score=score, name=name)
+        name: _logprob_table(engine, rows, objective, plans[name], response_logprobs=response_logprobs, name=name)
         for name, rows in (("train", splits.train), ("eval", splits.eval))
     }
     engine.destroy()
@@ -107,33 +110,33 @@ def _compute(
     return tables
 
 
-def _scores(
-    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, cut: tuple[list[list[int]], int], *,
-    score: Score, name: str,
+def _logprob_table(
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, plan: BatchPlan, *,
+    response_logprobs: ResponseLogprobs, name: str,
 ) -> torch.Tensor:  # fmt: skip
-    steps, micro_batch_size = cut
-    mine = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
+    steps, micro_batch_size = plan
+    local_table = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
     for number, step in enumerate(steps, start=1):
         for indices in share(step, micro_batch_size):
             watchdog.phase("reference")
-            scores = score(engine, collated(objective, rows, indices, engine.device))
-            mine[indices] = scores[: len(indices)].double()
+            logprobs = response_logprobs(engine, collated(objective, rows, indices, engine.device))
+            local_table[indices] = logprobs[: len(indices)].double()
         if collectives.is_main() and number in (len(steps), *range(100, len(steps), 100)):
             print(f"reference log-probs of {name} rows: {number}/{len(steps)} batches", flush=True)
-    table = collectives.sum_over_ranks(mine)  # each row is computed on one rank and 0 on the others
-    scored = torch.zeros(len(rows), dtype=torch.bool)
-    scored[[row for step in steps for row in step]] = True
-    return torch.where(scored[:, None], table.cpu(), torch.nan).float()
+    table = collectives.sum_over_ranks(local_table)  # each row is computed on one rank and 0 on the others
+    is_computed = torch.zeros(len(rows), dtype=torch.bool)
+    is_computed[[row for step in steps for row in step]] = True
+    return torch.where(is_computed[:, None], table.cpu(), torch.nan).float()
 
 
-def _fingerprint(path: str, splits: DataSplits, cuts: Cuts, *, dtype: str) -> str:
+def _fingerprint(path: str, splits: DataSplits, plans: dict[str, BatchPlan], *, dtype: str) -> str:
     """Digest of everything that affects the values bitwise; the main rank reads weights and rows."""
     name = None
     if collectives.is_main():
         inputs = {
             "weights": weights_digest(path),
             "rows": [content_digest(splits.train), content_digest(splits.eval)],
-            "cuts": cuts,
+            "cuts": plans,
             "world_size": collectives.world_size(),
             "computation": [dtype, get_accelerator().device_name(), torch.__version__],
         }

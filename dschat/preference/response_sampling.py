@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dschat.arguments import PairArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.generation import HybridEngine, Rollout, SamplingParams
-from dschat.rewards.weighted_sum import Answers
+from dschat.rewards.weighted_sum import ResponseBatch
 
 
 class ResponseSampler:
@@ -26,7 +26,7 @@ class ResponseSampler:
         self.engine, self.tokenizer, self.settings, self.seed = HybridEngine(model), tokenizer, settings, seed
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
 
-    def sample(self, batch: dict[str, list], indices: Sequence[int]) -> tuple[Rollout, Answers]:
+    def sample(self, batch: dict[str, list], indices: Sequence[int]) -> tuple[Rollout, ResponseBatch]:
         """Tokens and texts of the responses, grouped by prompt.
 
         Args:
@@ -43,11 +43,11 @@ class ResponseSampler:
                 sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p),
             )  # fmt: skip
         token_ids = rollout.responses()
-        answers = Answers(
+        response_batch = ResponseBatch(
             repeated(batch["messages"], samples), decode_responses(self.tokenizer, token_ids), token_ids,
             repeated(batch["rows"], samples), rollout.ended.tolist(), settings.max_answer_seq_len,
         )  # fmt: skip
-        return rollout, answers
+        return rollout, response_batch
 
 
 def repeated(values: Sequence[Any], times: int) -> list[Any]:

@@ -12,10 +12,10 @@ from dschat.generation import Rollout
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, load_judge, model_paths, parse_reward
+from dschat.rewards.weighted_sum import ResponseBatch, RewardModel, Rewards, load_function, model_paths, parse_reward
 
 MAX_FAILED_CALLS = 3  # consecutive batches without any score on one process: then the run stops
-ScoreFunction = Callable[[Rollout, Answers], list[float | None]]
+ScoreFunction = Callable[[Rollout, ResponseBatch], list[float | None]]
 
 
 def score_function(settings: PairSettings, tokenizer: PreTrainedTokenizerBase) -> ScoreFunction:
@@ -30,11 +30,11 @@ def score_function(settings: PairSettings, tokenizer: PreTrainedTokenizerBase) -
 
 def _judge(settings: PairSettings) -> ScoreFunction:
     sampling = settings.sampling
-    judge = load_judge(sampling.judge)
+    judge = load_function(sampling.judge)
     retry_policy = RetryPolicy(
         seconds=sampling.judge_timeout, retries=sampling.judge_retries, max_failed_calls=MAX_FAILED_CALLS
     )
-    return lambda _, answers: retry_policy.judge_scores(judge, answers.messages, answers.responses, answers.rows)
+    return lambda _, batch: retry_policy.judge_scores(judge, batch.messages, batch.responses, batch.rows)
 
 
 def _rewards(settings: PairSettings, tokenizer: PreTrainedTokenizerBase) -> ScoreFunction:
@@ -47,8 +47,8 @@ def _rewards(settings: PairSettings, tokenizer: PreTrainedTokenizerBase) -> Scor
         ),
     )  # fmt: skip
 
-    def score(rollout: Rollout, answers: Answers) -> list[float | None]:
-        scores = rewards.score(rollout, answers)
+    def score(rollout: Rollout, batch: ResponseBatch) -> list[float | None]:
+        scores = rewards.score(rollout, batch)
         totals = zip(scores.total.tolist(), scores.has_score.tolist(), strict=True)
         return [total if has_score else None for total, has_score in totals]
 

@@ -21,29 +21,29 @@ LONGEST_FORMULA = 2000  # characters
 _LONGEST_NUMBER = 300  # characters: Python does not parse integers of more than 4,300 digits
 
 
-def extract_answer(text: str, how: Extraction) -> str | None:
+def extract_answer(text: str, extraction: Extraction) -> str | None:
     """The final answer of a response, normalised so that equal answers are equal strings; None if there is none.
 
     Args:
-        how: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed: content
-            of the last \\boxed{}; tag: content of the last <answer></answer>; text: the whole response, with case and
-            white space normalised.
+        extraction: last_number: the last number, as a fraction in lowest terms ("It is 1,234.50" → "2469/2"); boxed:
+            content of the last \\boxed{}; tag: content of the last <answer></answer>; text: the whole response, with
+            case and white space normalised.
     """
-    if how == "last_number":
+    if extraction == "last_number":
         number = last_number(text)
         return None if number is None else str(number)
     answer = text
-    if how == "boxed":
+    if extraction == "boxed":
         answer = last_boxed(text)
-    elif how == "tag":
+    elif extraction == "tag":
         answer = last_tagged(text)
-    return None if answer is None else (plain_math(answer) if how == "boxed" else plain_text(answer)) or None
+    return None if answer is None else (plain_math(answer) if extraction == "boxed" else plain_text(answer)) or None
 
 
 def plain_text(text: str, *, case: bool = False) -> str:
     """The text with white space collapsed and stripped; lower case unless `case` is True."""
-    joined = " ".join(text.split())
-    return joined if case else joined.casefold()
+    collapsed = " ".join(text.split())
+    return collapsed if case else collapsed.casefold()
 
 
 def plain_math(text: str) -> str:
@@ -54,8 +54,10 @@ def plain_math(text: str) -> str:
     if len(text) > LONGEST_FORMULA:
         return "".join(text.split())
     latex = one_line(clean_latex(text))
-    number = exact_number(re.sub(r"\\?%", "", latex)) or _scientific(latex)
-    return re.sub(r"\\?%", "", latex) if number is None else str(number)
+    formula = re.sub(r"\\?%", "", latex)
+    number = exact_number(formula)
+    number = _scientific(latex) if number is None else number
+    return formula if number is None else str(number)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -83,5 +85,5 @@ def _scientific(latex: str) -> Fraction | None:
 def _value(text: str) -> Fraction | None:
     if len(text) > _LONGEST_NUMBER:
         return None
-    above, _, below = text.replace(",", "").replace("\u2212", "-").partition("/")
-    return Fraction(above) / Fraction(below or 1)
+    numerator, _, denominator = text.replace(",", "").replace("\u2212", "-").partition("/")
+    return Fraction(numerator) / Fraction(denominator or 1)

@@ -12,20 +12,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from dschat.rewards.answers import Answers, prompt_text
+from dschat.rewards.response_batch import ResponseBatch, prompt_text
 
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
 RewardFunction = Callable[..., Any]  # (some of ARGUMENT_NAMES, options with defaults) → a number or None per response
 
 ARGUMENT_NAMES = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
-_LARGEST = 3.4e38  # largest float32, the dtype of scores
+_MAX_SCORE = 3.4e38  # largest float32, the dtype of scores
 
 
-def load_judge(source: str) -> Judge:
+def load_function(source: str) -> Judge:
     """Load the function "FILE.py:FUNCTION".
 
-    It is called as judge(prompts, responses, rows) with equally long lists (texts, texts, dicts of the prompt rows'
-    other columns) and returns one number for each response.
+    A judge is called as judge(prompts, responses, rows) with equally long lists (texts, texts, dicts of the prompt
+    rows' other columns) and returns one number for each response.
 
     Raises: ValueError if the file or the function does not exist, or the file cannot be imported.
     """
@@ -39,11 +39,11 @@ def load_judge(source: str) -> Judge:
 
 
 def judge_problems(source: str | None) -> list[str]:
-    """A line if a judge cannot be loaded; a missing file is reported by the flag's own group."""
+    """One line if the judge cannot be loaded; a missing file is reported by the flag's own argument group."""
     if not source or not Path(source.partition(":")[0]).is_file():
         return []
     try:
-        load_judge(source)
+        load_function(source)
     except ValueError as error:
         return [f"--judge {error}"]
     return []
@@ -126,31 +126,32 @@ def named_arguments(function: RewardFunction) -> list[str] | None:
     if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
         return None
     raise ValueError(
-        f"it takes ({', '.join(p.name for p in parameters)}), but there are only: {', '.join(ARGUMENT_NAMES)}"
+        f"its parameters are ({', '.join(p.name for p in parameters)}), but only these are available: "
+        f"{', '.join(ARGUMENT_NAMES)}"
     )
 
 
 def call_reward_function(
-    function: RewardFunction, answers: Answers, *, source: str
+    function: RewardFunction, batch: ResponseBatch, *, source: str
 ) -> list[float] | Awaitable[list[float]]:
-    """Call a reward function: scores of the answers, NaN where it returns None; awaitable if the function is async.
+    """Call a reward function: scores of the responses, NaN where it returns None; awaitable if the function is async.
 
-    Raises: ValueError if it does not return a finite number, or None, for each answer.
+    Raises: ValueError if it does not return a finite number, or None, for each response.
     """
     names = named_arguments(function)
     if names is None:
-        returned = function(answers.prompts, answers.responses, answers.rows)
+        returned = function(batch.prompts, batch.responses, batch.rows)
     else:
-        returned = function(**{name: answers.prompts if name == "prompts" else vars(answers)[name] for name in names})
+        returned = function(**{name: batch.prompts if name == "prompts" else vars(batch)[name] for name in names})
     return (
-        _awaited(returned, answers, source)
+        _await_scores(returned, batch, source)
         if inspect.isawaitable(returned)
-        else validated_scores(returned, answers.responses, source=source)
+        else validated_scores(returned, batch.responses, source=source)
     )
 
 
-async def _awaited(returned: Awaitable[Any], answers: Answers, source: str) -> list[float]:
-    return validated_scores(await returned, answers.responses, source=source)
+async def _await_scores(returned: Awaitable[Any], batch: ResponseBatch, source: str) -> list[float]:
+    return validated_scores(await returned, batch.responses, source=source)
 
 
 def validated_scores(returned: Sequence[Any], responses: Sequence[str], *, source: str) -> list[float]:
@@ -164,6 +165,6 @@ def validated_scores(returned: Sequence[Any], responses: Sequence[str], *, sourc
             f"{source} returned {len(scores)} scores for {len(responses)} responses: it must return one for each"
         )
     for response, score in zip(responses, scores, strict=True):
-        if score is not None and not abs(float(score)) <= _LARGEST:
+        if score is not None and not abs(float(score)) <= _MAX_SCORE:
             raise ValueError(f"{source} returned {float(score)} for the response {response!r}: scores must be finite")
     return [math.nan if score is None else float(score) for score in scores]

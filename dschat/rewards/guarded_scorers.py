@@ -65,7 +65,7 @@ def _value(node: ast.expr) -> Any:
 def _number(node: ast.expr) -> int | float:
     value = _value(node)
     if not isinstance(value, (int, float)) or (isinstance(value, int) and value.bit_length() > MAX_BITS):
-        raise ValueError("not a number, or too large a one")
+        raise ValueError("not a number, or too large")
     return value
 
 
@@ -94,12 +94,12 @@ def _check_formula(text: str) -> None:
             if word.startswith("_") or "__" in word or keyword.iskeyword(word):
                 raise ValueError(f"{word} is not a symbol")
             if word in vars(builtins) and word not in _FUNCTIONS:
-                raise ValueError(f"{word} is a function of Python")
+                raise ValueError(f"{word} is a Python builtin")
         elif token.type != tokenize.NUMBER and word not in _OPERATORS and word.strip():
             raise ValueError(f"{word!r} is not allowed in a formula")
-        called = word == "(" and previous is not None and previous.string not in _OPERATORS - {")"}
-        if called and previous.string not in _FUNCTIONS:
-            raise ValueError(f"{previous.string} is called, and is no elementary function")
+        is_call = word == "(" and previous is not None and previous.string not in _OPERATORS - {")"}
+        if is_call and previous.string not in _FUNCTIONS:
+            raise ValueError(f"{previous.string} is called, but is not an elementary function")
         previous = token if word.strip() else previous
 
 

@@ -17,7 +17,7 @@ from dschat.rewards.functions import Judge, judge_scores
 
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds, bounds of a service's Retry-After
 LONGEST_BACKOFF = 8.0  # seconds, without Retry-After: short, to detect a recovered service soon
-REFUSALS_UNTIL_WARNING = 4  # 3.5 s
+REFUSALS_UNTIL_WARNING = 4  # after 3.5 s
 LONGEST_WAIT = 2.0**21  # seconds (24 days), what sockets and locks support; more means no limit
 
 
@@ -56,7 +56,7 @@ class RetryPolicy:
     def judge_scores(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
     ) -> list[float | None]:
-        """The judge's score of each response; None where it gave none."""
+        """The judge's score of each response; None where it returned none."""
         return self.scores(
             lambda part: judge_scores(judge, messages[part], responses[part], rows[part]),
             len(responses),
@@ -66,10 +66,10 @@ class RetryPolicy:
     def scores(
         self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str
     ) -> list[float | None]:
-        """The score of each response; None where the source gave none.
+        """The score of each response; None where the source returned none.
 
         If all retries raised or returned invalid values, the source is called once for each response separately, so
-        that one bad response loses one score only. After a timeout, a refusal or a failed connection it is not.
+        that a bad response loses only its own score. After a timeout, a refusal or a failed connection all are None.
 
         Args:
             score_part: computes the scores of a slice of the responses.
@@ -105,7 +105,7 @@ class RetryPolicy:
             except PermissionError:
                 raise
             except Unavailable as error:
-                pause = pause_before_retry(error.seconds, refusals, left=deadline - time.monotonic())
+                pause = pause_before_retry(error.seconds, refusals, remaining=deadline - time.monotonic())
                 if pause is None:
                     raise
                 refusals += error.seconds is None
@@ -141,19 +141,19 @@ class RetryPolicy:
         return scores + [None] * (count - len(scores)), problem
 
 
-def pause_before_retry(retry_after: float | None, refusals: int, *, left: float) -> float | None:
+def pause_before_retry(retry_after: float | None, refusals: int, *, remaining: float) -> float | None:
     """Seconds to wait before retrying an unavailable service; None: give up.
 
     Args:
         retry_after: the service's Retry-After in seconds, or None.
         refusals: earlier failures without a Retry-After.
-        left: seconds until the deadline; without a Retry-After the last retry is made then.
+        remaining: seconds until the deadline; without a Retry-After the last retry is made then.
     """
     if retry_after is not None:
         pause = min(max(retry_after, SHORTEST_PAUSE), LONGEST_PAUSE)
-        return pause if pause <= left else None
+        return pause if pause <= remaining else None
     backoff = min(SHORTEST_PAUSE * 2 ** min(refusals, 10), LONGEST_BACKOFF)
-    return min(backoff, left) if left > 0 else None
+    return min(backoff, remaining) if remaining > 0 else None
 
 
 def timeout_of(seconds: float) -> float | None:
@@ -164,11 +164,11 @@ def timeout_of(seconds: float) -> float | None:
 def call_with_timeout(call: Callable[[], Any], *, seconds: float) -> Any:
     """The result of a call, with a timeout. An awaitable is awaited, and cancelled at the timeout.
 
-    SystemExit, or any other BaseException that is no Exception, counts as a failure and must not end the run.
+    SystemExit, or any other BaseException that is not an Exception, counts as a failure and must not end the run.
 
     Raises:
         TimeoutError: it did not finish in time; or any Exception of the call.
-        RuntimeError: it raised a BaseException that is no Exception.
+        RuntimeError: it raised a BaseException that is not an Exception.
     """
     result: list[Any] = []
     raised: list[BaseException] = []
@@ -176,15 +176,15 @@ def call_with_timeout(call: Callable[[], Any], *, seconds: float) -> Any:
     def run() -> None:
         try:
             value = call()
-            result.append(asyncio.run(_within(value, seconds)) if inspect.isawaitable(value) else value)
+            result.append(asyncio.run(_await_with_timeout(value, seconds)) if inspect.isawaitable(value) else value)
         except BaseException as error:  # re-raised in the waiting thread
             raised.append(error)
 
     thread = threading.Thread(target=run, daemon=True)  # daemon: the run can exit while it hangs
     thread.start()
     deadline = time.monotonic() + min(seconds, LONGEST_WAIT)
-    while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-        thread.join(min(left, 1.0))
+    while thread.is_alive() and (remaining := deadline - time.monotonic()) > 0:
+        thread.join(min(remaining, 1.0))
         watchdog.progress()  # this wait has its own timeout
     if raised:
         # Signals are delivered to the main thread only, so a KeyboardInterrupt here was raised by the call itself.
@@ -196,7 +196,7 @@ def call_with_timeout(call: Callable[[], Any], *, seconds: float) -> Any:
     return result[0]
 
 
-async def _within(value: Awaitable[Any], seconds: float) -> Any:
+async def _await_with_timeout(value: Awaitable[Any], seconds: float) -> Any:
     try:
         return await asyncio.wait_for(value, timeout_of(seconds))
     except asyncio.TimeoutError as error:  # another class than TimeoutError before Python 3.11

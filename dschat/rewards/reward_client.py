@@ -12,18 +12,18 @@ from typing import Any
 
 from dschat.arguments.secrets import HIDDEN, redacted
 from dschat.distributed.terminal import printable
-from dschat.rewards.answers import Answers
 from dschat.rewards.functions import validated_scores
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import Unavailable, timeout_of
 
 TOKEN_VARIABLE = "DSCHAT_REWARD_TOKEN"
-_LARGEST_REPLY = 64 << 20  # bytes
-_WAYS_OUT = {
-    400: "the request is invalid for it",
-    401: f"the token is wrong: set the environment variable {TOKEN_VARIABLE} to the one that it was started with",
+_MAX_REPLY = 64 << 20  # bytes
+_HINTS = {
+    400: "the service rejects the request as invalid",
+    401: f"the token is wrong: set the environment variable {TOKEN_VARIABLE} to that of the service",
     403: f"the token is not allowed to request scores: set the environment variable {TOKEN_VARIABLE} to another",
-    404: "there is nothing at this path",
-    413: "a batch is too large for it: raise its limit, or lower --per_device_generation_batch_size",
+    404: "there is no service at this path",
+    413: "a batch is too large for the service: raise its limit, or lower --per_device_generation_batch_size",
 }
 
 
@@ -34,7 +34,7 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]:
+def service_scores(url: str, batch: ResponseBatch, *, seconds: float) -> list[float]:
     """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
 
     The environment variable DSCHAT_REWARD_TOKEN, if set, is sent as bearer token.
@@ -51,8 +51,8 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
         ValueError: any other status, a reply that is not one finite number (or null) per response, a token that is not
             valid in a header.
     """
-    fields = {name: vars(answers)[name] for name in ("messages", "responses", "rows", "ended")}
-    body = json.dumps(fields | {"prompts": answers.prompts}).encode()
+    fields = {name: vars(batch)[name] for name in ("messages", "responses", "rows", "ended")}
+    body = json.dumps(fields | {"prompts": batch.prompts}).encode()
     headers = {"Content-Type": "application/json"}
     token = token_of_environment()
     if token is not None:
@@ -61,18 +61,18 @@ def service_scores(url: str, answers: Answers, *, seconds: float) -> list[float]
     url = redacted(url)  # only used in messages from here on
     try:
         with urllib.request.build_opener(_NoRedirects).open(request, timeout=timeout_of(seconds)) as reply:
-            text = reply.read(_LARGEST_REPLY)
+            text = reply.read(_MAX_REPLY)
     except urllib.error.HTTPError as error:
-        raise _refusal(url, error, token) from error
+        raise _http_error(url, error, token) from error
     except urllib.error.URLError as error:
         if isinstance(error.reason, TimeoutError):
             raise TimeoutError(f"{url} did not reply within {seconds:g} s") from error
         raise Unavailable(f"{url} cannot be reached ({error.reason})") from error
     except TimeoutError:
         raise
-    except (OSError, HTTPException) as error:  # the connection broke in the middle
-        raise Unavailable(f"{url} broke off ({type(error).__name__}: {error})") from error
-    return _scores(text, answers, url)
+    except (OSError, HTTPException) as error:  # the connection was lost during the reply
+        raise Unavailable(f"{url} closed the connection ({type(error).__name__}: {error})") from error
+    return _parse_reply(text, batch, url)
 
 
 def token_of_environment() -> str | None:
@@ -86,25 +86,25 @@ def token_of_environment() -> str | None:
     return token or None
 
 
-def _scores(text: bytes, answers: Answers, url: str) -> list[float]:
+def _parse_reply(text: bytes, batch: ResponseBatch, url: str) -> list[float]:
     try:
         scores = json.loads(text)["scores"]
-        fits = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
+        is_valid = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
     except (ValueError, KeyError, TypeError, RecursionError):
-        fits = False
-    if not fits:
+        is_valid = False
+    if not is_valid:
         raise ValueError(f'{url} replied {text[:200]!r}, but {{"scores": [a number or null for each]}} is expected')
-    return validated_scores(scores, answers.responses, source=url)
+    return validated_scores(scores, batch.responses, source=url)
 
 
-def _refusal(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
+def _http_error(url: str, error: urllib.error.HTTPError, token: str | None) -> Exception:
     """The exception for an HTTP error status; the token is removed from the service's message."""
     with error:
         reply = error.read(300).decode(errors="replace").strip()
     if token:
         reply = reply.replace(token, HIDDEN)
     reply, reason = printable(redacted(reply)), printable(error.reason)
-    message = f"{url} replied {error.code} {reason}: {_WAYS_OUT.get(error.code, 'it failed')} ({reply})"
+    message = f"{url} replied {error.code} {reason}: {_HINTS.get(error.code, 'it failed')} ({reply})"
     if error.code in (429, 502, 503, 504):
         return Unavailable(message, seconds=_retry_after(error.headers))
     if error.code in (401, 403):

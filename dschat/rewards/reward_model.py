@@ -18,28 +18,28 @@ from dschat.models.positions import position_limit
 from dschat.models.tokenizer import load_tokenizer
 
 
-def same_text(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+def same_tokenization(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
     """True if both tokenizers encode every conversation to the same ids."""
     return (
-        one.is_fast == other.is_fast
-        and one.get_vocab() == other.get_vocab()
-        and one.chat_template == other.chat_template
-        and one.bos_token_id == other.bos_token_id
-        and one.eos_token_id == other.eos_token_id
-        and (not one.is_fast or one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str())
+        first.is_fast == second.is_fast
+        and first.get_vocab() == second.get_vocab()
+        and first.chat_template == second.chat_template
+        and first.bos_token_id == second.bos_token_id
+        and first.eos_token_id == second.eos_token_id
+        and (not first.is_fast or first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str())
     )
 
 
-def tokens_read(
+def required_positions(
     path: str, actor_path: str, *, tokens: int, add_eot_token: bool = False, trust_remote_code: bool = False
 ) -> int:
     """Number of tokens that a reward model must have positions for.
 
-    Prompt and response tokens if it reads the actor's ids. With a different tokenizer longer conversations are
+    `tokens`, prompt and response, if it reads the actor's ids. With a different tokenizer longer conversations are
     truncated, so two are enough.
     """
     actor = load_tokenizer(actor_path, add_eot_token=add_eot_token, trust_remote_code=trust_remote_code)
-    return tokens if same_text(load_tokenizer(path, trust_remote_code=trust_remote_code), actor) else 2
+    return tokens if same_tokenization(load_tokenizer(path, trust_remote_code=trust_remote_code), actor) else 2
 
 
 class RewardModel:
@@ -58,11 +58,11 @@ class RewardModel:
         self.engine, self.tokenizer, self.actor_tokenizer = engine, tokenizer, actor_tokenizer
         self.micro_batch_size = micro_batch_size
         self.max_tokens = longest_sequence(engine.module.model.config, tokenizer)
-        self.reads_actor_ids = same_text(tokenizer, actor_tokenizer)
+        self.reads_actor_ids = same_tokenization(tokenizer, actor_tokenizer)
 
     @torch.no_grad()
     def score(self, rollout: Rollout, messages: Sequence[list[Message]]) -> Tensor:
-        """[B] float32: the score at the last token of each conversation. Under ZeRO-3 a collective.
+        """[B] float32: the score at the last token of each conversation. A collective under ZeRO-3.
 
         Args:
             rollout: B rows sampled from the actor.
@@ -105,6 +105,6 @@ def conversation_ids(
 
     Raises: ValueError if the chat template rejects the messages.
     """
-    asked, answer = encode_answer(tokenizer, prompt, response)
-    ids = asked + answer
+    prompt_ids, response_ids = encode_answer(tokenizer, prompt, response)
+    ids = prompt_ids + response_ids
     return cut_left(ids if ended else ids[:-1], max_tokens, bos_token_id=tokenizer.bos_token_id)

@@ -1,7 +1,7 @@
 """Rule-based rewards chosen by name: pure functions of texts, token counts and the prompt's row.
 
-Each takes some of prompts, responses, rows, token_ids, messages, ended, max_tokens (see Answers), and options, which
-may follow its name as in a query string. None means no score: the row lacks the column.
+Each takes some of prompts, responses, rows, token_ids, messages, ended, max_tokens (see ResponseBatch), and options,
+which may follow its name as in a query string. None means no score: the row lacks the column.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def last_number_is(
 ) -> Scores:
     """1 if the last number of the response equals the last one of the column, within the tolerance; else 0.
 
-    1,000 = 1000.0, 3/4 = 0.75. A column that is not text is the number itself.
+    1,000 = 1000.0, 3/4 = 0.75. A numeric column is used as the number.
 
     Raises: ValueError if an existing column contains no number, or the tolerance is negative.
     """
@@ -64,11 +64,11 @@ def boxed(responses: Sequence[str], rows: Sequence[dict], *, column: str = "answ
     scores: Scores = [None if row.get(column) is None else 0.0 for row in rows]
     pairs: dict[int, tuple[str, str]] = {}
     for number, (response, row) in enumerate(zip(responses, rows, strict=True)):
-        given = last_boxed(response)
-        if scores[number] is not None and given is not None:
+        answer = last_boxed(response)
+        if scores[number] is not None and answer is not None:
             truth = str(row[column])
             boxed_truth = last_boxed(truth)
-            pairs[number] = (given, truth if boxed_truth is None else boxed_truth)
+            pairs[number] = (answer, truth if boxed_truth is None else boxed_truth)
     for number, equal in zip(pairs, equal_answers(list(pairs.values())), strict=True):
         scores[number] = float(equal)
     return scores
@@ -84,9 +84,9 @@ def tag_format(responses: Sequence[str], *, tags: str = "think,answer") -> Score
     names = [name.strip() for name in tags.split(",")]
     if not all(re.fullmatch(r"[\w-]+", name) for name in names):
         raise ValueError(f"tags={tags}: must be names separated by commas, such as think,answer")
-    expected = [mark for name in names for mark in (f"<{name}>", f"</{name}>")]
-    marks = re.compile("|".join(map(re.escape, expected)))
-    return [float(marks.findall(response) == expected) for response in responses]
+    expected = [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
+    pattern = re.compile("|".join(map(re.escape, expected)))
+    return [float(pattern.findall(response) == expected) for response in responses]
 
 
 def length(token_ids: Sequence[Sequence[int]], *, target: int = 0, max: int = 0) -> Scores:
@@ -97,8 +97,8 @@ def length(token_ids: Sequence[Sequence[int]], *, target: int = 0, max: int = 0)
     if (target > 0) == (max > 0):
         raise ValueError("give one of target=TOKENS and max=TOKENS, above 0")
     counts = [len(ids) for ids in token_ids]
-    off = [abs(count - target) / target if target else (count - max) / max for count in counts]
-    return [0.0 if excess > 1 else 1.0 - excess if excess > 0 else 1.0 for excess in off]
+    relative_excess = [abs(count - target) / target if target else (count - max) / max for count in counts]
+    return [0.0 if excess > 1 else 1.0 - excess if excess > 0 else 1.0 for excess in relative_excess]
 
 
 def repetition(responses: Sequence[str], *, ngram: int = 3) -> Scores:

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dschat.arguments.secrets import redacted
-from dschat.rewards.answers import Answers
-from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_judge, named_arguments
+from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_function, named_arguments
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.rules import RULES
@@ -43,17 +43,17 @@ class WeightedSource:
     function: RewardFunction | None = None
     url: str | None = None
 
-    def scores(self, answers: Answers, retry_policy: RetryPolicy) -> list[float | None]:
-        """A function's or service's score of each answer; NaN: it returned none; None: it failed."""
+    def scores(self, batch: ResponseBatch, retry_policy: RetryPolicy) -> list[float | None]:
+        """A function's or service's score of each response; NaN: it returned none; None: it failed."""
         name = f"the reward {redacted(self.entry)}"
 
         def score_part(part: slice) -> Any:
-            part_answers = answers.part(part)
+            part_batch = batch.part(part)
             if self.url is not None:
-                return service_scores(self.url, part_answers, seconds=retry_policy.seconds)
-            return call_reward_function(self.function, part_answers, source=name)
+                return service_scores(self.url, part_batch, seconds=retry_policy.seconds)
+            return call_reward_function(self.function, part_batch, source=name)
 
-        return retry_policy.scores(score_part, len(answers), source=name)
+        return retry_policy.scores(score_part, len(batch), source=name)
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
@@ -67,12 +67,12 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
 
     Raises: ValueError that names the problem and the fix.
     """
-    written, weight = _without_weight(entry)
-    if written.startswith(("http://", "https://")):
-        return _service(entry, written, weight)
-    source, _, query = written.partition("?")
+    source_text, weight = _split_weight(entry)
+    if source_text.startswith(("http://", "https://")):
+        return _service(entry, source_text, weight)
+    source, _, query = source_text.partition("?")
     if source in RULES or ".py:" in source or source.endswith(".py"):
-        function = RULES[source] if source in RULES else load_judge(source)
+        function = RULES[source] if source in RULES else load_function(source)
         function = bind_options(function, _options(query))
         named_arguments(function)  # raises if its parameters cannot be filled
         if source in RULES:
@@ -81,8 +81,8 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
     if query:
         raise ValueError(f"?{query}: a reward model has no options; remove them")
     if not _may_be_a_model(source):
-        near = difflib.get_close_matches(source, RULES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"name {KINDS}"
+        close_matches = difflib.get_close_matches(source, RULES, n=1)
+        hint = f"did you mean {close_matches[0]}?" if close_matches else f"name {KINDS}"
         raise ValueError(f"there is no folder {source}, and no rule of that name: {hint}")
     return WeightedSource(entry, Path(source).resolve().name, weight, model=source)
 
@@ -108,16 +108,16 @@ def model_paths(entries: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(source.model for source in map(parse_reward, entries) if source.model is not None))
 
 
-def _without_weight(entry: str) -> tuple[str, float]:
-    source, at, tail = entry.rpartition("@")
-    if not at:
+def _split_weight(entry: str) -> tuple[str, float]:
+    source, separator, weight_text = entry.rpartition("@")
+    if not separator:
         return entry, 1.0
     try:
-        weight = float(tail)
+        weight = float(weight_text)
     except ValueError:
         return entry, 1.0  # the @ is part of the source
     if not math.isfinite(weight) or weight == 0:
-        raise ValueError(f"@{tail}: a weight is a number other than 0; leave the source out to switch it off")
+        raise ValueError(f"@{weight_text}: a weight is a number other than 0; leave the source out to switch it off")
     return source, weight
 
 
@@ -126,12 +126,12 @@ def _service(entry: str, url: str, weight: float) -> WeightedSource:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ValueError(f"{url} is no address ({error})") from error
+        raise ValueError(f"{url} is not an address ({error})") from error
     if not host or not url.isprintable() or " " in url:
-        raise ValueError(f"{url!r} is no address: write http://HOST:PORT/score, without spaces")
+        raise ValueError(f"{url!r} is not an address: write http://HOST:PORT/score, without spaces")
     if parts.username or parts.password:
         raise ValueError(
-            "an address is written into logs, so it may hold no password: put the token into the environment variable "
+            "addresses are logged, so they must not contain a password: put the token into the environment variable "
             "DSCHAT_REWARD_TOKEN"
         )
     return WeightedSource(entry, f"{host}:{port}" if port else host, weight, url=url)
@@ -150,7 +150,7 @@ def _options(query: str) -> dict[str, str]:
 def _try_rule(rule: RewardFunction, max_tokens: int) -> None:
     """Call a rule on an empty batch, so that invalid options or a missing package raise now."""
     try:
-        call_reward_function(rule, Answers([], [], [], [], [], max_tokens), source="the rule")
+        call_reward_function(rule, ResponseBatch([], [], [], [], [], max_tokens), source="the rule")
     except ImportError as error:
         raise ValueError(str(error)) from error
 

@@ -14,26 +14,26 @@ from dschat.distributed import watchdog
 from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
-from dschat.rewards.answers import Answers, prompt_text
-from dschat.rewards.functions import Judge, judge_scores, load_judge
+from dschat.rewards.functions import Judge, judge_scores, load_function
+from dschat.rewards.response_batch import ResponseBatch, prompt_text
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.reward_model import RewardModel, same_text
+from dschat.rewards.reward_model import RewardModel, same_tokenization
 from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
 
 __all__ = [  # re-exported: the interface of dschat.rewards for the steps
-    "Answers",
+    "ResponseBatch",
     "Judge",
     "RewardModel",
     "Rewards",
     "Scores",
     "WeightedSource",
     "judge_scores",
-    "load_judge",
+    "load_function",
     "model_paths",
     "parse_reward",
     "prompt_text",
     "reward_problems",
-    "same_text",
+    "same_tokenization",
 ]
 
 
@@ -77,50 +77,52 @@ class Rewards:
         missing = {source.model for source in sources if source.model is not None} - self.models.keys()
         if not sources or missing:
             raise ValueError(
-                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: there is no source"
+                f"no reward model was built for {', '.join(missing)}" if missing else "--reward: name a source"
             )
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     @torch.no_grad()
-    def score(self, rollout: Rollout, answers: Answers, *, learn: bool = True, scale: bool = True) -> Scores:
+    def score(
+        self, rollout: Rollout, batch: ResponseBatch, *, update_moments: bool = True, normalize: bool = True
+    ) -> Scores:
         """Score a rollout. A collective; every rank passes its own.
 
         Args:
-            answers: the same B responses as texts.
-            learn: False: these scores do not update the running moments. May differ between ranks.
-            scale: False: return raw scores even if training normalises them, as evaluation compares scores over time
-                and with the score of a correct answer.
+            batch: the same B responses as texts.
+            update_moments: whether these scores update the running moments; may differ between ranks.
+            normalize: False: return raw scores even if training normalises them, as evaluation compares scores over
+                time and with the score of a correct answer.
         """
         device = rollout.sequences.device
-        columns, failed = [], torch.zeros(len(answers), dtype=torch.bool, device=device)
+        columns, failed = [], torch.zeros(len(batch), dtype=torch.bool, device=device)
         for source in self.sources.values():
             watchdog.progress()
-            scores, missing = self._scores_of(source, rollout, answers)
+            scores, missing = self._scores_of(source, rollout, batch)
             columns.append(scores.to(device))
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
-            learned = raw if learn else torch.full_like(raw, torch.nan)
-            self._moments = merged_moments(self._moments.to(device), learned).cpu()
-        scaled = normalised(raw, self._moments.to(device)) if self.normalize and scale else raw
+            new_values = raw if update_moments else torch.full_like(raw, torch.nan)
+            self._moments = merged_moments(self._moments.to(device), new_values).cpu()
+        normalized = normalised(raw, self._moments.to(device)) if self.normalize and normalize else raw
         weights = torch.tensor([source.weight for source in self.sources.values()], device=device)
         has_score = ~failed & ~raw.isnan().all(dim=0)  # [B]
-        total = (weights[:, None] * scaled).nan_to_num(nan=0.0).sum(dim=0)  # [B]
+        total = (weights[:, None] * normalized).nan_to_num(nan=0.0).sum(dim=0)  # [B]
         return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
 
-    def _scores_of(self, source: WeightedSource, rollout: Rollout, answers: Answers) -> tuple[Tensor, Tensor]:
+    def _scores_of(self, source: WeightedSource, rollout: Rollout, batch: ResponseBatch) -> tuple[Tensor, Tensor]:
         """[B] float32 scores, NaN without one, and [B] bool, True where the source failed."""
         if source.model is not None:
-            scores = self.models[source.model].score(rollout, answers.messages).float()
+            scores = self.models[source.model].score(rollout, batch.messages).float()
             missing = ~scores.isfinite()
             return scores.masked_fill(missing, torch.nan), missing
-        scores_or_none = source.scores(answers, self.retry_policy)
+        scores_or_none = source.scores(batch, self.retry_policy)
         missing = torch.tensor([score is None for score in scores_or_none], dtype=torch.bool)
         scores = torch.tensor([torch.nan if score is None else score for score in scores_or_none], dtype=torch.float32)
         if len(scores_or_none) and not missing.any() and scores.isnan().all():
             message = (
-                f"warning: the reward {redacted(source.entry)} returned no score for any of {len(answers)} responses: "
-                f"does the column exist? Columns of a row: {', '.join(answers.rows[0]) or 'none'}"
+                f"warning: the reward {redacted(source.entry)} returned no score for any of {len(batch)} responses: "
+                f"does the column exist? Columns of a row: {', '.join(batch.rows[0]) or 'none'}"
             )
             print(printable(message), file=sys.stderr, flush=True)
         return scores, missing
@@ -161,13 +163,13 @@ def merged_moments(moments: Tensor, values: Tensor) -> Tensor:
 def normalised(values: Tensor, moments: Tensor) -> Tensor:
     """(x − mean) / √(variance + 1e-8) of each source's values [S, B]; unchanged while the count is 0."""
     count, mean, squares = (column[:, None] for column in moments.unbind(dim=1))
-    scaled = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
-    return torch.where(count > 0, scaled, values.double()).float()
+    normalized = (values.double() - mean) * torch.rsqrt(squares / count.clamp(min=1) + 1e-8)
+    return torch.where(count > 0, normalized, values.double()).float()
 
 
 def _unique_names(names: Sequence[str]) -> list[str]:
     """Make names unique by numbering duplicates: length, length_2."""
     return [
-        name if names[:place].count(name) == 0 else f"{name}_{names[:place].count(name) + 1}"
-        for place, name in enumerate(names)
+        name if names[:index].count(name) == 0 else f"{name}_{names[:index].count(name) + 1}"
+        for index, name in enumerate(names)
     ]

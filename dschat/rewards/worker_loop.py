@@ -39,9 +39,9 @@ def serve(compute: Compute, *, prepare: Callable[[Any], None] = lambda request: 
     logging.disable(logging.CRITICAL)
     owner = os.getppid()
     requests, results = os.dup(0), os.dup(1)
-    with open(os.devnull, "r+b", buffering=0) as quiet:
+    with open(os.devnull, "r+b", buffering=0) as devnull:
         for stream in (0, 1, 2):
-            os.dup2(quiet.fileno(), stream)
+            os.dup2(devnull.fileno(), stream)
     os.write(results, b"ready\n")
     while True:
         child = os.fork()
@@ -78,13 +78,13 @@ def _compute_requests(
         os._exit(status)
 
 
-def _limit_memory(beyond: int) -> None:
-    """Limit memory to `beyond` bytes above current use, where the system supports it; disable core dumps."""
+def _limit_memory(extra: int) -> None:
+    """Limit memory to `extra` bytes above current use, where the system supports it; disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(OSError, ValueError):  # not every system has /proc or this limit
-        with open("/proc/self/statm") as sizes:
-            used = int(sizes.read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + beyond, used + beyond))
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + extra, used + extra))
 
 
 def _limit_time(seconds: float) -> None:
@@ -103,8 +103,8 @@ def _read_line(requests: int, owner: int) -> bytes | None:
             except ProcessLookupError:
                 return None
             continue
-        part = os.read(requests, 1 << 16)
-        if not part:
+        data = os.read(requests, 1 << 16)
+        if not data:
             return None
-        line += part
+        line += data
     return line

@@ -53,7 +53,7 @@ class WorkerProcess:
         self.module, self.limits, self.package, self.install = module, limits, package, install
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        os.register_at_fork(after_in_child=self._forget)
+        os.register_at_fork(after_in_child=self._drop_process)
         atexit.register(self.close)
 
     def results(self, requests: Sequence[Any]) -> list[Any]:
@@ -94,6 +94,7 @@ class WorkerProcess:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         process.stdout.close()
+        process.stderr.close()
 
     def _result(self, request: str, seconds: float) -> Any:
         if self._process is None:
@@ -128,15 +129,15 @@ class WorkerProcess:
         deadline = time.monotonic() + seconds
         line = b""
         while not line.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
+            remaining = deadline - time.monotonic()
+            if remaining <= 0 or not select.select([self._process.stdout], [], [], remaining)[0]:
                 return None
-            part = os.read(self._process.stdout.fileno(), 1 << 12)
-            if not part:
+            data = os.read(self._process.stdout.fileno(), 1 << 12)
+            if not data:
                 return None
-            line += part
+            line += data
         return line.strip()
 
-    def _forget(self) -> None:
+    def _drop_process(self) -> None:
         """After a fork: the child drops the process, which belongs to the parent."""
         self._lock, self._process = threading.Lock(), None

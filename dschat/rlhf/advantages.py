@@ -22,8 +22,8 @@ def kl_estimate(
 
     With Δ = logprob − ref_logprob: k1 = Δ (unbiased), k2 = Δ²/2 (biased, low variance),
     k3 = e^(−Δ) − 1 + Δ (unbiased, never negative; its −Δ is clamped to ±20 in the exponential), k3+ = the value of k3
-    with the gradient of k2, as the gradient of k2 is the unbiased one: E[Δ·∇logπ] = ∇KL, while that of k1 is 0 on
-    average and that of k3 belongs to the reverse divergence.
+    with the gradient of k2, which is unbiased: E[Δ·∇logπ] = ∇KL, while that of k1 is 0 on average and that of k3 is
+    ∇KL(π_ref ‖ π_actor), the reverse divergence.
 
     k3 grows like e^(−Δ): at Δ = −10 a token's estimate is 22,015 nats, at −20 it is 4.9e8, so a single token dominates
     the mean and the gradient of its step. `clip` bounds it, at the cost of bias where it applies.
@@ -34,7 +34,7 @@ def kl_estimate(
         response_mask: [B, T] bool, True where the estimate counts. Required for gradients if other positions may be
             NaN or inf.
         clip: > 0, nats: an estimate of k3 is at most this and has no gradient beyond it (10 in verl); k3+ keeps the
-            gradient of k2. None does not clip. k1 and k2 grow slowly and are never clipped.
+            gradient of k2. None disables it. k1 and k2 grow slowly and are never clipped.
 
     Returns:
         [B, T] float32 (float64 for float64), in nats; 0 where response_mask is given and False.
@@ -51,7 +51,7 @@ def kl_estimate(
             "KL compares the same tokens, so pass log-probs of the same responses."
         )
     if clip is not None and not clip > 0:
-        raise ValueError(f"clip is {clip} nats, but it bounds estimates of KL from above, so > 0: None does not clip.")
+        raise ValueError(f"clip is {clip} nats, but it is an upper bound of KL, so it must be > 0; None disables it.")
     delta = at_least_float32(logprobs) - at_least_float32(ref_logprobs)
     if response_mask is not None:
         require_mask(response_mask, logprobs=logprobs)
@@ -133,16 +133,16 @@ def gae(
     require_mask(response_mask, rewards=rewards, values=values)
     for name, value in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= value <= 1:
-            raise ValueError(f"{name} is {value}, but it weighs the future, so it must lie in [0, 1]: try 0.95 or 1.0.")
+            raise ValueError(f"{name} is {value}, but it is a discount, so it must lie in [0, 1]: try 0.95 or 1.0.")
     rewards, values = at_least_float32(rewards), at_least_float32(values)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(values.shape[0])  # [B]
     for t in reversed(range(values.shape[1])):
-        counts = response_mask[:, t]
+        in_response = response_mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        next_advantage = torch.where(counts, delta + gamma * gae_lambda * next_advantage, next_advantage)
-        next_value = torch.where(counts, values[:, t], next_value)
-        advantages[:, t] = torch.where(counts, next_advantage, 0.0)
+        next_advantage = torch.where(in_response, delta + gamma * gae_lambda * next_advantage, next_advantage)
+        next_value = torch.where(in_response, values[:, t], next_value)
+        advantages[:, t] = torch.where(in_response, next_advantage, 0.0)
     return advantages, torch.where(response_mask, advantages + values, 0.0)
 
 
@@ -162,7 +162,7 @@ def returns_to_go(rewards: Tensor, response_mask: Tensor, *, gamma: float) -> Te
     return gae(rewards, torch.zeros_like(rewards), response_mask, gamma=gamma, gae_lambda=1.0)[0]
 
 
-def whole_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
+def summed_rewards(rewards: Tensor, response_mask: Tensor) -> Tensor:
     """[B]: undiscounted sum of each response's token rewards, KL penalty included if the rewards contain it."""
     require_mask(response_mask, rewards=rewards)
     return torch.where(response_mask, at_least_float32(rewards), 0.0).sum(-1)
@@ -180,7 +180,7 @@ def reinforce(rewards: Tensor, response_mask: Tensor, *, gamma: float, baseline:
     A response whose score equals its baseline has no advantage at any token, whatever γ is, and one with a better score
     has a positive one everywhere; with G_t − b the early tokens of every long response would be pushed down. At γ = 1
     both are the same. At γ < 1 the discount depends on the response's own length n, so b is an offset of the score (as
-    in OpenRLHF) and no baseline of the state: short good responses and long bad ones are favoured.
+    in OpenRLHF), not a function of the state alone: short good responses and long bad ones are favoured.
 
     REINFORCE++ is this without a baseline, whitened over the whole rollout batch; its variant subtracts group_mean and
     is then whitened; ReMax subtracts the greedy response's score. (MiniDataset whitens, as that needs all ranks.)
@@ -239,8 +239,8 @@ def adapted_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float,
     The factor is capped at 1: an iteration of far more responses than the horizon could otherwise make β negative.
 
     Args:
-        kl_coef: β of the measured iteration.
-        kl: KL of that iteration, nats per response.
+        kl_coef: β of the iteration that `kl` was measured in.
+        kl: its KL, nats per response.
         target: target KL, nats per response, > 0.
         horizon: number of responses over which β may change by about a fifth, > 0.
         responses: responses of the iteration, over all ranks.

@@ -53,7 +53,7 @@ class Algorithm:
         compares_group: whether responses to one prompt are compared, so that at least two are needed.
         greedy_baseline: whether the greedy response to each prompt is scored as well.
         discounts: whether --gamma has an effect.
-        defaults: values of flags not set by the user. KL coefficients are the papers' where given, else our own.
+        defaults: values of flags not set by the user. KL coefficients are the papers', where they give one.
     """
 
     estimate: Callable[[EstimatorInputs], Estimates]

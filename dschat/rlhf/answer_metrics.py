@@ -1,4 +1,4 @@
-"""Metrics over several answers to one prompt: mean@n, pass@k and the majority vote."""
+"""Metrics over several responses to one prompt: mean@n, pass@k and the majority vote."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def majority(answers: Sequence[str | None]) -> int | None:
     return answers.index(counts.most_common(1)[0][0]) if counts else None
 
 
-def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float, how: str) -> dict[str, float]:
+def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float, extraction: str) -> dict[str, float]:
     """mean@n (share of correct responses), pass@k for k = 2, 4, … n, and maj@n, over groups of n samples per prompt.
 
     Args:
         success: a response is correct if its score is at least this.
-        how: how the answer is extracted from a response (see extract_answer), for the majority vote.
+        extraction: how the answer is extracted from a response (see extract_answer), for the majority vote.
     """
     n = len(groups[0])
     correct = [[sample["score"] >= success for sample in group] for group in groups]
@@ -48,7 +48,7 @@ def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float
     metrics = {f"mean@{n}": sum(map(sum, correct)) / (n * len(groups))}
     for k in ks:
         metrics[f"pass@{k}"] = sum(pass_at_k(n, sum(group), k) for group in correct) / len(groups)
-    votes = [majority([extract_answer(sample["response"], how) for sample in group]) for group in groups]
+    votes = [majority([extract_answer(sample["response"], extraction) for sample in group]) for group in groups]
     voted_correct = [vote is not None and group[vote] for vote, group in zip(votes, correct, strict=True)]
     metrics[f"maj@{n}"] = sum(voted_correct) / len(groups)
     return metrics

@@ -40,28 +40,28 @@ class RolloutCollector:
     def collect(self, number: int) -> Iteration:
         """Collect the experience of an iteration, split into minibatches. A collective.
 
-        With --dynamic_sampling N, slots whose group has equal scores get new prompts, up to N times; other groups are
-        kept. A slot still flat after the last attempt keeps its last group, which is not trained on.
+        With --dynamic_sampling N, slots whose group has no response to train on (such as equal scores) get new prompts,
+        up to N times; other groups are kept. A slot that still has none after the last attempt keeps its last group.
         """
         iteration, ppo = Iteration(), self.trainer.ppo
         slots: Sequence[int] = range(self.batches.global_batch_size)
-        by_slot: dict[int, Experience] = {}
+        group_of: dict[int, Experience] = {}
         for attempt in range(1 + ppo.dynamic_sampling):
-            for part, mine in self.roll_out(number, attempt, slots, iteration):
+            for part, local_slots in self.roll_out(number, attempt, slots, iteration):
                 if not ppo.dynamic_sampling:
                     iteration.minibatches = self.dataset.add(part, iteration=number)
                     continue
                 size = ppo.num_samples_per_prompt
-                by_slot |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(mine)}
-            unfilled = [slot for slot, group in by_slot.items() if not group.trained.any()]
-            slots = sorted(collectives.all_gather_lists(unfilled))
+                group_of |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(local_slots)}
+            untrained_slots = [slot for slot, group in group_of.items() if not group.trained.any()]
+            slots = sorted(collectives.all_gather_lists(untrained_slots))
             if not slots:
                 break
-        if by_slot:
+        if group_of:
             size = self.trainer.rollouts.per_device_generation_batch_size
-            mine = sorted(by_slot)
-            for start in range(0, len(mine), size):
-                part = Experience.concatenate([by_slot[slot] for slot in mine[start : start + size]])
+            local_slots = sorted(group_of)
+            for start in range(0, len(local_slots), size):
+                part = Experience.concatenate([group_of[slot] for slot in local_slots[start : start + size]])
                 iteration.minibatches = self.dataset.add(part, iteration=number)
         return iteration
 
@@ -81,22 +81,22 @@ class RolloutCollector:
         parts = []
         for _, batch_slots in groupby(slots, key=lambda slot: slot // size):
             all_slots = list(batch_slots)
-            mine = [slot for slot in all_slots if slot % ranks == groups.data_parallel_rank()]
-            rolled_out = mine or all_slots[:1]  # a rank without slots takes part in the collectives
-            sample_ids = [attempt * self.batches.global_batch_size + slot for slot in rolled_out]
-            batch = collate_prompts([self.prompts[rows[slot]] for slot in rolled_out])
-            result = trainer.rollout(batch, iteration=number, sample_ids=sample_ids, learn=bool(mine))
+            local_slots = [slot for slot in all_slots if slot % ranks == groups.data_parallel_rank()]
+            slots_to_roll_out = local_slots or all_slots[:1]  # a rank without slots takes part in the collectives
+            sample_ids = [attempt * self.batches.global_batch_size + slot for slot in slots_to_roll_out]
+            batch = collate_prompts([self.prompts[rows[slot]] for slot in slots_to_roll_out])
+            result = trainer.rollout(batch, iteration=number, sample_ids=sample_ids, update_moments=bool(local_slots))
             part = result.experience
             if trainer.ppo.dynamic_sampling:
                 flat = flat_groups(part.scores, part.has_score, trainer.ppo.num_samples_per_prompt)
                 part.trained &= ~flat.repeat_interleave(trainer.ppo.num_samples_per_prompt)
             iteration.sums.append(experience_sums(
-                result, 1.0 if mine else 0.0, judged=trainer.judge is not None,
+                result, 1.0 if local_slots else 0.0, judged=trainer.judge is not None,
                 group_size=trainer.ppo.num_samples_per_prompt,
             ))  # fmt: skip
             iteration.timings = Timings(iteration.timings, result.timings)
-            iteration.samples += result.samples if mine else []
-            parts += [(part, mine)] if mine else []
+            iteration.samples += result.samples if local_slots else []
+            parts += [(part, local_slots)] if local_slots else []
         return parts
 
     def row(self, position: int) -> int:

@@ -1,4 +1,4 @@
-"""Evaluation on held-out prompts: means over all ranks, and metrics over several answers to one prompt."""
+"""Evaluation on held-out prompts: means over all ranks, and metrics over several responses to one prompt."""
 
 from typing import Any
 
@@ -44,9 +44,9 @@ def evaluate(
             indices, rank=groups.data_parallel_rank(), world_size=groups.data_parallel_size(),
             micro_batch_size=batch_size,
         )[0]  # fmt: skip
-        mine = share or indices[:1]  # a rank without rows takes part in the collectives
-        prompts = collate_prompts([rows[index] for index in mine])
-        result = trainer.rollout_and_score(prompts, iteration=EVALUATION_ITERATION, sample_ids=mine, samples=n)
+        local_indices = share or indices[:1]  # a rank without rows takes part in the collectives
+        prompts = collate_prompts([rows[index] for index in local_indices])
+        result = trainer.rollout_and_score(prompts, iteration=EVALUATION_ITERATION, sample_ids=local_indices, samples=n)
         sums.append(experience_sums(result, 1.0 if share else 0.0, judged=trainer.judge is not None))
         samples += result.samples if share else []
     if not sums:
@@ -56,6 +56,6 @@ def evaluate(
     if n > 1:
         by_prompt = [samples[first : first + n] for first in range(0, len(samples), n)]
         # Only the main rank has all samples, and every rank needs the metrics.
-        grouped = answer_metrics(by_prompt, success=success_score, how=answer) if collectives.is_main() else {}
+        grouped = answer_metrics(by_prompt, success=success_score, extraction=answer) if collectives.is_main() else {}
         metrics |= collectives.broadcast_from_main(grouped)
     return metrics, samples

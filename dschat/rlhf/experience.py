@@ -70,35 +70,35 @@ class Experience:
 
     def rows(self, indices: Sequence[int] | Tensor) -> "Experience":
         """These rows, with columns that are padding in all of them removed."""
-        part = {name: tensor[indices] for name, tensor in self.tensors().items()}
-        prompt = part["sequences"].shape[1] - part["response_mask"].shape[1]
-        real = part["attention_mask"].any(dim=0)  # [P+T]
-        first = int(real[:prompt].float().argmax())  # left padding shared by all rows
-        used = part["response_mask"].any(dim=0).nonzero()  # response columns; there may be holes between them
-        last = int(used[-1]) + 1 if len(used) else 1
-        for name, tensor in part.items():
+        tensors = {name: tensor[indices] for name, tensor in self.tensors().items()}
+        prompt_length = tensors["sequences"].shape[1] - tensors["response_mask"].shape[1]
+        has_token = tensors["attention_mask"].any(dim=0)  # [P+T]
+        start = int(has_token[:prompt_length].float().argmax())  # left padding shared by all rows
+        response_columns = tensors["response_mask"].any(dim=0).nonzero()  # there may be holes between them
+        end = int(response_columns[-1]) + 1 if len(response_columns) else 1
+        for name, tensor in tensors.items():
             if name in ("sequences", "attention_mask"):
-                part[name] = tensor[:, first : prompt + last]
+                tensors[name] = tensor[:, start : prompt_length + end]
             elif tensor.dim() == 2:
-                part[name] = tensor[:, :last]
-        return Experience(**part)
+                tensors[name] = tensor[:, :end]
+        return Experience(**tensors)
 
     @staticmethod
     def concatenate(parts: Sequence["Experience"]) -> "Experience":
-        """Concatenate several experiences along the batch; narrower ones are padded with masked columns."""
-        prompt = max(part.sequences.shape[1] - part.response_mask.shape[1] for part in parts)
-        response = max(part.response_mask.shape[1] for part in parts)
+        """Concatenate several experiences along the batch; shorter ones are padded with masked columns."""
+        prompt_length = max(part.sequences.shape[1] - part.response_mask.shape[1] for part in parts)
+        response_length = max(part.response_mask.shape[1] for part in parts)
 
-        def widened(part: Experience, name: str) -> Tensor:
+        def padded(part: Experience, name: str) -> Tensor:
             tensor = getattr(part, name)
             if tensor.dim() == 1:
                 return tensor
-            right = response - part.response_mask.shape[1]
-            whole = name in ("sequences", "attention_mask")
-            left = prompt - (part.sequences.shape[1] - part.response_mask.shape[1]) if whole else 0
+            right = response_length - part.response_mask.shape[1]
+            has_prompt = name in ("sequences", "attention_mask")
+            left = prompt_length - (part.sequences.shape[1] - part.response_mask.shape[1]) if has_prompt else 0
             return F.pad(tensor, (left, right))  # pad id 0 or mask False; padding is defined by attention_mask alone
 
-        return Experience(**{name: torch.cat([widened(part, name) for part in parts]) for name in parts[0].tensors()})
+        return Experience(**{name: torch.cat([padded(part, name) for part in parts]) for name in parts[0].tensors()})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dschat.rlhf.advantages import whole_rewards
+from dschat.rlhf.advantages import summed_rewards
 from dschat.tensors import at_least_float32, require_mask
 
 # Added to a group's standard deviation; far smaller than any real difference of scores.
@@ -38,10 +38,10 @@ def grpo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
 
     Source: Shao et al. 2024, section 4.1.2 (arXiv:2402.03300).
     """
-    groups, counts = _groups(rewards, response_mask, group_size, has_score)  # [B/n, n]
-    centred = _centred(groups, counts)
-    others = (counts.sum(dim=1, keepdim=True) - 1).clamp(min=1)
-    deviation = (centred.square().sum(dim=1, keepdim=True) / others).sqrt()
+    groups, scored = _groups(rewards, response_mask, group_size, has_score)  # [B/n, n] each
+    centred = _centred(groups, scored)
+    degrees_of_freedom = (scored.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+    deviation = (centred.square().sum(dim=1, keepdim=True) / degrees_of_freedom).sqrt()
     return _to_tokens(centred / (deviation + GROUP_EPSILON), rewards, response_mask)
 
 
@@ -65,10 +65,10 @@ def rloo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: 
 
     Source: Ahmadian et al. 2024, eq. 8 (arXiv:2402.14740); Kool et al. 2019.
     """
-    groups, counts = _groups(rewards, response_mask, group_size, has_score)
-    number = counts.sum(dim=1, keepdim=True)
+    groups, scored = _groups(rewards, response_mask, group_size, has_score)
+    scored_count = scored.sum(dim=1, keepdim=True)
     # R_i − (ΣR − R_i) / (n − 1) = n / (n − 1) · (R_i − mean R)
-    return _to_tokens(_centred(groups, counts) * number / (number - 1).clamp(min=1), rewards, response_mask)
+    return _to_tokens(_centred(groups, scored) * scored_count / (scored_count - 1).clamp(min=1), rewards, response_mask)
 
 
 @torch.no_grad()
@@ -79,9 +79,9 @@ def opo(rewards: Tensor, response_mask: Tensor, *, group_size: int, has_score: T
 
     Source: Hao et al. 2025 (OPO), section 3 (arXiv:2505.23585).
     """
-    groups, counts = _groups(rewards, response_mask, group_size, has_score)
-    lengths = response_mask.sum(dim=-1).view_as(groups) * counts
-    return _to_tokens((groups - _mean(groups, lengths)) * counts, rewards, response_mask)
+    groups, scored = _groups(rewards, response_mask, group_size, has_score)
+    lengths = response_mask.sum(dim=-1).view_as(groups) * scored
+    return _to_tokens((groups - _mean(groups, lengths)) * scored, rewards, response_mask)
 
 
 @torch.no_grad()
@@ -96,15 +96,15 @@ def _groups(rewards: Tensor, response_mask: Tensor, group_size: int, has_score: 
 
     In float32 the mean of equal rewards has a rounding error, which grpo would divide by a std of the same size.
     """
-    whole = whole_rewards(rewards, response_mask).double()
-    has_score = torch.ones_like(whole, dtype=torch.bool) if has_score is None else has_score
-    require_mask(has_score, rewards=whole)
-    if group_size < 2 or len(whole) % group_size:
+    summed = summed_rewards(rewards, response_mask).double()
+    has_score = torch.ones_like(summed, dtype=torch.bool) if has_score is None else has_score
+    require_mask(has_score, rewards=summed)
+    if group_size < 2 or len(summed) % group_size:
         raise ValueError(
-            f"{len(whole)} responses in groups of {group_size}: a group compares at least 2 responses to one prompt, "
+            f"{len(summed)} responses in groups of {group_size}: a group compares at least 2 responses to one prompt, "
             "and no group may be incomplete."
         )
-    return torch.where(has_score, whole, 0.0).view(-1, group_size), has_score.to(whole.dtype).view(-1, group_size)
+    return torch.where(has_score, summed, 0.0).view(-1, group_size), has_score.to(summed.dtype).view(-1, group_size)
 
 
 def _mean(groups: Tensor, weights: Tensor) -> Tensor:
@@ -113,9 +113,9 @@ def _mean(groups: Tensor, weights: Tensor) -> Tensor:
     return (weights * groups).sum(dim=1, keepdim=True) / total.masked_fill(total == 0, 1)
 
 
-def _centred(groups: Tensor, counts: Tensor) -> Tensor:
-    """[B/n, n]: each reward minus the mean of its group; 0 where it does not count."""
-    return (groups - _mean(groups, counts)) * counts
+def _centred(groups: Tensor, scored: Tensor) -> Tensor:
+    """[B/n, n]: each reward minus the mean of its group; 0 where there is no score."""
+    return (groups - _mean(groups, scored)) * scored
 
 
 def _to_tokens(per_response: Tensor, rewards: Tensor, response_mask: Tensor) -> Tensor:

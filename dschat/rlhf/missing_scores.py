@@ -17,10 +17,10 @@ class RewardsUnavailable(SystemExit):
 class MissingScores:
     """Counts consecutive iterations without any score. Ranks agree, since the metrics are equal on all of them.
 
-    Equal scores within every group are scores: such iterations do not count.
+    An iteration in which every group has equal scores has scores, so it is not counted.
 
     Args:
-        limit: number of such iterations after which the run ends (--max_bad_steps); 0: none.
+        limit: number of such iterations after which the run ends (--max_bad_steps); 0: no limit.
         sources: name of each reward source in the metrics → its --reward entry.
 
     Attributes:
@@ -40,8 +40,8 @@ class MissingScores:
         if not 0 < self.limit <= self.iterations:
             return None
         missing = {name: metrics.get(f"reward_{name}_missing", 0.0) for name in self.sources}
-        most = max(missing.values())
-        entries = " and ".join(redacted(self.sources[name]) for name, count in missing.items() if count == most)
+        most_missing = max(missing.values())
+        entries = " and ".join(redacted(self.sources[name]) for name, count in missing.items() if count == most_missing)
         return (
             f"no response of the last {self.iterations} iterations got a score (--max_bad_steps {self.limit}): "
             f"--reward {entries} gave none"

@@ -11,7 +11,7 @@ from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.distributed import failpoint, watchdog
 from dschat.generation import Rollout, SamplingParams
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Answers, Judge, Rewards, Scores
+from dschat.rewards.weighted_sum import Judge, ResponseBatch, Rewards, Scores
 from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.rlhf.experience import Experience
@@ -24,7 +24,7 @@ from dschat.rlhf.updates.critic_update import CriticUpdate
 from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard
 from dschat.rlhf.updates.policy_update import PolicyUpdate
 
-Prompts = Mapping[str, list]  # of collate_prompts
+Prompts = Mapping[str, list]  # as returned by collate_prompts
 
 
 class DeepSpeedPPOTrainer:
@@ -64,22 +64,23 @@ class DeepSpeedPPOTrainer:
 
     @torch.no_grad()
     def rollout(
-        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None, learn: bool = True
-    ) -> RolloutResult:
+        self, prompts: Prompts, *, iteration: int = 0, sample_ids: Sequence[int] | None = None,
+        update_moments: bool = True,
+    ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards, estimate advantages. A collective; every rank passes its own prompts.
 
         Args:
-            iteration, sample_ids: counters of the random numbers that sample the responses to each prompt; an id is
+            iteration, sample_ids: with the seed they determine the random numbers of each prompt's responses; an id is
                 unique over the iteration's rollout, all ranks and batches together. Default: the row indices (a
                 duplicated prompt then gets identical responses).
-            learn: whether these scores update the running moments of reward normalisation; False on a rank that only
-                takes part in the collectives.
+            update_moments: whether these scores update the running moments of reward normalisation; False on a rank
+                that only takes part in the collectives.
 
-        Returns: num_samples_per_prompt rows for each prompt, one after the other.
+        Returns: num_samples_per_prompt consecutive rows for each prompt.
         """
         result = self.rollout_and_score(
-            prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt, learn=learn,
-            scale=True,
+            prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt,
+            update_moments=update_moments, normalize=True,
         )  # fmt: skip
         experience, greedy = result.experience, None
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
@@ -91,13 +92,13 @@ class DeepSpeedPPOTrainer:
     @torch.no_grad()
     def rollout_and_score(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
-        learn: bool = False, scale: bool = False,
+        update_moments: bool = False, normalize: bool = False,
     ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards; the advantages of the returned experience are still 0.
 
         Args:
             samples: responses per prompt; response j is sampled with the sample id sample_id · samples + j.
-            learn, scale: as in Rewards.score; evaluation neither updates the moments nor normalises scores.
+            update_moments, normalize: as in Rewards.score; evaluation does neither.
         """
         timings = Timings()
         sample_ids = prompts["row_index"] if sample_ids is None else sample_ids
@@ -106,13 +107,13 @@ class DeepSpeedPPOTrainer:
         with timings.measure("rollout"):
             rollout = self.generate(prompts, self.sampling, iteration=iteration, sample_ids=sample_ids)
         with timings.measure("scoring"):
-            answers = self.answers(rollout, prompts)
+            batch = self.response_batch(rollout, prompts)
             outputs = self.model_outputs(rollout)
-            scores = self.rewards.score(rollout, answers, learn=learn, scale=scale)
+            scores = self.rewards.score(rollout, batch, update_moments=update_moments, normalize=normalize)
             if failpoint.reached("scores"):
                 scores.total.fill_(torch.nan)
             records = sample_records(
-                answers, scores, row_index=prompts["row_index"], judge_scores=self.judge_scores(answers)
+                batch, scores, row_index=prompts["row_index"], judge_scores=self.judge_scores(batch)
             )
         experience = self.experience(rollout, outputs, scores)
         mismatch = {}
@@ -131,24 +132,25 @@ class DeepSpeedPPOTrainer:
             unsupervised: micro-batches of collate_sft for the pretraining loss, equally many on every rank.
             freeze_actor: update only the critic.
             measure_mismatch: whether to log the log-prob mismatch between rollout engine and policy (see
-                logprob_mismatch.mismatch_metrics); the policy must still have the weights that sampled.
+                logprob_mismatch.mismatch_metrics); the policy must still have the weights of the rollout.
             record: callback that receives the tensors the losses compute, by name; see update_dump.
 
         Returns: metrics of the whole step, the same on all ranks. If no rank has a token to train on, no model is
             updated: skipped_updates is 0 and updates_without_signal 1.
         """
         size = self.ppo.per_device_training_batch_size
-        parts = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
+        micro_batches = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
         if not counts.tokens and not unsupervised:  # no optimizer step: Adam's momentum would update the weights
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics: dict[str, float] = {}
         if not freeze_actor:
             metrics = self.policy_update.step(
-                parts, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch, record=record
-            )
+                micro_batches, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch,
+                record=record,
+            )  # fmt: skip
         if self.engine.critic is not None:
-            metrics = self.critic_update.step(parts, counts, record=record) | metrics
+            metrics = self.critic_update.step(micro_batches, counts, record=record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
 
@@ -173,10 +175,10 @@ class DeepSpeedPPOTrainer:
                 sample_ids=None if sample_ids is None else torch.tensor(sample_ids),
             )
 
-    def answers(self, rollout: Rollout, prompts: Prompts) -> Answers:
-        """The responses in the form that reward sources take."""
+    def response_batch(self, rollout: Rollout, prompts: Prompts) -> ResponseBatch:
+        """The prompts and responses as inputs of the reward sources."""
         token_ids = [list(ids) for ids in rollout.responses()]
-        return Answers(
+        return ResponseBatch(
             messages=prompts["messages"],
             responses=decode_responses(self.tokenizer, token_ids),
             token_ids=token_ids,
@@ -192,13 +194,13 @@ class DeepSpeedPPOTrainer:
             micro_batch_size=self.ppo.per_device_training_batch_size,
         )  # fmt: skip
 
-    def judge_scores(self, answers: Answers) -> list[float | None]:
-        """The judge's score of each response; None where it gave none, or there is no judge."""
+    def judge_scores(self, batch: ResponseBatch) -> list[float | None]:
+        """The judge's score of each response; None where it returned none, and without a judge."""
         if self.judge is None:
-            return [None] * len(answers)
+            return [None] * len(batch)
         watchdog.phase("judging")
         retry_policy = RetryPolicy(seconds=self.rollouts.judge_timeout, retries=self.rollouts.judge_retries)
-        return retry_policy.judge_scores(self.judge, answers.messages, answers.responses, answers.rows)
+        return retry_policy.judge_scores(self.judge, batch.messages, batch.responses, batch.rows)
 
     def shaped_scores(self, rollout: Rollout, scores: Scores) -> Tensor:
         """[B] scores after clipping and penalties."""
@@ -214,13 +216,13 @@ class DeepSpeedPPOTrainer:
         with timings.measure("rollout"):
             rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
         with timings.measure("scoring"):
-            scores = self.rewards.score(rollout, self.answers(rollout, prompts), learn=False)
+            scores = self.rewards.score(rollout, self.response_batch(rollout, prompts), update_moments=False)
         samples = self.ppo.num_samples_per_prompt
         shaped = self.shaped_scores(rollout, scores)
         return shaped.repeat_interleave(samples), scores.has_score.repeat_interleave(samples)
 
     def experience(self, rollout: Rollout, outputs: ModelOutputs, scores: Scores) -> Experience:
-        """The rollout with its KL and token rewards; the advantages are still 0."""
+        """Build the Experience of a rollout, with KL and token rewards; the advantages are still 0."""
         ppo, mask, kl, kl_coef = self.ppo, rollout.response_mask, None, 0.0
         if outputs.ref_logprobs is not None:
             kl = kl_estimate(

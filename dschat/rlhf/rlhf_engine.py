@@ -85,10 +85,10 @@ class DeepSpeedRLHFEngine:
     @torch.no_grad()
     def _sync_from_actor(self, shadow: deepspeed.DeepSpeedEngine, decay: float) -> None:
         pairs = zip(self.policy.module.parameters(), shadow.module.parameters(), strict=True)
-        for parameter, average in pairs:
+        for parameter, shadow_parameter in pairs:
             # GatheredParameters writes back only what the modifier rank changed inside the context.
-            with gathered([parameter]), gathered([average], modifier_rank=0):
-                average.data.lerp_(parameter.data.to(average.dtype), 1 - decay)
+            with gathered([parameter]), gathered([shadow_parameter], modifier_rank=0):
+                shadow_parameter.data.lerp_(parameter.data.to(shadow_parameter.dtype), 1 - decay)
 
     def save_shadow_models(self, folder: Path) -> None:
         """Write the full weights of every shadow model into a checkpoint's folder. A collective.

@@ -39,7 +39,7 @@ class PPORun:
         iterations, updates_per_iteration: length of the run.
         settings: all argument groups.
         collector: collects the experience of an iteration.
-        missing_scores: ends the run if no response gets a score any more.
+        missing_scores: ends the run after too many iterations without any score.
     """
 
     trainer: DeepSpeedPPOTrainer
@@ -93,8 +93,8 @@ class PPORun:
                 self.update(number, iteration, session)
                 done = number + 1
                 metrics = self.log_iteration(done, iteration, session.log)
-                trained = [update for update in iteration.updates if not update.get("updates_without_signal")]
-                skipped = [bool(update["skipped_updates"]) for update in trained]
+                trained_updates = [update for update in iteration.updates if not update.get("updates_without_signal")]
+                skipped = [bool(update["skipped_updates"]) for update in trained_updates]
                 session.health.check_metrics(done, metrics, skipped=skipped)
                 self.update_kl_coef_and_ref(done, metrics)
                 reason_to_end = self.missing_scores.check_metrics(metrics)
@@ -158,19 +158,19 @@ class PPORun:
     def update(self, number: int, iteration: Iteration, session: TrainingSession) -> None:
         """Run the remaining updates of an iteration; checkpoints may be written between two of them."""
         trainer, finished = self.trainer, len(iteration.updates)
-        dumps = trainer.ppo.dump_step == number + 1 and not finished
-        if dumps:
+        dumping = trainer.ppo.dump_step == number + 1 and not finished
+        if dumping:
             folder = Path(self.settings.run.output_dir, "dump", f"step-{number + 1:08d}")
-            dumps = dump_inputs(folder, trainer, iteration)
+            dumping = dump_inputs(folder, trainer, iteration)
         for update in range(finished, len(iteration.minibatches)):
-            count = number * self.updates_per_iteration + update
-            texts = self.unsupervised.of_update(count) if self.unsupervised else ()
-            measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
-            dump = UpdateDump(folder) if dumps and update == 0 else None
+            update_of_run = number * self.updates_per_iteration + update
+            texts = self.unsupervised.of_update(update_of_run) if self.unsupervised else ()
+            mismatch_measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
+            dump = UpdateDump(folder) if dumping and update == 0 else None
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(
-                    iteration.minibatches[update], texts, freeze_actor=count < trainer.ppo.actor_freeze_steps,
-                    measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not measured,
+                    iteration.minibatches[update], texts, freeze_actor=update_of_run < trainer.ppo.actor_freeze_steps,
+                    measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not mismatch_measured,
                     record=dump.record if dump else discard,
                 )  # fmt: skip
             if dump:

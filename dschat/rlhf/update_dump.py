@@ -62,7 +62,7 @@ def _warn_and_remove(folder: Path, error: Exception) -> None:
     """Warn that the dump is incomplete, and remove what was written: scripts/replay.py needs all of it."""
     if collectives.is_main():
         shutil.rmtree(folder, ignore_errors=True)
-        print(f"warning: {error}. The run goes on without the dump", file=sys.stderr, flush=True)
+        print(f"warning: {error}. The run continues without the dump", file=sys.stderr, flush=True)
 
 
 class UpdateDump:

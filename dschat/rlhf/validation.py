@@ -15,7 +15,7 @@ from dschat.data.datasets import data_problems
 from dschat.generation import ROLLOUT_ENGINES
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.functions import judge_problems
-from dschat.rewards.reward_model import tokens_read
+from dschat.rewards.reward_model import required_positions
 from dschat.rewards.specification import model_paths, reward_problems
 from dschat.runs.output_conflicts import overwritten_models
 from dschat.runs.set_up import data_options
@@ -83,7 +83,7 @@ def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
     for path in [] if problems or not models.actor_model_name_or_path else model_paths(entries):
         path_problems = model_problems("--reward", path, tokens=2, lengths=lengths, trust_remote_code=trusted)
         if not path_problems and not (ppo.trains_critic and path == models.critic_path):  # a critic is checked below
-            length = tokens_read(
+            length = required_positions(
                 path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=add_eot_token,
                 trust_remote_code=trusted,
             )  # fmt: skip

@@ -85,7 +85,7 @@ FILES = {  # name and content of a file → part of the message
     "zeros.jsonl": (b"\0" * 99, "no row can be used"),
     "blank.jsonl": (b"\n \n", "has no rows"),
     "empty.jsonl": (b"", "is empty"),
-    "text.txt": (b"a", "the suffix '.txt' is not known"),
+    "text.txt": (b"a", "the suffix '.txt' is not supported"),
     "no.parquet": (b"text" * 99, "not a readable parquet file"),
 }
 

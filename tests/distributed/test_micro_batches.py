@@ -1,21 +1,20 @@
 """Scoring in micro-batches: bounded forward passes, equal results, and ranks in lockstep."""
 
 import copy
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from repository import TRAINING
 from rlhf_models import QUESTIONS, group_of_one, make_trainer, prompts_of, save_models
 from torch import nn
 
+from dschat import arguments
 from dschat.distributed import micro_batches
 from dschat.distributed.micro_batches import forward_in_micro_batches
 from dschat.generation import SamplingParams
+from dschat.models.tokenizer import load_tokenizer
+from dschat.preference import response_scoring
 from dschat.rlhf.rollouts.result import Timings
-
-TOOL = TRAINING / "step2_reward_model_finetuning"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,27 +75,22 @@ def test_greedy_baselines_and_evaluations_are_split_too(folder):
 
 
 def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_batch_size(folder, monkeypatch):
-    sys.path.insert(0, str(TOOL))
-    import make_preferences
-
-    from dschat import arguments
-
-    tokenizer = make_preferences.load_tokenizer(folder / "actor")
-    sampling = arguments.PairArguments(
-        model_name_or_path=str(folder / "actor"), per_device_generation_batch_size=3, num_samples_per_prompt=2
-    )
-    built = []
-    usual = make_preferences.RewardModel
-    monkeypatch.setattr(make_preferences, "RewardModel", lambda *a, **k: built.append(usual(*a, **k)) or built[-1])
-    score = make_preferences.reward_of(
-        arguments.RewardArguments(reward=[str(folder / "reward")]), sampling, arguments.DeviceArguments(dtype="fp32"),
-        tokenizer,
+    settings = arguments.PairSettings(
+        sampling=arguments.PairArguments(
+            model_name_or_path=str(folder / "actor"), per_device_generation_batch_size=3, num_samples_per_prompt=2
+        ),
+        rewards=arguments.RewardArguments(reward=[str(folder / "reward")]),
+        devices=arguments.PairDeviceArguments(dtype="fp32"),
     )  # fmt: skip
+    built = []
+    usual = response_scoring.RewardModel
+    monkeypatch.setattr(response_scoring, "RewardModel", lambda *a, **k: built.append(usual(*a, **k)) or built[-1])
+    score = response_scoring.score_function(settings, load_tokenizer(folder / "actor"))
     trainer = make_trainer(folder)
     rollout = trainer.generate(
         prompts_of(trainer, QUESTIONS[:7]), SamplingParams(temperature=0.7), iteration=0, sample_ids=None
     )
-    answers = trainer.answers(rollout, prompts_of(trainer, QUESTIONS[:7]))
+    answers = trainer.response_batch(rollout, prompts_of(trainer, QUESTIONS[:7]))
     rows = []
     built[0].engine.module.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True

@@ -78,7 +78,7 @@ def test_warnings_about_settings(capsys):
 
 def test_the_problem_of_another_rank(capsys, monkeypatch):
     monkeypatch.setattr(watchdog, "GRACE", 0.1)
-    monkeypatch.setattr(watchdog, "LATE", 0.1)
+    monkeypatch.setattr(watchdog, "READERS_TIMEOUT", 0.1)
     left = threading.Event()
     ranks = [
         watchdog.Watchdog(seconds=60, store=store, rank=rank, world_size=2, end_process=lambda status: left.set())

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from dschat.preference.judged_batches import JudgedBatch, JudgedBatches, batches_to_do, read_parts, without_repeats
+from dschat.preference.judged_batches import (
+    JudgedBatch,
+    JudgedBatches,
+    read_parts,
+    remaining_batches,
+    without_duplicates,
+)
 
 SETTINGS = {"--seed": 1, "--temperature": 0.7, "--reward": ["length?max=3@0.1"]}
 
@@ -120,12 +126,12 @@ def test_batches_made_with_other_settings_are_refused(tmp_path, finished):
 
 
 def test_batch_boundaries_do_not_depend_on_finished_batches(tmp_path):
-    assert batches_to_do(7, batch_size=3, earlier=[]) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert batches_to_do(7, batch_size=3, earlier=[batch_of(3, 4, 5)]) == [[0, 1, 2], [6]]
+    assert remaining_batches(7, batch_size=3, earlier=[]) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert remaining_batches(7, batch_size=3, earlier=[batch_of(3, 4, 5)]) == [[0, 1, 2], [6]]
     # Of a run with another batch size: what is left of each.
-    assert batches_to_do(7, batch_size=3, earlier=[batch_of(0, 1), batch_of(2, 3)]) == [[4, 5], [6]]
-    assert batches_to_do(3, batch_size=3, earlier=[batch_of(0, 1, 2)]) == []
+    assert remaining_batches(7, batch_size=3, earlier=[batch_of(0, 1), batch_of(2, 3)]) == [[4, 5], [6]]
+    assert remaining_batches(3, batch_size=3, earlier=[batch_of(0, 1, 2)]) == []
 
 
 def test_batches_that_two_nodes_read_count_once():
-    assert without_repeats([batch_of(0, 1), batch_of(2), batch_of(0, 1)]) == [batch_of(0, 1), batch_of(2)]
+    assert without_duplicates([batch_of(0, 1), batch_of(2), batch_of(0, 1)]) == [batch_of(0, 1), batch_of(2)]

@@ -8,7 +8,7 @@ import torch
 
 from dschat.distributed import collectives, launch
 from dschat.generation import Rollout
-from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
+from dschat.rewards.weighted_sum import ResponseBatch, Rewards, parse_reward
 
 SCORES = [[1.0, 5.0, -2.0, 7.5, 0.0, 3.0], [100.0, 90.0, 95.0, 103.0, 70.0, 91.0]]
 FUNCTION = "def column(rows):\n    return [row['x'] for row in rows]\n"
@@ -28,7 +28,7 @@ def main() -> None:
         some = torch.zeros(count, 2, dtype=torch.long)
         rollout = Rollout(some, some > 0, some[:, 1:] > 0, torch.zeros(count, 1), torch.ones(count) > 0)
         chats = [[{"role": "user", "content": "a"}]] * count
-        answers = Answers(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
+        answers = ResponseBatch(chats, ["b"] * count, [[1]] * count, [{"x": x} for x in mine], [True] * count, 1)
         totals = collectives.all_gather_lists(rewards.score(rollout, answers).total.tolist())
     if collectives.is_main():
         (folder / f"{size}.json").write_text(json.dumps({"state": rewards.state, "totals": totals}))

@@ -16,8 +16,8 @@ import pytest
 
 from dschat.arguments import RLHFSettings, flag_values
 from dschat.arguments.command_line import SettingsError, parse
-from dschat.rewards.answers import Answers
-from dschat.rewards.functions import load_judge
+from dschat.rewards.functions import load_function
+from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import NoScores, RetryPolicy, pause_before_retry
 from dschat.rewards.reward_client import service_scores
 from dschat.rewards.specification import model_paths, parse_reward, reward_problems
@@ -95,14 +95,14 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def answers_of(responses: list[str], **changes: Any) -> Answers:
+def answers_of(responses: list[str], **changes: Any) -> ResponseBatch:
     count = len(responses)
     given = {
         "messages": [[{"role": "user", "content": f"ask {n}"}] for n in range(count)], "responses": responses,
         "token_ids": [[5] * (n + 1) for n in range(count)], "rows": [{"x": n} for n in range(count)],
         "ended": [n % 2 == 0 for n in range(count)], "max_tokens": 7,
     } | changes  # fmt: skip
-    return Answers(**given)
+    return ResponseBatch(**given)
 
 
 def scores(entry: str, responses: list[str], *, seconds: float = 5.0, retries: int = 0, **changes: Any) -> list:
@@ -156,13 +156,13 @@ BAD = {
     "/no/such/folder": "there is no folder /no/such/folder",
     "http://": "write http://HOST:PORT/score",
     "http://host/a b": "without spaces",
-    "http://host:99999999/score": "is no address",
+    "http://host:99999999/score": "is not an address",
     "https://me:secret@host/score": "DSCHAT_REWARD_TOKEN",
     "missing.py:f": "no Python file missing.py",
     "{file}:none": "has no function none",
     "{file}:NUMBER": "has no function NUMBER",
     "{file}": "none named",
-    "{file}:needy": "it takes (prompts, completions), but there are only: prompts, responses, rows",
+    "{file}:needy": "its parameters are (prompts, completions), but only these are available: prompts, responses, rows",
     "{file}:by_name?bonus=x": "bonus=x: must be a whole number",
     "{file}:by_name?rows=x": "no option rows; choose from: bonus, strict",
     "{folder}?a=b": "a reward model has no options",
@@ -197,7 +197,7 @@ def test_a_file_that_cannot_be_imported_is_a_mistake_of_the_user(tmp_path):
 
 
 def test_a_file_is_imported_once_for_all_its_functions(functions):
-    first, second = load_judge(f"{functions}:by_name"), load_judge(f"{functions}:swapped")
+    first, second = load_function(f"{functions}:by_name"), load_function(f"{functions}:swapped")
     first.__globals__["LOADED"].append(1)
     assert second.__globals__["LOADED"] == [1]
 
@@ -217,7 +217,7 @@ def test_an_async_function_is_awaited_and_cancelled_when_its_time_is_up(function
     assert scores(f"{functions}:endless", ["a", "b"], seconds=0.2) == [None, None]
     said = capsys.readouterr().err
     assert "endless returned no score for 2 of 2 responses (TimeoutError: no result within 0.2 s)" in said
-    cancelled, deadline = load_judge(f"{functions}:endless").__globals__["CANCELLED"], time.monotonic() + 5
+    cancelled, deadline = load_function(f"{functions}:endless").__globals__["CANCELLED"], time.monotonic() + 5
     while not cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     assert cancelled
@@ -354,13 +354,13 @@ def test_a_service_that_comes_up_late_scores_everything(monkeypatch, capsys):
 
 
 def test_pauses_double_up_to_a_limit_and_the_last_try_is_made_when_the_time_is_up():
-    pauses = [pause_before_retry(None, refusals, left=1e9) for refusals in (*range(6), 10_000)]
+    pauses = [pause_before_retry(None, refusals, remaining=1e9) for refusals in (*range(6), 10_000)]
     assert pauses == [0.5, 1, 2, 4, 8, 8, 8]
-    assert pause_before_retry(None, 3, left=0.25) == 0.25 and pause_before_retry(None, 3, left=0.0) is None
-    assert pause_before_retry(None, 3, left=math.inf) == 4
+    assert pause_before_retry(None, 3, remaining=0.25) == 0.25 and pause_before_retry(None, 3, remaining=0.0) is None
+    assert pause_before_retry(None, 3, remaining=math.inf) == 4
     # The Retry-After of the service, bounded; no retry if it exceeds the remaining time.
-    assert [pause_before_retry(asked, 9, left=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
-    assert pause_before_retry(7.0, 0, left=6.9) is None
+    assert [pause_before_retry(asked, 9, remaining=40.0) for asked in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
+    assert pause_before_retry(7.0, 0, remaining=6.9) is None
 
 
 @pytest.mark.parametrize("seconds", [math.inf, 1e300])
@@ -420,8 +420,8 @@ def test_too_many_consecutive_calls_without_any_score_raise(functions):
     [
         (401, "set the environment variable DSCHAT_REWARD_TOKEN", 1),
         (413, "lower --per_device_generation_batch_size", 3),
-        (400, "the request is invalid for it", 3),
-        (404, "nothing at this path", 3),
+        (400, "the service rejects the request as invalid", 3),
+        (404, "no service at this path", 3),
         (500, "it failed", 3),
     ],
 )

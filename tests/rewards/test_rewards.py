@@ -18,7 +18,15 @@ from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.scalar_head import TokenScores
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Answers, RewardModel, Rewards, judge_scores, load_judge, parse_reward, same_text
+from dschat.rewards.weighted_sum import (
+    ResponseBatch,
+    RewardModel,
+    Rewards,
+    judge_scores,
+    load_function,
+    parse_reward,
+    same_tokenization,
+)
 
 QUESTIONS = ["What is 2 plus 3?", "Please add 17 and 4.", "a"]
 MESSAGES = [[{"role": "user", "content": question}] for question in QUESTIONS]
@@ -140,16 +148,16 @@ def test_a_partitioned_reward_model_scores_again_and_again_as_a_whole_one_does(k
 
 def test_tokenizers_are_the_same_only_if_they_write_every_conversation_alike():
     one = actor_tokenizer()
-    assert same_text(one, actor_tokenizer())
+    assert same_tokenization(one, actor_tokenizer())
     other = actor_tokenizer()
     other.chat_template = BOS_HEADERS
-    assert not same_text(one, other)
-    assert not same_text(one, make_tokenizer(eos="</s>", pad="<pad>", template=CHATML))  # ends responses otherwise
-    assert not same_text(one, make_tokenizer(bos="<s>", eos="<|im_end|>", pad="<pad>", template=CHATML))
+    assert not same_tokenization(one, other)
+    assert not same_tokenization(one, make_tokenizer(eos="</s>", pad="<pad>", template=CHATML))  # another end token
+    assert not same_tokenization(one, make_tokenizer(bos="<s>", eos="<|im_end|>", pad="<pad>", template=CHATML))
     other = actor_tokenizer()
     other.add_tokens(["5."])
-    assert not same_text(one, other)
-    assert same_text(one, make_tokenizer(eos="<|im_end|>", pad="<s>", template=CHATML)), "padding is masked anyway"
+    assert not same_tokenization(one, other)
+    assert same_tokenization(one, make_tokenizer(eos="<|im_end|>", pad="<s>", template=CHATML)), "padding is masked"
 
 
 def test_responses_decode_to_the_contents_that_would_be_encoded_so():
@@ -191,7 +199,7 @@ def judges(tmp_path) -> Path:
 
 def test_a_judge_is_a_function_of_prompts_responses_and_rows(judges):
     chats = [[{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}], [{"role": "user", "content": ""}]]
-    scores = judge_scores(load_judge(f"{judges}:lengths"), chats, ["xyz", ""], [{"bonus": 100}, {"bonus": 200}])
+    scores = judge_scores(load_function(f"{judges}:lengths"), chats, ["xyz", ""], [{"bonus": 100}, {"bonus": 200}])
     assert scores == [4 + 30 + 100, 0 + 0 + 200]  # "S\nab" has 4 characters
 
 
@@ -208,7 +216,7 @@ def test_a_judge_is_a_function_of_prompts_responses_and_rows(judges):
 )
 def test_a_judge_that_is_not_there_is_named(judges, source, message):
     with pytest.raises(ValueError, match=message + ".*FILE.py:FUNCTION"):
-        load_judge(source.format(judges, judges.parent))
+        load_function(source.format(judges, judges.parent))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +224,7 @@ def test_a_judge_that_is_not_there_is_named(judges, source, message):
 )
 def test_a_judge_must_return_one_finite_number_per_response(judges, name, message):
     with pytest.raises(ValueError, match=message):
-        judge_scores(load_judge(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
+        judge_scores(load_function(f"{judges}:{name}"), MESSAGES[:2], ["a", "b"], [{}, {}])
 
 
 class Moody:
@@ -299,9 +307,9 @@ def functions(tmp_path) -> Path:
     return path
 
 
-def answers_of(xs=(0.0, 0.0, 0.0)) -> Answers:
+def answers_of(xs=(0.0, 0.0, 0.0)) -> ResponseBatch:
     rollout = rollout_of(actor_tokenizer())
-    return Answers(MESSAGES, ANSWERS, rollout.responses(), [{"x": x} for x in xs], ENDED, max_tokens=64)
+    return ResponseBatch(MESSAGES, ANSWERS, rollout.responses(), [{"x": x} for x in xs], ENDED, max_tokens=64)
 
 
 def rewards_of(*entries: str, normalize: bool = False, models=None) -> Rewards:
@@ -318,7 +326,7 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
     rewards = rewards_of(f"{folder}@2", f"{functions}:lengths@-0.5", "exact", models={str(folder): model})
     answers = answers_of()
     rows = [{"answer": "it is 5."}, {"answer": "no"}, {"answer": "21."}]
-    found = rewards.score(rollout, Answers(**vars(answers) | {"rows": rows}))
+    found = rewards.score(rollout, ResponseBatch(**vars(answers) | {"rows": rows}))
     exact = torch.tensor([1.0, 0.0, 1.0])
     lengths = torch.tensor([8.0, 33.0, 3.0])  # of ANSWERS, counted by hand
     torch.testing.assert_close(found.total, 2 * plain - 0.5 * lengths + exact)
@@ -330,7 +338,7 @@ def test_the_total_is_the_weighted_sum_of_sources(functions, tmp_path):
 
 def test_a_source_without_a_score_adds_nothing_and_one_that_fails_leaves_the_row_without_a_score(functions, capsys):
     found = rewards_of(f"{functions}:short@3", f"{functions}:fussy").score(rollout_of(actor_tokenizer()), answers_of())
-    # Answers of 8, 33 and 3 characters; the second begins with "Of".
+    # Responses of 8, 33 and 3 characters; the second begins with "Of".
     assert found.total.tolist() == [3 + 2, 0, 3 + 2] and found.has_score.tolist() == [True, False, True]
     assert found.parts["fussy"].isnan().tolist() == [False, True, False]
     assert "fussy returned no score for 1 of 3 responses (KeyError: 'Of')" in capsys.readouterr().err
@@ -385,14 +393,14 @@ def test_normalised_scores_are_standard_scores_over_all_rollouts_so_far(function
 
 def test_evaluation_leaves_the_moments_as_they_are(functions):
     rollout, rewards = rollout_of(actor_tokenizer()), rewards_of(f"{functions}:column", normalize=True)
-    fresh = rewards.score(rollout, answers_of([1, 2, 3]), learn=False)
+    fresh = rewards.score(rollout, answers_of([1, 2, 3]), update_moments=False)
     assert fresh.total.tolist() == [1, 2, 3]  # no statistics yet: unchanged
     rewards.score(rollout, answers_of([0, 2, 4]))
     before = rewards.state
-    found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), learn=False)
+    found = rewards.score(rollout, answers_of([2, 100, 2 + (8 / 3) ** 0.5]), update_moments=False)
     assert rewards.state == before
     assert found.total[[0, 2]].tolist() == pytest.approx([0, 1])  # mean 2, variance 8/3
-    plain = rewards.score(rollout, answers_of([2, 100, 3]), learn=False, scale=False)
+    plain = rewards.score(rollout, answers_of([2, 100, 3]), update_moments=False, normalize=False)
     assert plain.total.tolist() == [2, 100, 3], "an evaluation says what a source says"
 
 

@@ -27,7 +27,7 @@ from tiny_tokenizers import BOS_HEADERS, make_tokenizer
 
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.server.dynamic_batches import DynamicBatches, QueueFull
-from dschat.rewards.weighted_sum import Answers, Rewards, parse_reward
+from dschat.rewards.weighted_sum import ResponseBatch, Rewards, parse_reward
 
 SERVER = SCRIPTS / "serve_reward_model.py"
 TOKEN = "a secret"
@@ -159,7 +159,7 @@ def test_scores_are_those_of_the_reward_model_in_the_run(server, monkeypatch):
     actor, own = actor_tokenizer(), own_tokenizer()
     long = [[*MESSAGES[0][:-1], {"role": "user", "content": "word " * 200}]]  # cut from the left to 64 tokens
     rollout = rollout_of(actor)
-    answers = Answers([*MESSAGES[:2], *long], ANSWERS, rollout.responses(), [{}] * 3, ENDED, max_tokens=64)
+    answers = ResponseBatch([*MESSAGES[:2], *long], ANSWERS, rollout.responses(), [{}] * 3, ENDED, max_tokens=64)
     with group_of_one():
         model = reward_model(classifier(own, positions=64), own, actor)
         expected = model.score(rollout, answers.messages)

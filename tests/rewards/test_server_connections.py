@@ -195,7 +195,7 @@ def test_where_all_connections_are_being_answered_a_new_one_is_refused():
         await asyncio.get_running_loop().run_in_executor(None, answer.wait)
         return web.Response(text="done")
 
-    connections = Connections(most=2, most_per_client=9, seconds=0.3)
+    connections = Connections(max_connections=2, max_per_client=9, seconds=0.3)
     app = web.Application(middlewares=[connections.middleware()])
     app.router.add_post("/score", slow)
     with running(app, connections) as server:
@@ -211,7 +211,7 @@ def test_a_client_that_does_not_read_its_answer_is_closed():
     async def large(_: web.Request) -> web.Response:
         return web.Response(body=bytes(64 << 20))
 
-    connections = Connections(most=9, most_per_client=9, seconds=0.5)
+    connections = Connections(max_connections=9, max_per_client=9, seconds=0.5)
     app = web.Application(middlewares=[connections.middleware()])
     app.router.add_post("/score", large)
     with running(app, connections) as server:

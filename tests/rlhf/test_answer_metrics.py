@@ -70,6 +70,7 @@ def test_the_last_box_and_its_braces(text, inside):
     [
         ("last_number", ["It is 1,000.", "1000.0", "= 2000/2"], "999"),
         ("boxed", [r"\boxed{\frac{3}{4}}", r"\boxed{$0.75$}", r"\boxed{\text{ }3/4}"], r"\boxed{4/3}"),
+        ("boxed", [r"\boxed{0}", r"\boxed{0.0}", r"\boxed{-0}"], r"\boxed{1}"),
         ("boxed", [r"\boxed{x + 1}", r"\boxed{ x+1 }"], r"\boxed{x - 1}"),
         ("boxed", [r"\boxed{\frac{1}{\frac{2}{3}}}"], r"\boxed{\frac{\frac{1}{2}}{3}}"),  # 3/2 and 1/6
         ("boxed", [r"\boxed{2\frac{1}{2}}"], r"\boxed{\frac{21}{2}}"),

@@ -177,7 +177,7 @@ def test_answer_metrics_equal_brute_force(n):
     value = {"is 3": "3", "3": "3", "so 4": "4", "none": "", "5.0": "5"}
     plain = [[(sample["score"], value[sample["response"]]) for sample in group] for group in groups]
     for success in (1.0, 0.4):
-        found = answer_metrics(groups, success=success, how="last_number")
+        found = answer_metrics(groups, success=success, extraction="last_number")
         assert found == pytest.approx(in_plain_words(plain, success))
     assert 0 < found[f"maj@{n}"] < 1
 

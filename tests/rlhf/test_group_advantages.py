@@ -12,8 +12,8 @@ from dschat.rlhf.advantages import (
     overlong_penalty,
     reinforce,
     returns_to_go,
+    summed_rewards,
     token_rewards,
-    whole_rewards,
 )
 from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
 
@@ -146,7 +146,7 @@ def test_incomplete_groups_are_refused(estimator):
 
 
 def test_whole_rewards_and_group_means_by_hand():
-    torch.testing.assert_close(whole_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
+    torch.testing.assert_close(summed_rewards(REWARDS, MASK), torch.tensor([6.0, 0, -3, 1, 1, 4]))
     torch.testing.assert_close(group_mean(REWARDS, MASK, group_size=3), torch.tensor([1.0, 1, 1, 2, 2, 2]))
     has_score = torch.tensor([True, True, False, False, False, False])  # (6 + 0) / 2; nothing at all
     means = group_mean(REWARDS, MASK, group_size=3, has_score=has_score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -156,6 +157,8 @@ def test_only_folders_that_the_script_created_are_replaced(tmp_path):
         return len(commands_of('bash scripts/quickstart.sh --output out "$@"', *words, folder=tmp_path))
 
     assert run_again() == 4
+    seconds, digest, *more = (output / "stages" / "sft").read_text().split("\n")
+    assert seconds.isdecimal() and re.fullmatch("[0-9a-f]{64}  -", digest) and more == [""], "commands may hold keys"
     (output / "sft" / "stale").touch()
     assert run_again() == 0, "all stages are finished"
     assert run_again("--seed", "2") == 4

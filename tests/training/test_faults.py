@@ -190,7 +190,7 @@ def test_a_signal_whose_checkpoint_does_not_fit_on_the_disk_ends_the_run_with_on
 )
 def test_a_dump_that_does_not_fit_on_the_disk_is_removed_and_training_continues(fail, settings, run, tmp_path):
     output = run("ppo", max_steps=2, dump_step=1, **settings, fail=fail)
-    assert "Traceback" not in output and output.count("The run goes on without the dump") == 1
+    assert "Traceback" not in output and output.count("The run continues without the dump") == 1
     trained = [line["step"] for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert trained == [1, 2] and (tmp_path / "run" / "model.safetensors").exists()
     assert list((tmp_path / "run" / "dump").iterdir()) == []

@@ -15,7 +15,7 @@ from dschat.arguments import PairArguments, PairRunArguments, PairSettings, Rewa
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.preference.pair_settings import settings_of_pairs
 from dschat.preference.response_scoring import score_function
-from dschat.rewards.answers import Answers
+from dschat.rewards.response_batch import ResponseBatch
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_a_hanging_judge_is_ended_by_its_time_limit(tmp_path, capsys):
     )
     judge = score_function(PairSettings(sampling=sampling), tokenizer=None)
     started = time.monotonic()
-    answers = Answers([[{"role": "user", "content": "a"}]], ["b"], [[1]], [{}], [True], 8)
+    answers = ResponseBatch([[{"role": "user", "content": "a"}]], ["b"], [[1]], [{}], [True], 8)
     assert judge(None, answers) == [None] and time.monotonic() - started < 15
     assert "the judge returned no score for 1 of 1 responses (TimeoutError" in capsys.readouterr().err
 

@@ -7,7 +7,7 @@ from dschat.arguments.command_line import parse, settings_of_user
 from dschat.data.mismatched import with_mismatched
 from dschat.distributed import launch
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.preference.objective import SCORES, preference_objective
+from dschat.preference.objective import RESPONSE_LOGPROBS, preference_objective
 from dschat.preference.reference_logprobs import with_reference_logprobs
 from dschat.runs import signals
 from dschat.runs.best_model import check_evaluation_rows
@@ -79,7 +79,8 @@ def main() -> None:
     if preference.reference == "precompute" and not preference.reference_free:
         path = preference.ref_model_name_or_path or model.model_name_or_path
         splits = with_reference_logprobs(
-            splits, objective, score=SCORES[preference.kind], load=partial(load, path=path, frozen=True), path=path,
+            splits, objective, response_logprobs=RESPONSE_LOGPROBS[preference.kind],
+            load=partial(load, path=path, frozen=True), path=path,
             folder=options.output_path, settings=settings,
         )  # fmt: skip
 

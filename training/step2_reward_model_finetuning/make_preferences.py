@@ -20,14 +20,14 @@ from dschat.data.datasets import data_problems
 from dschat.distributed import launch, watchdog
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_exists
+from dschat.preference.judged_batches import FINAL, JudgedBatch, JudgedBatches, already_exists_message
 from dschat.preference.judging import judge_all, log, write_pairs
 from dschat.preference.pair_settings import settings_of_pairs
 from dschat.preference.pairing import pairs_of_batch
 from dschat.preference.response_sampling import ResponseSampler
 from dschat.preference.response_scoring import score_function
 from dschat.rewards.functions import judge_problems
-from dschat.rewards.reward_model import tokens_read
+from dschat.rewards.reward_model import required_positions
 from dschat.rewards.weighted_sum import model_paths, reward_problems
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import model_problems
@@ -48,7 +48,7 @@ def check(settings: PairSettings) -> list[str]:
     problems += judge_problems(sampling.judge)
     final = Path(run.output_dir, FINAL)
     if final.exists() and run.resume == "never" and not run.overwrite:
-        problems.append(f"--output_dir {run.output_dir}: {already_exists(final)}")
+        problems.append(f"--output_dir {run.output_dir}: {already_exists_message(final)}")
     if reward.normalize_rewards:
         problems.append("--normalize_rewards: answers to one prompt are compared; weigh the sources by @WEIGHT instead")
     reward_mistakes = reward_problems(reward.reward, max_tokens=sampling.max_answer_seq_len)
@@ -56,7 +56,9 @@ def check(settings: PairSettings) -> list[str]:
     for path in [] if reward_mistakes else model_paths(reward.reward):
         mistakes = model_problems("--reward", path, tokens=0, lengths=lengths, trust_remote_code=trusted)
         if model_is_valid and not mistakes:
-            tokens_of_reward = tokens_read(path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trusted)
+            tokens_of_reward = required_positions(
+                path, sampling.model_name_or_path, tokens=tokens, trust_remote_code=trusted
+            )
             mistakes = model_problems(
                 "--reward", path, tokens=tokens_of_reward, lengths=lengths, trust_remote_code=trusted
             )
@@ -88,7 +90,7 @@ def main() -> None:
     with settings_of_user():
         score = score_function(settings, tokenizer)
 
-    def judge(indices: list[int]) -> JudgedBatch:
+    def judge_batch(indices: list[int]) -> JudgedBatch:
         batch = collate_prompts([prompts[index] for index in indices])
         # Generate
         watchdog.phase("sampling")
@@ -103,7 +105,7 @@ def main() -> None:
         unscored = scores.count(None)
         return JudgedBatch(indices, pairs, scored=len(scores) - unscored, unscored=unscored)
 
-    batches = judge_all(judge, judged, prompts=len(prompts), batch_size=sampling.per_device_generation_batch_size)
+    batches = judge_all(judge_batch, judged, prompts=len(prompts), batch_size=sampling.per_device_generation_batch_size)
 
     # Write
     write_pairs(batches, judged, prompts=len(prompts), samples=sampling.num_samples_per_prompt)

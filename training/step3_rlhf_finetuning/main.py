@@ -8,7 +8,7 @@ from dschat.checkpoints.selection import find_checkpoint
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.retry import RetryPolicy
-from dschat.rewards.weighted_sum import Judge, Rewards, WeightedSource, load_judge, model_paths, parse_reward
+from dschat.rewards.weighted_sum import Judge, Rewards, WeightedSource, load_function, model_paths, parse_reward
 from dschat.rlhf.experience import MinibatchShuffle, MiniDataset
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
@@ -46,8 +46,7 @@ def main() -> None:
     models, rollouts, ppo, run = settings.models, settings.rollouts, settings.ppo, settings.run
     device = start(run, settings.devices)
     with settings_of_user():
-        resume_from = find_checkpoint(run.output_dir, run.resume)
-        judge = load_judge(rollouts.judge) if rollouts.judge else None
+        judge = load_function(rollouts.judge) if rollouts.judge else None
         sources = [parse_reward(entry) for entry in reward_entries(models, settings.rewards)]
     tokenizer = load_tokenizer(
         models.actor_model_name_or_path, add_eot_token=settings.data.add_eot_token,
@@ -57,6 +56,7 @@ def main() -> None:
     prompts = load_splits("prompt", tokenizer, options)
     with settings_of_user():
         check_evaluation_rows(run, len(prompts.eval))
+        resume_from = find_checkpoint(run.output_dir, run.resume)
     schedule = rlhf_schedule(prompts.train, settings)
     trainer = build_trainer(settings, tokenizer, sources=sources, judge=judge, total_updates=schedule.total_updates)
     shuffle = MinibatchShuffle(

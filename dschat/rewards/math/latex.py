@@ -21,7 +21,7 @@ _SYNONYMS = {
 _FONTS = "text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mathsf|boldsymbol|mbox"
 _TOKEN = re.compile(
     r"(?P<row>\s*\\\\(?:\s*\[[^\]]*\])?\s*)"
-    r"|(?P<nothing>\\(?:left|right)\s*\.|\\(?:left|right|[Bb]igg?[lr]?|displaystyle|textstyle)(?![A-Za-z])|\\!|\\?\$)"
+    r"|(?P<removed>\\(?:left|right)\s*\.|\\(?:left|right|[Bb]igg?[lr]?|displaystyle|textstyle)(?![A-Za-z])|\\!|\\?\$)"
     r"|(?P<space>(?:\\[,;:>]|\\\s|\\q?quad(?![A-Za-z])|~|\s)+)"
     r"|(?P<comma>\s*\{,\})"
     r"|\\degree(?![A-Za-z])(?P<degree>)"
@@ -71,14 +71,14 @@ def _cleaned(token: re.Match) -> str:
     """The replacement of a token in the cleaned text."""
     kind, value = token.lastgroup, token[token.lastgroup or 0]
     if kind == "text":
-        words = "".join(value.split())
-        letters = len(re.findall(r"[A-Za-z]", words))
+        content = "".join(value.split())
+        letters = len(re.findall(r"[A-Za-z]", content))
         unit = letters == 1 and re.search(r"(?:[\d})]|\\pi)(?:\\[,;: ]|\s|~)*$", token.string[: token.start()])
-        return rf"\text{{{words}}}" if letters > 1 or unit else " " * letters + words  # apart from a command
+        return rf"\text{{{content}}}" if letters > 1 or unit else " " * letters + content  # not joined to a command
     if kind == "command":
         name = _SYNONYMS.get(value, value)
         return f"\\{name}"
-    fixed = {"row": r"\\", "nothing": "", "space": " ", "comma": ",", "degree": r"^\circ "}
+    fixed = {"row": r"\\", "removed": "", "space": " ", "comma": ",", "degree": r"^\circ "}
     return _SYMBOLS[value] if kind == "symbol" else fixed[kind]
 
 
@@ -96,14 +96,14 @@ def _needed_space(space: re.Match) -> str:
 
 
 def _improper(mixed: re.Match) -> str:
-    whole, above, below = (int(part) for part in mixed.groups() if part is not None)
-    return mixed[0] if below == 0 else f"{whole * below + above}/{below}"
+    whole, numerator, denominator = (int(part) for part in mixed.groups() if part is not None)
+    return mixed[0] if denominator == 0 else f"{whole * denominator + numerator}/{denominator}"
 
 
 def _quotient(fraction: re.Match) -> str:
-    above, below = fraction.groups()
+    numerator, denominator = fraction.groups()
     before, after = fraction.string[: fraction.start()], fraction.string[fraction.end() :]
-    plain = re.fullmatch(r"-?\w+", above) and re.fullmatch(r"\d+", below)
+    plain = re.fullmatch(r"-?\w+", numerator) and re.fullmatch(r"\d+", denominator)
     if plain and re.search(_OPENING, before) and re.search(_CLOSING, after):
-        return f"{above}/{below}"
-    return f"(({above})/({below}))"
+        return f"{numerator}/{denominator}"
+    return f"(({numerator})/({denominator}))"

@@ -47,6 +47,6 @@ def _canonical(unit: str, power: str | None) -> str:
     for prefix, exponent in (("square", "2"), ("sq", "2"), ("cubic", "3"), ("cu", "3")):
         if name.startswith(prefix) and name != prefix and not name.startswith("cup"):
             name, power = name.removeprefix(prefix), exponent
-    singular = next((name.removesuffix(end) for end in ("es", "s") if name.removesuffix(end) in _UNITS), None)
+    singular = next((name.removesuffix(suffix) for suffix in ("es", "s") if name.removesuffix(suffix) in _UNITS), None)
     name = _UNITS.get(name) or _UNITS.get(singular) or name.removesuffix("s")
     return name if power in (None, "1") else f"{name}^{power}"

@@ -14,8 +14,8 @@ LIMITS = TimeLimits(seconds=2.0, budget=20.0, short_seconds=0.3)  # 10 to 50 ms 
 class Comparison(NamedTuple):
     """Two formulas, and the number of decimals for comparing irrational numbers with decimals."""
 
-    given: str
-    wanted: str
+    answer: str
+    reference: str
     decimals: int = 6
 
 

@@ -1,6 +1,6 @@
 """Worker that compares formulas with math-verify: python -m dschat.rewards.math.verify_worker.
 
-Request: [given, wanted, decimals]; result: whether they are equal.
+Request: [answer, reference, decimals]; result: whether they are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TYPICAL = (
 )  # fmt: skip
 
 
-def equal(given: str, wanted: str, decimals: int) -> bool:
+def equal(answer: str, reference: str, decimals: int) -> bool:
     """Whether math-verify considers two formulas equal, irrational numbers rounded to `decimals`."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
@@ -30,7 +30,7 @@ def equal(given: str, wanted: str, decimals: int) -> bool:
         # math-verify's own timeouts cannot interrupt long integer operations.
         target, gold = (
             parse(f"\\boxed{{{text}}}", extraction, parsing_timeout=None, raise_on_error=False)
-            for text in (given, wanted)
+            for text in (answer, reference)
         )
         return bool(verify(gold, target, float_rounding=decimals, timeout_seconds=None, raise_on_error=False))
     except RecursionError:
@@ -38,8 +38,8 @@ def equal(given: str, wanted: str, decimals: int) -> bool:
 
 
 def main() -> None:
-    for given, wanted in TYPICAL:
-        equal(given, wanted, 6)
+    for answer, reference in TYPICAL:
+        equal(answer, reference, 6)
     worker_loop.serve(lambda request: equal(*request))
 
 

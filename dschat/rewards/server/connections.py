@@ -21,13 +21,13 @@ class Connections:
     """The open connections of one server; not thread-safe, use it in the event loop's thread.
 
     Args:
-        most: maximum number of connections.
-        most_per_client: maximum per client address.
+        max_connections: maximum number of connections.
+        max_per_client: maximum per client address.
         seconds: timeout for receiving the header of the next request, and for sending a response.
     """
 
-    def __init__(self, *, most: int, most_per_client: int, seconds: float) -> None:
-        self.most, self.most_per_client, self.seconds = most, most_per_client, seconds
+    def __init__(self, *, max_connections: int, max_per_client: int, seconds: float) -> None:
+        self.max_connections, self.max_per_client, self.seconds = max_connections, max_per_client, seconds
         self._clients: dict[asyncio.BaseTransport, str] = {}  # every connection → its client's address
         self._deadlines: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}  # oldest first
 
@@ -37,11 +37,11 @@ class Connections:
     def add(self, transport: asyncio.BaseTransport) -> bool:
         """Register a new connection, closing another if needed; False if it was refused and closed."""
         client = str((transport.get_extra_info("peername") or ("",))[0])
-        if sum(other == client for other in self._clients.values()) >= self.most_per_client:
-            fits = self._close_oldest(client)
+        if sum(other == client for other in self._clients.values()) >= self.max_per_client:
+            accepted = self._close_oldest(client)
         else:
-            fits = len(self) < self.most or self._close_oldest(self._client_with_most_waiting())
-        if not fits:
+            accepted = len(self) < self.max_connections or self._close_oldest(self._client_with_most_waiting())
+        if not accepted:
             transport.abort()
             return False
         self._clients[transport] = client
@@ -147,8 +147,8 @@ async def serve(
         listener = await asyncio.get_running_loop().create_server(
             lambda: _LimitedConnection(runner.server(), connections), host, port, backlog=2048
         )
-        address, bound = listener.sockets[0].getsockname()[:2]
-        ready(f"http://[{address}]:{bound}" if ":" in address else f"http://{address}:{bound}")
+        address, bound_port = listener.sockets[0].getsockname()[:2]
+        ready(f"http://[{address}]:{bound_port}" if ":" in address else f"http://{address}:{bound_port}")
         await until.wait()
         listener.close()
     finally:

@@ -17,14 +17,14 @@ class QueueFull(Exception):
 class _Row:
     ids: Sequence[int]
     score: asyncio.Future[float]
-    since: float  # event loop time
+    enqueued_at: float  # event loop time
 
 
 class DynamicBatches:
     """A bounded queue of rows, and the task that processes it batch by batch.
 
     Args:
-        work: token ids of some rows → a score for each; runs in a thread, one call at a time.
+        score_batch: token ids of some rows → a score for each; runs in a thread, one call at a time.
         max_rows: maximum rows per batch.
         max_tokens: maximum tokens per batch, padded to its longest row; a longer row is a batch of its own.
         max_wait: seconds that a row waits for others while the worker is idle.
@@ -32,10 +32,10 @@ class DynamicBatches:
     """
 
     def __init__(
-        self, work: Callable[[list[Sequence[int]]], list[float]], *, max_rows: int, max_tokens: int, max_wait: float,
-        max_queue: int,
+        self, score_batch: Callable[[list[Sequence[int]]], list[float]], *, max_rows: int, max_tokens: int,
+        max_wait: float, max_queue: int,
     ) -> None:  # fmt: skip
-        self.work, self.max_rows, self.max_tokens = work, max_rows, max_tokens
+        self.score_batch, self.max_rows, self.max_tokens = score_batch, max_rows, max_tokens
         self.max_wait, self.max_queue = max_wait, max_queue
         self.waiting: deque[_Row] = deque()
         self._arrived = asyncio.Event()
@@ -44,10 +44,10 @@ class DynamicBatches:
         """The score of each row. Cancelling the caller removes its waiting rows from the queue.
 
         Raises:
-            QueueFull: the rows do not all fit into the queue; or any exception of `work`.
+            QueueFull: the rows do not all fit into the queue; or any exception of `score_batch`.
         """
         if len(self.waiting) + len(rows) > self.max_queue:
-            raise QueueFull(f"{len(self.waiting)} rows are waiting, and {self.max_queue} may")
+            raise QueueFull(f"{len(self.waiting)} rows of at most {self.max_queue} are queued")
         loop = asyncio.get_running_loop()
         new_rows = [_Row(ids, loop.create_future(), loop.time()) for ids in rows]
         self.waiting.extend(new_rows)
@@ -67,11 +67,11 @@ class DynamicBatches:
             while True:
                 batch = await self._next_batch()
                 try:
-                    scores = await loop.run_in_executor(thread, self.work, [row.ids for row in batch])
+                    scores = await loop.run_in_executor(thread, self.score_batch, [row.ids for row in batch])
                     for row, score in zip(batch, scores, strict=True):
                         if not row.score.done():
                             row.score.set_result(score)
-                except Exception as error:  # an exception of `work` fails this batch only
+                except Exception as error:  # an exception of `score_batch` fails this batch only
                     for row in batch:
                         if not row.score.done():
                             row.score.set_exception(error)
@@ -81,7 +81,7 @@ class DynamicBatches:
         loop = asyncio.get_running_loop()
         while True:
             self._arrived.clear()
-            remaining = self.waiting[0].since + self.max_wait - loop.time() if self.waiting else None
+            remaining = self.waiting[0].enqueued_at + self.max_wait - loop.time() if self.waiting else None
             if len(self.waiting) >= self.max_rows or (remaining is not None and remaining <= 0):
                 return self._take_batch()
             try:

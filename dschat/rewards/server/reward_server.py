@@ -28,14 +28,14 @@ class RewardServer:
         token: bearer token required of requests for scores; None: no authentication.
 
     Attributes:
-        requests, held: number of open requests, and the bytes of their bodies.
+        open_requests, open_bytes: number of open requests, and the bytes of their bodies.
     """
 
     def __init__(self, scorer: TextScorer, *, limits: Limits, token: str | None) -> None:
         self.scorer, self.limits, self.token = scorer, limits, token
-        self.requests, self.held = 0, 0
+        self.open_requests, self.open_bytes = 0, 0
         self.connections = Connections(
-            most=limits.max_connections, most_per_client=limits.max_connections_per_client,
+            max_connections=limits.max_connections, max_per_client=limits.max_connections_per_client,
             seconds=limits.max_header_seconds,
         )  # fmt: skip
         self.batches = DynamicBatches(
@@ -59,7 +59,7 @@ class RewardServer:
         self._tokenizer_thread.shutdown()
 
     async def health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok", "requests": self.requests, "waiting": len(self.batches.waiting)})
+        return web.json_response({"status": "ok", "requests": self.open_requests, "waiting": len(self.batches.waiting)})
 
     async def score(self, request: web.Request) -> web.Response:
         """Handle POST /score: scores, or a 4xx or 5xx error; bodies beyond the limits are refused before being read."""
@@ -71,14 +71,14 @@ class RewardServer:
         if size is not None and size > self.limits.max_body:
             return _error(413, f"{size} bytes exceed the limit of {self.limits.max_body} per request: split it")
         size = self.limits.max_body if size is None else size  # without Content-Length assume the maximum
-        queue_full = max(self.requests, len(self.batches.waiting)) >= self.limits.max_queue
-        if queue_full or self.held + size > self.limits.max_held:
+        queue_full = max(self.open_requests, len(self.batches.waiting)) >= self.limits.max_queue
+        if queue_full or self.open_bytes + size > self.limits.max_held:
             return _busy("the queue is full")
-        self.requests, self.held = self.requests + 1, self.held + size
+        self.open_requests, self.open_bytes = self.open_requests + 1, self.open_bytes + size
         try:
             return await self._handle_score(request)
         finally:
-            self.requests, self.held = self.requests - 1, self.held - size
+            self.open_requests, self.open_bytes = self.open_requests - 1, self.open_bytes - size
 
     def is_authorized(self, authorization: str) -> bool:
         """Whether the header has the right token; compared in constant time."""
@@ -100,7 +100,7 @@ class RewardServer:
         except (ValueError, web.RequestPayloadError) as error:
             return _error(400, str(error))
         except ConnectionError:
-            return _error(400, "the connection was lost")  # not received by the client
+            return _error(400, "the connection was lost")  # the client does not receive it
         try:
             scores = await self.batches.scores(rows)
         except QueueFull as full:

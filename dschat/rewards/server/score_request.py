@@ -50,7 +50,7 @@ def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
         raise ValueError(
             f"{len(messages)} messages, {len(responses)} responses and {len(ended)} ended: the numbers must be equal"
         )
-    _refuse_too_large(messages, responses, limits)
+    _check_size(messages, responses, limits)
     # Only these two keys are passed to the chat template; others could change how it renders.
     chats = [[{name: message[name] for name in ("role", "content")} for message in chat] for chat in messages]
     try:
@@ -60,8 +60,8 @@ def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
     return ScoreRequest(chats, responses, ended)
 
 
-def _refuse_too_large(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
-    """Refuse large requests: templating and tokenising time grows with size, and requests are read one by one."""
+def _check_size(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
+    """Raise TooLarge for large requests: encoding time grows with size, and requests are encoded one by one."""
     count = sum(map(len, messages))
     if count > limits.max_messages:
         raise TooLarge(f"{count} messages exceed the limit of {limits.max_messages} per request: split or shorten it")

@@ -44,5 +44,5 @@ class TextScorer:
         """The score of each row of ids."""
         features = [{"input_ids": ids.tolist(), "loss_mask": [False] * len(ids)} for ids in rows]
         batch = collate_sft(features, pad_token_id=self.tokenizer.pad_token_id, pad_to_multiple_of=1)
-        ids, attended = (batch[name].to(self.device) for name in ("input_ids", "attention_mask"))
-        return self.model(ids, attended, whole_sequence=True).tolist()
+        ids, attention_mask = (batch[name].to(self.device) for name in ("input_ids", "attention_mask"))
+        return self.model(ids, attention_mask, whole_sequence=True).tolist()

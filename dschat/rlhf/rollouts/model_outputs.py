@@ -36,19 +36,19 @@ def compute_model_outputs(
     """Forward passes of all models with dropout off. A collective under ZeRO-3.
 
     Args:
-        old_logprobs: "rollout" takes the decoder's log-probs instead of a forward pass of the actor.
+        old_logprobs: "rollout" uses the decoder's log-probs instead of a forward pass of the actor.
         temperature: of sampling.
         micro_batch_size: sequences per forward pass.
     """
     mask = rollout.response_mask
-    ids, attended = rollout.sequences, rollout.attention_mask
+    ids, attention_mask = rollout.sequences, rollout.attention_mask
     loss_mask = F.pad(mask, (rollout.prompt_length, 0))  # [B, P+T]
     if old_logprobs == "rollout":
         logprobs, entropy = rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
     else:
         engine.policy.eval()
         outputs = forward_in_micro_batches(
-            engine.policy, ids, attended, loss_mask, temperature=temperature, with_entropy=True,
+            engine.policy, ids, attention_mask, loss_mask, temperature=temperature, with_entropy=True,
             micro_batch_size=micro_batch_size,
         )  # [B, P+T] each  # fmt: skip
         logprobs, entropy = (response_columns(output, mask) for output in outputs)
@@ -56,14 +56,14 @@ def compute_model_outputs(
     if engine.ref is not None:
         ref_logprobs = response_columns(
             forward_in_micro_batches(
-                engine.ref, ids, attended, loss_mask, temperature=temperature, micro_batch_size=micro_batch_size
+                engine.ref, ids, attention_mask, loss_mask, temperature=temperature, micro_batch_size=micro_batch_size
             ),
             mask,
         )
     if engine.critic is not None:
         engine.critic.eval()
         values = state_columns(
-            forward_in_micro_batches(engine.critic, ids, attended, micro_batch_size=micro_batch_size), mask
+            forward_in_micro_batches(engine.critic, ids, attention_mask, micro_batch_size=micro_batch_size), mask
         )
     return ModelOutputs(old_logprobs=logprobs, entropy=entropy, ref_logprobs=ref_logprobs, values=values)
 

@@ -13,7 +13,7 @@ from deepspeed.accelerator import get_accelerator
 
 from dschat.distributed import failpoint, watchdog
 from dschat.distributed.engines import Metrics
-from dschat.rewards.weighted_sum import Answers, Scores, prompt_text
+from dschat.rewards.weighted_sum import ResponseBatch, Scores, prompt_text
 from dschat.rlhf.experience import Experience
 
 
@@ -58,7 +58,7 @@ class RolloutResult:
 
 
 def sample_records(
-    answers: Answers, scores: Scores, *, row_index: Sequence[int], judge_scores: Sequence[float | None]
+    batch: ResponseBatch, scores: Scores, *, row_index: Sequence[int], judge_scores: Sequence[float | None]
 ) -> list[dict[str, Any]]:
     """One JSON-serialisable record for each response: prompt, response, scores by source, and the judge's score.
 
@@ -69,12 +69,12 @@ def sample_records(
     parts = {name: [None if x != x else x for x in part.tolist()] for name, part in scores.parts.items()}  # NaN: none
     return [
         {
-            "prompt": prompt_text(answers.messages[i]),
-            "response": answers.responses[i],
+            "prompt": prompt_text(batch.messages[i]),
+            "response": batch.responses[i],
             "score": score,
             "rewards": {name: part[i] for name, part in parts.items()},
             "judge": judge_scores[i],
-            "ended": answers.ended[i],
+            "ended": batch.ended[i],
             "row_index": row_index[i],
         }
         for i, score in enumerate(scores.total.tolist())

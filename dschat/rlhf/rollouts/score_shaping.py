@@ -50,7 +50,7 @@ class ScoreShaping:
 
 
 def flat_groups(scores: Tensor, has_score: Tensor, group_size: int) -> Tensor:
-    """[B / group_size] bool, True where all scored responses to a prompt have the same score.
+    """[B / group_size] bool, True where all scored responses to a prompt have the same score, or none has one.
 
     Args:
         scores: [B] float.
@@ -58,4 +58,4 @@ def flat_groups(scores: Tensor, has_score: Tensor, group_size: int) -> Tensor:
     """
     highest = scores.masked_fill(~has_score, -torch.inf).view(-1, group_size).amax(dim=1)
     lowest = scores.masked_fill(~has_score, torch.inf).view(-1, group_size).amin(dim=1)
-    return highest - lowest < FLAT_TOLERANCE  # −inf where there is no score
+    return highest - lowest < FLAT_TOLERANCE  # −inf, hence flat, if no response has one

@@ -29,12 +29,12 @@ class ActorLoss:
         self.ppo, self.max_tokens = ppo, max_tokens
         self.needs_entropy = ppo.entropy_coef > 0
         self.corrects_rollouts = ppo.rollout_correction != "none" and ppo.old_logprobs == "recompute"
-        row = POLICY_LOSSES[ppo.policy_loss]
-        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)} if row.clip_range else {}
-        self.policy_loss, self.options = row.function, clip | row.options(ppo)
+        entry = POLICY_LOSSES[ppo.policy_loss]
+        clip = {"clip_range": (ppo.clip_range_low, ppo.clip_range_high)} if entry.clip_range else {}
+        self.policy_loss, self.options = entry.function, clip | entry.options(ppo)
 
     def __call__(
-        self, logprobs: Tensor, entropy: Tensor | None, part: Experience, counts: StepCounts, *, kl_coef: float
+        self, logprobs: Tensor, entropy: Tensor | None, micro_batch: Experience, counts: StepCounts, *, kl_coef: float
     ) -> tuple[Tensor, Metrics]:
         """The loss and its metrics; the metric "policy_loss" excludes KL and entropy.
 
@@ -42,25 +42,25 @@ class ActorLoss:
             logprobs, entropy: [B, T] of the current actor, with gradient.
             kl_coef: KL coefficient per nat, used with --kl_in loss.
         """
-        ppo, mask = self.ppo, part.trained_mask
+        ppo, mask = self.ppo, micro_batch.trained_mask
         weights = aggregation_weights(
             mask, ppo.loss_aggregation, tokens=counts.tokens, sequences=counts.responses, max_tokens=self.max_tokens
         )
-        corrected, correction = weights, {}
+        corrected_weights, correction = weights, {}
         if self.corrects_rollouts:
             factors, correction = correction_weights(
-                part.old_logprobs, part.rollout_logprobs, mask, correction=ppo.rollout_correction,
+                micro_batch.old_logprobs, micro_batch.rollout_logprobs, mask, correction=ppo.rollout_correction,
                 cap=ppo.rollout_correction_cap, floor=ppo.rollout_correction_floor, normalizer=counts.tokens,
             )  # fmt: skip
-            corrected = weights * factors
+            corrected_weights = weights * factors
         loss, metrics = self.policy_loss(
-            logprobs, part.old_logprobs, part.advantages, mask, weights=corrected, normalizer=counts.tokens,
-            **self.options,
+            logprobs, micro_batch.old_logprobs, micro_batch.advantages, mask, weights=corrected_weights,
+            normalizer=counts.tokens, **self.options,
         )  # fmt: skip
         metrics = metrics | correction | {"policy_loss": loss.detach()}
-        if ppo.kl_in == "loss" and part.ref_logprobs is not None:
+        if ppo.kl_in == "loss" and micro_batch.ref_logprobs is not None:
             kl, kl_metrics = kl_loss(
-                logprobs, part.ref_logprobs, mask, estimator=ppo.kl_estimator, clip=ppo.kl_clip or None,
+                logprobs, micro_batch.ref_logprobs, mask, estimator=ppo.kl_estimator, clip=ppo.kl_clip or None,
                 weights=weights, normalizer=counts.tokens,
             )  # fmt: skip
             loss, metrics = loss + kl_coef * kl, metrics | kl_metrics

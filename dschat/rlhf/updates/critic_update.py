@@ -24,23 +24,25 @@ class CriticUpdate:
         self.engine, self.ppo = engine, ppo
 
     def step(
-        self, parts: Sequence[Experience], counts: StepCounts, *, record: Record = discard
+        self, micro_batches: Sequence[Experience], counts: StepCounts, *, record: Record = discard
     ) -> dict[str, float]:
         """Update the critic; returns the metrics of the step. A collective.
 
-        Args: as in DeepSpeedPPOTrainer.train_rlhf; parts are the micro-batches of the minibatch.
+        Args: as in DeepSpeedPPOTrainer.train_rlhf; micro_batches are those of the minibatch.
         """
-        step = optimizer_step(self.engine.critic, [partial(self.loss, part, counts, record=record) for part in parts])
+        loss = partial(self.loss, counts=counts, record=record)
+        step = optimizer_step(self.engine.critic, [partial(loss, micro_batch) for micro_batch in micro_batches])
         variance = explained_variance({name: torch.tensor(value) for name, value in step.items()})
         return step_metrics(step, "critic") | {
             "value_loss": step["loss"], "explained_variance": float(variance),
         }  # fmt: skip
 
-    def loss(self, part: Experience, counts: StepCounts, *, record: Record = discard) -> tuple[Tensor, Metrics]:
+    def loss(self, micro_batch: Experience, counts: StepCounts, *, record: Record = discard) -> tuple[Tensor, Metrics]:
         """Value loss of a micro-batch and its metrics."""
-        values = state_columns(self.engine.critic(part.sequences, part.attention_mask), part.response_mask)
+        values = self.engine.critic(micro_batch.sequences, micro_batch.attention_mask)  # [B, P+T]
+        values = state_columns(values, micro_batch.response_mask)  # [B, T]
         loss, metrics = value_loss(
-            values, part.values, part.returns, part.trained_mask,
+            values, micro_batch.values, micro_batch.returns, micro_batch.trained_mask,
             value_clip_range=self.ppo.value_clip_range, normalizer=counts.tokens,
         )  # fmt: skip
         record("values", values)

@@ -1,4 +1,4 @@
-"""What the optimizer steps of policy and critic share: token counts, metric names, recording of tensors."""
+"""Common parts of the optimizer steps of policy and critic: token counts, metric names, recording of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ENGINE_METRICS = ("loss", "grad_norm", "learning_rate", "skipped_updates")  # ad
 
 
 def discard(name: str, tensor: Tensor) -> None:
-    """The Record that records nothing."""
+    """A Record callback that ignores its tensors."""
 
 
 @dataclass(frozen=True)

@@ -32,42 +32,45 @@ class PolicyUpdate:
         self.actor_loss = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
 
     def step(
-        self, parts: Sequence[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts, *,
+        self, micro_batches: Sequence[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts, *,
         kl_coef: float, measure_mismatch: bool = False, record: Record = discard,
     ) -> dict[str, float]:  # fmt: skip
         """Update the policy, then its moving average; returns the metrics of the step. A collective.
 
-        Args: as in DeepSpeedPPOTrainer.train_rlhf; parts are the micro-batches of the minibatch.
+        Args: as in DeepSpeedPPOTrainer.train_rlhf; micro_batches are those of the minibatch.
         """
-        texts = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL reduces device tensors only
-        text_tokens = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), texts)))
+        zero = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL reduces device tensors only
+        text_tokens = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), zero)))
         mismatches: list[Metrics] | None = [] if measure_mismatch else None
         loss = partial(self.loss, counts=counts, kl_coef=kl_coef, mismatches=mismatches, record=record)
         step = optimizer_step(
             self.engine.policy,
-            [partial(loss, part) for part in parts]
+            [partial(loss, micro_batch) for micro_batch in micro_batches]
             + [partial(self.unsupervised_loss, batch, text_tokens) for batch in unsupervised],
         )
         self.engine.update_ema(self.engine.models.ema_decay)
         return step_metrics(step, "actor") | (mismatch_metrics(mismatches) if mismatches else {})
 
     def loss(
-        self, part: Experience, counts: StepCounts, *, kl_coef: float, mismatches: list[Metrics] | None = None,
+        self, micro_batch: Experience, counts: StepCounts, *, kl_coef: float, mismatches: list[Metrics] | None = None,
         record: Record = discard,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
         """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
         entropy, with_entropy = None, self.actor_loss.needs_entropy
         logprobs = self.engine.policy(
-            part.sequences, part.attention_mask, part.loss_mask, self.rollouts.temperature, with_entropy
-        )
+            micro_batch.sequences, micro_batch.attention_mask, micro_batch.loss_mask, self.rollouts.temperature,
+            with_entropy,
+        )  # fmt: skip
         if with_entropy:
             logprobs, entropy = logprobs
-            entropy = response_columns(entropy, part.response_mask)
-        logprobs = response_columns(logprobs, part.response_mask)
+            entropy = response_columns(entropy, micro_batch.response_mask)
+        logprobs = response_columns(logprobs, micro_batch.response_mask)
         if mismatches is not None:
-            mismatches.append(rollout_logprob_mismatch(logprobs, part.rollout_logprobs, part.response_mask))
+            mismatches.append(
+                rollout_logprob_mismatch(logprobs, micro_batch.rollout_logprobs, micro_batch.response_mask)
+            )
         record("logprobs", logprobs)
-        loss, metrics = self.actor_loss(logprobs, entropy, part, counts, kl_coef=kl_coef)
+        loss, metrics = self.actor_loss(logprobs, entropy, micro_batch, counts, kl_coef=kl_coef)
         record("policy_loss", loss)
         return loss, metrics
 

@@ -52,20 +52,20 @@ def correction_weights(
     """
     if correction not in CORRECTIONS:
         raise ValueError(f'correction "{correction}" is unknown: choose one of {", ".join(CORRECTIONS)}.')
-    masks = correction.endswith("mis")
-    if not cap > 0 or (masks and not 0 <= floor < cap):
+    masking = correction.endswith("mis")
+    if not cap > 0 or (masking and not 0 <= floor < cap):
         raise ValueError(f"floor is {floor} and cap {cap}, but weights need 0 <= floor < cap: a cap of 2 is usual.")
     delta = log_ratio(old_logprobs, rollout_logprobs, response_mask)  # [B, T]
     if correction.startswith("seq"):
         delta = delta.sum(-1, keepdim=True).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).expand_as(delta)
     ratio = delta.exp()
-    outside = ratio > cap
-    if masks:
-        outside = outside | (ratio < floor)
-        weights = torch.where(outside, 0.0, ratio)
+    out_of_bounds = ratio > cap
+    if masking:
+        out_of_bounds = out_of_bounds | (ratio < floor)
+        weights = torch.where(out_of_bounds, 0.0, ratio)
     else:
         weights = ratio.clamp(max=cap)
     weights = torch.where(response_mask, weights, 0.0)
     count = count_of(response_mask, normalizer)
-    cut = response_mask & outside
+    cut = response_mask & out_of_bounds
     return weights, {"correction_weight": weights.sum() / count, "correction_cut": cut.sum() / count}

@@ -1,4 +1,4 @@
-"""Input of the reward sources: a batch of prompts with their responses."""
+"""Input of the reward sources: a batch of responses with their prompts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dschat.data.chat_template import Message
 
 
 @dataclass(frozen=True)
-class Answers:
-    """B prompts and their responses.
+class ResponseBatch:
+    """B responses with their prompts.
 
     Attributes:
         messages: prompts as chat messages.
@@ -36,10 +36,10 @@ class Answers:
         """The texts of each prompt's messages, one per line."""
         return [prompt_text(chat) for chat in self.messages]
 
-    def part(self, which: slice) -> Answers:
+    def part(self, which: slice) -> ResponseBatch:
         """A slice of the batch."""
         columns = {name: values[which] for name, values in vars(self).items() if name != "max_tokens"}
-        return Answers(**columns, max_tokens=self.max_tokens)
+        return ResponseBatch(**columns, max_tokens=self.max_tokens)
 
 
 def prompt_text(messages: Sequence[Message]) -> str:
