@@ -24,7 +24,7 @@ class SamplingArguments:
     temperature: float = flag(
         1.0,
         "Sampling temperature; log-probs are computed at the same temperature.",
-        at_least=1e-30,  # generation.sampling.LOWEST_TEMPERATURE
+        at_least=1e-30,  # generation.sampling.MIN_TEMPERATURE
         on_resume="apply",
     )
     top_k: int = flag(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from dschat.models.unfinished_folder import NAME as UNFINISHED_EXPORT
+from dschat.models.unfinished_folder import STAGING as UNFINISHED_EXPORT
 
 EXPORTS = ("", "critic", "actor_ema")
 

@@ -30,7 +30,7 @@ from dschat.distributed import watchdog
 from .encoding import FEATURES, Encoded, Encoder
 from .mixing import assign
 from .records import MissingColumn, parse_record
-from .report import SourceReport, refuse_many_bad
+from .report import SourceReport, raise_if_too_many_bad
 from .sources.data_path import Source
 from .sources.files import SourceRow
 
@@ -41,7 +41,7 @@ _FORMAT = 3  # increment when the encoding of the same rows changes: old folders
 class RowPlan:
     """Which rows of a source are used, and in which split (see mixing.assign).
 
-    eval_fraction 0 holds nothing out. drop_duplicates keeps the first of equal records, across train and eval.
+    eval_fraction 0: no held-out rows. drop_duplicates keeps the first of equal records, across train and eval.
     """
 
     phase: int
@@ -90,7 +90,7 @@ def parse_row(row: SourceRow, kind: str, report: SourceReport) -> dict[str, Any]
         report.add_dropped(row.dropped)
         return None
     if row.fields is None:
-        report.add_bad(row.where, row.fault, missing_column=False)
+        report.add_bad(row.where, row.error, missing_column=False)
         return None
     try:
         return parse_record(row.fields, kind)
@@ -105,7 +105,7 @@ def is_prepared(path: Path, *, verify: bool) -> bool:
         return False
     problems = folder_problems(path) if verify else []
     if problems:
-        text = f"warning: {path} is damaged and made again ({'; '.join(problems[:3])})"
+        text = f"warning: {path} is damaged and will be rebuilt ({'; '.join(problems[:3])})"
         print(text, file=sys.stderr, flush=True)
     return not problems
 
@@ -123,7 +123,7 @@ def _write(folder: Path, source: Source, encoder: Encoder, plan: RowPlan) -> Non
             writers[split].write(encoded.features)
         for writer in writers.values():
             writer.finalize()
-    _refuse_nothing(report, source, plan)
+    _require_rows(report, source, plan)
     (folder / "report.json").write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")
 
 
@@ -155,8 +155,8 @@ def _encoded_rows(
                 report.add_kept(split, encoded.features["length"], cut=encoded.cut)
                 yield split, encoded
             if len(report.bad) > plan.max_bad_rows:
-                report.refuse_other_columns()
-                refuse_many_bad(report.bad, plan.max_bad_rows)
+                report.raise_if_wrong_columns()
+                raise_if_too_many_bad(report.bad, plan.max_bad_rows)
 
 
 def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
@@ -170,7 +170,7 @@ def _is_duplicate(record: Mapping[str, Any], seen: set[bytes]) -> bool:
 def _encode(
     record: Mapping[str, Any], row: SourceRow, row_index: int, encoder: Encoder, report: SourceReport
 ) -> list[Encoded]:
-    """The encoded rows of a record; the reasons for skipped rows are counted in the report."""
+    """The encoded rows of a record; skipped rows are counted in the report by reason."""
     try:
         encoded_rows = encoder.encode(record, row.fields, row_index)
     except ValueError as reason:
@@ -178,31 +178,31 @@ def _encode(
         return []
     for encoded in encoded_rows:
         if encoded.features is None:
-            report.add_dropped(encoded.dropped)
-    kept = [encoded for encoded in encoded_rows if encoded.features is not None]
-    if kept and (spelled := encoder.control_tokens(record)):
-        report.add_control_tokens(row.where, spelled)
-    return kept
+            report.add_dropped(encoded.skip_reason)
+    usable = [encoded for encoded in encoded_rows if encoded.features is not None]
+    if usable and (control_strings := encoder.control_tokens(record)):
+        report.add_control_tokens(row.where, control_strings)
+    return usable
 
 
-def _refuse_nothing(report: SourceReport, source: Source, plan: RowPlan) -> None:
+def _require_rows(report: SourceReport, source: Source, plan: RowPlan) -> None:
     """Raises ValueError if no row is left for a split that the source must provide."""
     required_split = "train" if "train" in source.splits else "eval"
     if report.train or (required_split == "eval" and report.eval):
         return
-    report.refuse_other_columns()
+    report.raise_if_wrong_columns()
     if report.rows == 0:
         raise ValueError(f"{source.name} has no rows.")
     advice = "; see the reasons: " + " | ".join(report.bad[:5]) if report.bad else ""
     if report.other_phases == report.rows:
-        advice = f": --data_split leaves nothing for step {plan.phase}, so bring more rows or another split"
+        advice = f": --data_split leaves nothing for step {plan.phase}, so add rows or change the split"
     elif any("long" in reason for reason in report.dropped):
-        advice += ": raise the length limit, or cut over-long rows instead of dropping them"
+        advice += ": raise the length limit, or truncate over-long rows instead of dropping them"
     raise ValueError(f"No row is left for {required_split}: {report.line()}{advice}.")
 
 
 def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
-    decisive = {
+    settings = {
         "format": _FORMAT,
         "source": source.identity(),
         "plan": [plan.phase if plan.shares else None, plan.shares, plan.seed, plan.eval_fraction, plan.drop_duplicates],
@@ -215,7 +215,7 @@ def _fingerprint(source: Source, encoder: Encoder, plan: RowPlan) -> str:
         ],
         "tokenizer": _tokenizer_content(encoder.tokenizer),
     }
-    return hashlib.blake2b(json.dumps(decisive, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:

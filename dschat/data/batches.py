@@ -45,7 +45,7 @@ class GlobalBatches:
             raise ValueError(
                 f"The data has {rows} rows, but one step needs {global_batch_size} (per-device batch × accumulation "
                 "steps × ranks): lower --per_device_train_batch_size (step 3: --per_device_generation_batch_size) or "
-                "--gradient_accumulation_steps, use fewer processes, or bring more data."
+                "--gradient_accumulation_steps, use fewer processes, or add data."
             )
         self.lengths = np.asarray(lengths[:], dtype=np.int64)  # [:] reads an Arrow column at once
         self.global_batch_size = global_batch_size
@@ -53,18 +53,18 @@ class GlobalBatches:
         self.shuffle = shuffle
         self.group_by_length = group_by_length
         self.dropped_per_epoch = rows % global_batch_size if drop_last else 0
-        self._newest_epoch: tuple[int, list[list[int]]] = (-1, [])
+        self._cached_epoch: tuple[int, list[list[int]]] = (-1, [])
 
     def __len__(self) -> int:
         """Optimizer steps per epoch."""
         return -(-(len(self.lengths) - self.dropped_per_epoch) // self.global_batch_size)
 
     def step(self, step: int) -> list[int]:
-        """Row indices of an optimizer step, counted from 0 over the whole run."""
+        """Row indices of an optimizer step, counted from 0 over the full_rows run."""
         epoch, position = divmod(step, len(self))
-        if self._newest_epoch[0] != epoch:
-            self._newest_epoch = (epoch, self.epoch(epoch))
-        return self._newest_epoch[1][position]
+        if self._cached_epoch[0] != epoch:
+            self._cached_epoch = (epoch, self.epoch(epoch))
+        return self._cached_epoch[1][position]
 
     def epoch(self, epoch: int) -> list[list[int]]:
         """The steps of this epoch, each a list of row indices, longest row first where grouped by length."""
@@ -72,19 +72,19 @@ class GlobalBatches:
         generator = np.random.default_rng([self.seed, epoch])
         rows = len(self.lengths)
         order = generator.permutation(rows) if self.shuffle else np.arange(rows)
-        whole = rows - rows % size
-        full, rest = order[:whole], order[whole:]
+        full_rows = rows - rows % size
+        full, remainder = order[:full_rows], order[full_rows:]
         if self.group_by_length:
             full = np.concatenate(
-                [self._longest_first(full[i : i + WINDOW * size]) for i in range(0, whole, WINDOW * size)] or [full]
+                [self._longest_first(full[i : i + WINDOW * size]) for i in range(0, full_rows, WINDOW * size)] or [full]
             )
-            rest = self._longest_first(rest)
+            remainder = self._longest_first(remainder)
         steps = full.reshape(-1, size)
         if self.shuffle:
             steps = steps[generator.permutation(len(steps))]
         batches = steps.tolist()
-        if len(rest) and not self.dropped_per_epoch:
-            batches.append(rest.tolist())
+        if len(remainder) and not self.dropped_per_epoch:
+            batches.append(remainder.tolist())
         return batches
 
     def _longest_first(self, rows: np.ndarray) -> np.ndarray:
@@ -102,7 +102,10 @@ def rank_share(indices: Sequence[int], *, rank: int, world_size: int, micro_batc
         ValueError: rank outside [0, world_size), or micro_batch_size < 1.
     """
     if not 0 <= rank < world_size or micro_batch_size < 1:
-        raise ValueError(f"rank {rank} of {world_size}, micro_batch_size {micro_batch_size}: no such share.")
-    mine = list(indices[rank::world_size])
+        raise ValueError(
+            f"rank {rank} of {world_size}, micro_batch_size {micro_batch_size}: rank must be in [0, {world_size}), "
+            "micro_batch_size at least 1."
+        )
+    own_rows = list(indices[rank::world_size])
     largest_share = -(-len(indices) // world_size)
-    return [mine[i : i + micro_batch_size] for i in range(0, largest_share, micro_batch_size)]
+    return [own_rows[i : i + micro_batch_size] for i in range(0, largest_share, micro_batch_size)]

@@ -85,8 +85,8 @@ def collate_unpaired(features: Features, *, pad_token_id: int, pad_to_multiple_o
         desirable: [B] bool; ref_logprobs: [B, 2] float32, of both responses under the reference, 0 where a row has
         none; row_mask: [B] bool, False only for the placeholder row of an empty list.
     """
-    nothing = {"input_ids": [pad_token_id], "mismatched_ids": [pad_token_id], "prompt_length": 1, "desirable": False}
-    rows = features or [nothing]
+    empty = {"input_ids": [pad_token_id], "mismatched_ids": [pad_token_id], "prompt_length": 1, "desirable": False}
+    rows = features or [empty]
     prompt_length = torch.tensor([row["prompt_length"] for row in rows])
     batch = {
         "desirable": torch.tensor([row["desirable"] for row in rows]),

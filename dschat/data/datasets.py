@@ -14,7 +14,7 @@ from .encoding import Encoder
 from .mixing import mixed_rows, parse_data_split
 from .options import DataOptions, check_options
 from .packing import packed
-from .report import DataReport, SourceReport, refuse_many_bad, refuse_unknown_columns
+from .report import DataReport, SourceReport, raise_if_too_many_bad, raise_if_unknown_columns
 from .sources.data_path import Source, load_source, parse_data_path
 
 PHASES = {"sft": 1, "preference": 2, "unpaired": 2, "prompt": 3}
@@ -57,8 +57,8 @@ def build_dataset(
     )
     parts = _encoded_sources(kind, encoder, options, verify=verify)
     reports = [part.report for part in parts]
-    refuse_unknown_columns(reports, options.columns)
-    refuse_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
+    raise_if_unknown_columns(reports, options.columns)
+    raise_if_too_many_bad([bad for report in reports for bad in report.bad], options.max_bad_rows)
     paths, weights = parse_data_path(options.data_path)
     epoch_rows = mixed_rows([len(part.train) for part in parts[: len(paths)]], weights, seed=options.seed)
     train = [
@@ -83,7 +83,7 @@ def _encoded_sources(kind: str, encoder: Encoder, options: DataOptions, *, verif
     for path, for_eval in _entries(options):
         try:
             source = load_source(path, for_eval=for_eval, columns=options.columns)
-            source = _with_role(source, options, for_eval)
+            source = _select_splits(source, options, for_eval)
             plan = _plan(kind, source, options)
             parts.append(encoded_source(source, encoder, plan, folder=options.output_path, verify=verify))
         except ValueError as problem:
@@ -108,7 +108,7 @@ def _packed(rows: Dataset, options: DataOptions, identity: list, verify: bool) -
 
 
 def data_problems(kind: str, options: DataOptions) -> list[str]:
-    """Problems of the sources, judged by their first rows: a check before models are loaded."""
+    """Problems of the sources, found in their first rows: a check before models are loaded."""
     problems, checked = [], []
     try:
         check_options(options, phase=options.phase or PHASES[kind])
@@ -134,8 +134,8 @@ def _first_rows(kind: str, source: Source, max_bad_rows: int) -> SourceReport:
             return report
     if report.rows == 0:
         raise ValueError(f"{source.name} has no rows.")
-    report.refuse_other_columns()
-    refuse_many_bad(report.bad, max_bad_rows)
+    report.raise_if_wrong_columns()
+    raise_if_too_many_bad(report.bad, max_bad_rows)
     if len(report.bad) == report.rows <= max_bad_rows:
         raise ValueError(f"{source.name}: no row can be used. {' | '.join(report.bad[:5])}.")
     return report
@@ -151,13 +151,13 @@ def _unknown_columns(checked: Sequence[tuple[Source, SourceReport]], columns: Ma
             if not missing:
                 break
     try:
-        refuse_unknown_columns([report for _, report in checked], columns)
+        raise_if_unknown_columns([report for _, report in checked], columns)
     except ValueError as problem:
         return [str(problem)]
     return []
 
 
-def _with_role(source: Source, options: DataOptions, for_eval: bool) -> Source:
+def _select_splits(source: Source, options: DataOptions, for_eval: bool) -> Source:
     """The source with the splits that this run uses: --eval_data_path replaces all other evaluation rows."""
     if for_eval:
         return replace(source, splits={"eval": source.splits.get("eval") or source.splits["train"]})

@@ -50,7 +50,7 @@ class Encoded:
 
     features: dict[str, Any] | None
     cut: bool = False
-    dropped: str = ""
+    skip_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ class Encoder:
         if kind not in FEATURES:
             raise ValueError(f"kind {kind!r}: choose one of {', '.join(FEATURES)}")
         if overlong not in ("truncate", "drop"):
-            raise ValueError(f"overlong {overlong!r}: choose 'truncate' (keep, cut) or 'drop'.")
-        least = 1 if kind == "prompt" else 2
-        if max_tokens < least:
+            raise ValueError(f"overlong {overlong!r}: choose 'truncate' or 'drop'.")
+        minimum = 1 if kind == "prompt" else 2
+        if max_tokens < minimum:
             flag = "--max_prompt_seq_len" if kind == "prompt" else "--max_seq_len"
-            raise ValueError(f"{flag} {max_tokens} leaves no room for a prompt: it must be at least {least} tokens.")
+            raise ValueError(f"{flag} {max_tokens} leaves no room for a prompt: it must be at least {minimum}.")
         if not tokenizer.chat_template:
             raise ValueError("The tokenizer has no chat template: call ensure_chat_template(tokenizer) first.")
         end_id = end_of_turn_id(tokenizer)
@@ -94,7 +94,7 @@ class Encoder:
     def encode(self, record: Mapping[str, Any], row: Mapping[str, Any], row_index: int) -> list[Encoded]:
         """Encode a record: one Encoded, or two for a pair that is used as unpaired responses.
 
-        Args: record: from parse_record; row: the whole row, its number. Raises ValueError for a bad row.
+        Args: record: from parse_record; row, row_index: its source row and id. Raises ValueError for a bad row.
         """
         if self.kind == "prompt":
             return [self._encode_prompt(record, row, row_index)]
@@ -114,13 +114,13 @@ class Encoder:
             raise ValueError("the prompt has no tokens")
         cut = len(ids) > self.max_tokens
         if cut and self.drop_overlong:
-            return Encoded(None, dropped="too long")
+            return Encoded(None, skip_reason="too long")
         ids = cut_left(ids, self.max_tokens, bos_token_id=self.tokenizer.bos_token_id)
-        others = {name: value for name, value in row.items() if name != "prompt"}
+        other_columns = {name: value for name, value in row.items() if name != "prompt"}
         features = {
             "input_ids": ids,
             "row_index": row_index,
-            "row": json.dumps(others, ensure_ascii=False, default=str),
+            "row": json.dumps(other_columns, ensure_ascii=False, default=str),
             "prompt_text": json.dumps(record["prompt"], ensure_ascii=False),
             "length": len(ids),
         }
@@ -138,7 +138,7 @@ class Encoder:
             ids, mask = ids[:-1], mask[:-1]
         cut = len(ids) > self.max_tokens
         if cut and self.drop_overlong:
-            return Encoded(None, dropped="too long")
+            return Encoded(None, skip_reason="too long")
         if cut and "text" in record:
             ids, mask = ids[: self.max_tokens], mask[: self.max_tokens]
         elif cut:
@@ -146,7 +146,7 @@ class Encoder:
         if self.train_on_prompt:
             mask = [False] + [True] * (len(ids) - 1)
         if True not in mask:
-            raise ValueError("no token of it would be trained")
+            raise ValueError("none of its tokens would be trained")
         return Encoded({"input_ids": ids, "loss_mask": mask, "length": len(ids)}, cut)
 
     def _cut_conversation(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
@@ -160,17 +160,17 @@ class Encoder:
         return ids[: self.max_tokens], mask[: self.max_tokens]
 
     def _encode_preference(self, record: Mapping[str, Any]) -> Encoded:
-        prompt, chosen, rejected = self._answered(record, {0: record["chosen"], 1: record["rejected"]})
+        prompt, chosen, rejected = self._encode_answers(record, {0: record["chosen"], 1: record["rejected"]})
         longest = max(len(chosen), len(rejected))
         cut = len(prompt) + longest > self.max_tokens
         if cut and self.drop_overlong:
-            return Encoded(None, dropped="too long")
+            return Encoded(None, skip_reason="too long")
         if cut:
             room = self._prompt_room(len(prompt), longest)
             prompt = cut_left(prompt, room, bos_token_id=self.tokenizer.bos_token_id)
             chosen, rejected = (answer[: self.max_tokens - len(prompt)] for answer in (chosen, rejected))
         if chosen == rejected:
-            return Encoded(None, dropped="chosen and rejected are equal" + (" after cutting" if cut else ""))
+            return Encoded(None, skip_reason="chosen and rejected are equal" + (" after cutting" if cut else ""))
         features = {
             "chosen_ids": prompt + chosen,
             "rejected_ids": prompt + rejected,
@@ -182,10 +182,10 @@ class Encoder:
 
     def _encode_unpaired(self, record: Mapping[str, Any], index: int) -> Encoded:
         answer, desirable = record["answers"][index]
-        prompt, response = self._answered(record, {index: answer})
+        prompt, response = self._encode_answers(record, {index: answer})
         cut = len(prompt) + len(response) > self.max_tokens
         if cut and self.drop_overlong:
-            return Encoded(None, dropped="too long")
+            return Encoded(None, skip_reason="too long")
         if cut:
             room = self._prompt_room(len(prompt), len(response))
             prompt = cut_left(prompt, room, bos_token_id=self.tokenizer.bos_token_id)
@@ -193,7 +193,7 @@ class Encoder:
         features = {"input_ids": ids, "prompt_length": len(prompt), "desirable": desirable, "length": len(ids)}
         return Encoded(features, cut)
 
-    def _answered(self, record: Mapping[str, Any], answers: Mapping[int, str]) -> list[list[int]]:
+    def _encode_answers(self, record: Mapping[str, Any], answers: Mapping[int, str]) -> list[list[int]]:
         """Ids of the record's prompt and of each answer, which ends with the end-of-turn token.
 
         An answer that was cut off by a length limit gets no end-of-turn token.

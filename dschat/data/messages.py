@@ -22,7 +22,7 @@ def parse_messages(value: Any, name: str, *, speaker: str) -> list[Message]:
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise ValueError(f"{name} must be a string or a list of messages, not {_kind_of(value)}")
+        raise ValueError(f"{name} must be a string or a list of messages, not {_type_name(value)}")
     return [_message(message, f"{name}[{i}]") for i, message in enumerate(value)]
 
 
@@ -31,7 +31,7 @@ def with_system(system: Any, messages: list[Message]) -> list[Message]:
     if not system or messages[0]["role"] == "system":
         return messages
     if not isinstance(system, str):
-        raise ValueError(f"system must be text, not {_kind_of(system)}")
+        raise ValueError(f"system must be text, not {_type_name(system)}")
     return [{"role": "system", "content": system}, *messages]
 
 
@@ -60,7 +60,7 @@ def _message(message: Any, name: str) -> Message:
     if role not in ROLES:
         raise ValueError(f"{name} has role {shortened(role)}; use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise ValueError(f"{name} has content of type {_kind_of(content)}; it must be text")
+        raise ValueError(f"{name} has content of type {_type_name(content)}; it must be text")
     if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
         raise ValueError(f"{name} ({role}) is empty")
     return {"role": role, "content": content, **extra}
@@ -86,5 +86,5 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:80]}…"
 
 
-def _kind_of(value: Any) -> str:
+def _type_name(value: Any) -> str:
     return "null" if value is None else type(value).__name__

@@ -28,11 +28,11 @@ def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
     table = rows.with_format("arrow")[:]
     column = table["input_ids"].combine_chunks()
     ids, starts = column.values.to_numpy(), column.offsets.to_numpy()
-    borders = starts[:-1] + table["prompt_length"].to_numpy()
-    prompts = [ids[start:border].tobytes() for start, border in zip(starts, borders, strict=False)]
+    response_starts = starts[:-1] + table["prompt_length"].to_numpy()
+    prompts = [ids[start:stop].tobytes() for start, stop in zip(starts, response_starts, strict=False)]
     joined = [
-        np.concatenate([ids[starts[i] : borders[i]], ids[borders[j] : starts[j + 1]]])[:max_tokens]
-        for i, j in enumerate(next_other(prompts))
+        np.concatenate([ids[starts[i] : response_starts[i]], ids[response_starts[j] : starts[j + 1]]])[:max_tokens]
+        for i, j in enumerate(next_different(prompts))
     ]
     offsets = np.cumsum([0, *map(len, joined)], dtype=np.int32)
     rows = rows.add_column("mismatched_ids", pyarrow.ListArray.from_arrays(offsets, np.concatenate(joined)))
@@ -41,16 +41,16 @@ def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
     return replace(splits, train=rows.select(range(train)), eval=held_out)
 
 
-def next_other(values: list[bytes]) -> list[int]:
-    """For each index the next one, cyclically, with another value. Raises ValueError where there is none."""
+def next_different(values: list[bytes]) -> list[int]:
+    """For each index the next one, cyclically, with a different value. Raises ValueError if all values are equal."""
     count = len(values)
     if len(set(values)) < 2:
         raise ValueError(
-            "--preference_loss kto estimates a KL from responses to other prompts, but all rows have one prompt: bring "
-            "rows of several prompts."
+            "--preference_loss kto estimates a KL from responses to other prompts, but all rows have the same prompt: "
+            "use rows with several prompts."
         )
-    following = [0] * (2 * count)  # two cycles, so that the scan from the end wraps around
+    next_index = [0] * (2 * count)  # two cycles, so that the scan from the end wraps around
     for index in range(2 * count - 2, -1, -1):
         after = (index + 1) % count
-        following[index] = after if values[after] != values[index % count] else following[index + 1]
-    return following[:count]
+        next_index[index] = after if values[after] != values[index % count] else next_index[index + 1]
+    return next_index[:count]

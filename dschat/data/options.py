@@ -1,4 +1,4 @@
-"""Options that determine the rows of a step, and what makes them invalid."""
+"""Options that determine the rows of a step, and their validation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class DataOptions:
         max_bad_rows: more bad rows than this, over all sources, stop the run. The default tolerates a few damaged
             lines, not a wrong file.
         train_on_prompt: SFT on every token, not on responses only.
-        columns: our field ("prompt", "chosen", ...) → the column that the user named for it.
+        columns: field ("prompt", "chosen", ...) → the user's column for it.
         drop_duplicates: keep the first of equal records of a source.
         parse_special_tokens: encode control-token strings in contents as control tokens; by default as plain text.
         packing: pack several conversations into SFT rows of up to max_tokens (see packing.py).
@@ -73,12 +73,12 @@ def check_options(options: DataOptions, *, phase: int) -> None:
         problems.append(f"--eval_fraction {options.eval_fraction}: it must be at least 0 and less than 1.")
     if options.max_bad_rows < 0:
         problems.append(f"--max_bad_rows {options.max_bad_rows}: it must not be negative.")
-    problems += _outputs_among_rows(options)
+    problems += _outputs_in_data_folders(options)
     if problems:
         raise ValueError("\n".join(problems))
 
 
-def _outputs_among_rows(options: DataOptions) -> list[str]:
+def _outputs_in_data_folders(options: DataOptions) -> list[str]:
     """Output folders inside a data folder: a later or resumed run would read their files as data."""
     problems = []
     outputs = {"--output_dir": options.run_path, "--data_output_path": options.output_path}
@@ -96,6 +96,6 @@ def _outputs_among_rows(options: DataOptions) -> list[str]:
             if inside:
                 problems.append(
                     f"{' and '.join(inside)}: lies inside {flag} {path}, so the files of this run would be read as its "
-                    "data when it is resumed: write to another folder, or name the data files themselves."
+                    "data when it is resumed: write to another folder, or pass the data files themselves."
                 )
     return problems

@@ -39,8 +39,8 @@ def pack(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        place = bisect.bisect_left(free, (lengths[item], -1))  # the fullest row with enough room
-        left, row = free.pop(place) if place < len(free) else (capacity, len(rows))
+        index = bisect.bisect_left(free, (lengths[item], -1))  # the fullest row with enough room
+        left, row = free.pop(index) if index < len(free) else (capacity, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(item)
@@ -58,8 +58,8 @@ def packed(
         identity: fingerprint of the conversations; another one creates another folder.
         verify: False where another process of this machine has just verified it.
     """
-    decisive = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])
-    path = Path(folder) / f"packed-{hashlib.blake2b(decisive.encode(), digest_size=8).hexdigest()}"
+    settings = json.dumps([identity, capacity, seed, WINDOW, len(conversations)])
+    path = Path(folder) / f"packed-{hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()}"
     if not is_prepared(path, verify=verify):
         with written_folder(path) as unfinished:
             _write(unfinished / "rows.arrow", conversations, capacity, seed)

@@ -48,14 +48,14 @@ def parse_record(row: Mapping[str, Any], kind: str) -> dict[str, Any]:
         truncated by a length limit when they were sampled.
 
     Raises:
-        MissingColumn: the columns of this kind are not there.
+        MissingColumn: the row lacks the columns of this kind.
         ValueError: a bad row, with a short reason.
     """
     if kind not in KINDS:
         raise ValueError(f"kind {kind!r}: choose one of {', '.join(KINDS)}")
-    readers = {"prompt": _prompt_record, "sft": _sft_record, "preference": _preference_record,
+    parsers = {"prompt": _prompt_record, "sft": _sft_record, "preference": _preference_record,
                "unpaired": _unpaired_record}  # fmt: skip
-    record = readers[kind](row)
+    record = parsers[kind](row)
     for name in ("prompt", "messages"):
         if name in record:
             record[name] = with_system(row.get("system"), record[name])
@@ -72,7 +72,7 @@ def _prompt_record(row: Mapping[str, Any]) -> dict[str, Any]:
         prompt = _preference_record(row)["prompt"]
     else:
         raise _missing(row, "prompt")
-    return {"prompt": _checked_prompt(prompt)}
+    return {"prompt": _validated_prompt(prompt)}
 
 
 def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if _has(row, "messages"):
         messages = parse_messages(row["messages"], "messages", speaker="user")
     elif answer and _has(row, "prompt"):
-        prompt = _checked_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
+        prompt = _validated_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
         messages = prompt + [{"role": "assistant", "content": _answer(row[answer], answer, prompt)}]
     elif answer == "chosen":
         messages = parse_messages(row["chosen"], "chosen", speaker="assistant")
@@ -93,7 +93,7 @@ def _sft_record(row: Mapping[str, Any]) -> dict[str, Any]:
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"the last message is of role {messages[-1]['role']!r}, not 'assistant'")
     if len(messages) == 1:
-        raise ValueError("an answer without anything before it")
+        raise ValueError("the answer has no prompt")
     uses_chosen = answer == "chosen" and not _has(row, "messages")
     return {"messages": messages, **(_cut_off(row, "chosen") if uses_chosen else {})}
 
@@ -111,7 +111,7 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
         while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
             shared += 1
         prompt = chosen[:shared]
-    prompt = _checked_prompt(prompt)
+    prompt = _validated_prompt(prompt)
     return {
         "prompt": prompt,
         "chosen": _answer(row["chosen"], "chosen", prompt),
@@ -124,8 +124,8 @@ def _preference_record(row: Mapping[str, Any]) -> dict[str, Any]:
 def _unpaired_record(row: Mapping[str, Any]) -> dict[str, Any]:
     answer = next((name for name in ("response", "completion") if _has(row, name)), None)
     if answer and _has(row, "prompt", "label"):
-        desirable = _truth(row["label"], "label", rule="neither true (desirable) nor false")
-        prompt = _checked_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
+        desirable = _parse_bool(row["label"], "label", rule="neither true (desirable) nor false")
+        prompt = _validated_prompt(parse_messages(row["prompt"], "prompt", speaker="user"))
         return {"prompt": prompt, "answers": [(_answer(row[answer], answer, prompt), desirable)]}
     if _has(row, "chosen", "rejected"):
         pair = _preference_record(row)
@@ -141,10 +141,10 @@ def _cut_off(row: Mapping[str, Any], *names: str) -> dict[str, list[int]]:
 
 
 def _ended(value: Any, name: str) -> bool:
-    return True if value in (None, "") else _truth(value, name, rule="neither true nor false")
+    return True if value in (None, "") else _parse_bool(value, name, rule="neither true nor false")
 
 
-def _truth(value: Any, name: str, *, rule: str) -> bool:
+def _parse_bool(value: Any, name: str, *, rule: str) -> bool:
     """True, false, 1 or 0; also as text, which is all that a csv file can hold."""
     names = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     text = str(value).strip().lower()
@@ -167,11 +167,11 @@ def _answer(value: Any, name: str, prompt: list[Message]) -> str:
     return messages[0]["content"]
 
 
-def _checked_prompt(prompt: list[Message]) -> list[Message]:
+def _validated_prompt(prompt: list[Message]) -> list[Message]:
     if not prompt:
         raise ValueError("the prompt is empty")
     if prompt[-1]["role"] == "assistant":
-        raise ValueError("the prompt ends with an assistant message: nothing is left to answer")
+        raise ValueError("the prompt ends with an assistant message, but must end before the answer")
     return prompt
 
 
@@ -194,5 +194,5 @@ def _has(row: Mapping[str, Any], *names: str) -> bool:
 
 
 def _missing(row: Mapping[str, Any], kind: str) -> MissingColumn:
-    there = ", ".join(str(name) for name in row if row[name] is not None) or "none"
-    return MissingColumn(f"no usable column: a {kind} row needs {COLUMNS[kind]}; it has {there}")
+    present = ", ".join(str(name) for name in row if row[name] is not None) or "none"
+    return MissingColumn(f"no usable column: a {kind} row needs {COLUMNS[kind]}; it has {present}")

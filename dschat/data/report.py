@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-NAMED_ROWS = 20  # rows listed individually in a report
+MAX_LISTED_ROWS = 20  # rows listed individually in a report
 
 
 @dataclass
@@ -49,10 +49,10 @@ class SourceReport:
 
     def add_control_tokens(self, where: str, tokens: Sequence[str]) -> None:
         self.control_tokens += 1
-        if len(self.control_token_rows) < NAMED_ROWS:
+        if len(self.control_token_rows) < MAX_LISTED_ROWS:
             self.control_token_rows.append(f"{where} ({' '.join(tokens)})")
 
-    def refuse_other_columns(self) -> None:
+    def raise_if_wrong_columns(self) -> None:
         """Raises ValueError if all rows so far lack the required columns, which means the wrong file."""
         kept = self.train + self.eval + sum(self.dropped.values())
         if kept == 0 and self.bad and self.missing_columns == len(self.bad):
@@ -90,7 +90,7 @@ class DataReport:
     def summary(self) -> str:
         """Lines for the console: each source, its bad rows, and the epoch size if weights changed it."""
         lines = [source.line() for source in self.sources]
-        lines += [f"  set aside: {bad}" for bad in self.bad]
+        lines += [f"  skipped: {bad}" for bad in self.bad]
         lines += self._control_token_lines()
         trained = [source for source in self.sources if source.train]
         if [source.train for source in trained] != list(self.epoch_rows):
@@ -104,27 +104,27 @@ class DataReport:
         count = sum(source.control_tokens for source in self.sources)
         if not count:
             return []
-        became = "became those tokens, as --parse_special_tokens asks" if self.parses_special_tokens else (
-            "stayed plain text; give --parse_special_tokens if they are meant as the tokens"
+        outcome = "became control tokens (--parse_special_tokens)" if self.parses_special_tokens else (
+            "stayed plain text; pass --parse_special_tokens if they are meant as control tokens"
         )  # fmt: skip
-        named = [row for source in self.sources for row in source.control_token_rows][:NAMED_ROWS]
-        more = [f"  … and {count - len(named)} more"] if count > len(named) else []
-        return [f"control tokens in the contents of {count} rows {became}:", *(f"  {row}" for row in named), *more]
+        listed = [row for source in self.sources for row in source.control_token_rows][:MAX_LISTED_ROWS]
+        more = [f"  … and {count - len(listed)} more"] if count > len(listed) else []
+        return [f"control tokens in the contents of {count} rows {outcome}:", *(f"  {row}" for row in listed), *more]
 
 
-def refuse_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
+def raise_if_too_many_bad(bad: Sequence[str], max_bad_rows: int) -> None:
     """Raises ValueError, listing the first five, if there are more bad rows than allowed."""
     if len(bad) > max_bad_rows:
-        named = "".join(f"\n  {reason}" for reason in bad[:5])
+        listed = "".join(f"\n  {reason}" for reason in bad[:5])
         raise ValueError(
-            f"More than --max_bad_rows {max_bad_rows} rows cannot be used. The first of them:{named}\n"
-            "Mend the file, or raise --max_bad_rows to set such rows aside."
+            f"More than --max_bad_rows {max_bad_rows} rows cannot be used. The first of them:{listed}\n"
+            "Fix the file, or raise --max_bad_rows to skip such rows."
         )
 
 
-def refuse_unknown_columns(sources: Sequence[SourceReport], columns: Mapping[str, str]) -> None:
+def raise_if_unknown_columns(sources: Sequence[SourceReport], columns: Mapping[str, str]) -> None:
     """Raises ValueError if a user-defined column (our field → column) occurs in no row of any source."""
-    there = list(dict.fromkeys(name for source in sources for name in source.columns))
-    unknown = [f"--{ours}_column {theirs}" for ours, theirs in columns.items() if theirs not in there]
+    present = list(dict.fromkeys(name for source in sources for name in source.columns))
+    unknown = [f"--{field}_column {column}" for field, column in columns.items() if column not in present]
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: in no row of the data. Columns there: {', '.join(there) or 'none'}.")
+        raise ValueError(f"{', '.join(unknown)}: in no row of the data. It has columns {', '.join(present) or 'none'}.")

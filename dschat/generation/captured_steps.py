@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from dschat.generation.step import GraphedStep
 
 # Kinds of requests (sampled, greedy, evaluation, …) whose steps are cached; the least recently used is evicted.
-MOST_KINDS = 4
+MAX_KINDS = 4
 
 
 @dataclass
@@ -21,10 +21,10 @@ class CapturedSteps:
     """
 
     _addresses: Hashable = None
-    _kinds: dict[Hashable, GraphedStep] = field(default_factory=dict)
+    _steps: dict[Hashable, GraphedStep] = field(default_factory=dict)
 
     def get(self, kind: Hashable, addresses: Hashable, make: Callable[[], GraphedStep]) -> GraphedStep:
-        """The cached step for this kind of request if still valid, else a new one.
+        """Return the cached step for this kind of request if still valid, else a new one.
 
         Args:
             kind: everything that is a constant of a captured step.
@@ -32,22 +32,22 @@ class CapturedSteps:
             make: creates a new step.
         """
         if addresses != self._addresses:
-            self._kinds.clear()
+            self._steps.clear()
             self._addresses = addresses
-        step = self._kinds.pop(kind, None)
+        step = self._steps.pop(kind, None)
         if step is None:
-            if len(self._kinds) >= MOST_KINDS:
-                del self._kinds[next(iter(self._kinds))]
+            if len(self._steps) >= MAX_KINDS:
+                del self._steps[next(iter(self._steps))]
             step = make()
-        self._kinds[kind] = step  # last: most recently used
+        self._steps[kind] = step  # last: most recently used
         return step
 
     def clear(self) -> None:
         """Free all captured steps."""
-        self._kinds.clear()
+        self._steps.clear()
         self._addresses = None
 
     @property
     def nbytes(self) -> int:
         """Bytes held by the captured steps."""
-        return sum(step.nbytes for step in self._kinds.values())
+        return sum(step.nbytes for step in self._steps.values())

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dschat.distributed import watchdog
-from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
-from dschat.generation.cpu.fused_modules import faster_forwards
+from dschat.generation.cpu.fused_linear import FusedLinears, bf16_kernels, layers_by_input
+from dschat.generation.cpu.fused_modules import fused_forwards
 from dschat.generation.hf_cache_decoder import cache_mismatch, hf_cache_steps
 from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.generation.pool_decoder import PoolDecoder
@@ -21,10 +21,10 @@ from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
 
 # Optimisations that can be disabled, for ablations and debugging.
-PARTS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
+OPTIMIZATIONS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})
 # A KV pool, response buffers and captured steps below this size in total are kept between contexts even without pinned
 # buffers: training can spare the memory, and small models avoid a new capture for every rollout.
-KEPT_BYTES = 256 << 20
+MAX_KEPT_BYTES = 256 << 20
 
 
 class Decoder:
@@ -51,18 +51,19 @@ class Decoder:
         Args:
             slots: maximum rows decoded at once; None: as many as memory allows.
             memory_fraction: share of the free memory that the KV pool may use, in (0, 1].
-            without: names from PARTS to disable.
+            without: names from OPTIMIZATIONS to disable.
 
         Raises:
-            ValueError: a number out of range, or an unknown part.
+            ValueError: a number out of range, or an unknown name in `without`.
         """
         problems = []
         if slots is not None and slots < 1:
-            problems.append(f"slots is {slots}, but it counts rows: use ≥ 1, or None for as many as memory allows")
+            problems.append(f"slots is {slots}, but it must be ≥ 1, or None for as many as memory allows")
         if not 0 < memory_fraction <= 1:
-            problems.append(f"memory_fraction is {memory_fraction}, but it is a share in (0, 1]")
-        if set(without) - PARTS:
-            problems.append(f"without names {sorted(set(without) - PARTS)}: there are {', '.join(sorted(PARTS))}")
+            problems.append(f"memory_fraction is {memory_fraction}, but it must be in (0, 1]")
+        if set(without) - OPTIMIZATIONS:
+            unknown = sorted(set(without) - OPTIMIZATIONS)
+            problems.append(f"without has unknown names {unknown}: choose from {', '.join(sorted(OPTIMIZATIONS))}")
         if problems:
             raise ValueError("; ".join(problems) + ".")
         self.model = model
@@ -73,9 +74,9 @@ class Decoder:
         self._pool_decoder: PoolDecoder | None = None
         self._responses: Responses | None = None
         self._fixed_weights = False
-        self._served: bool | None = None
-        self._cached = False
-        self._faster: dict[nn.Module, Callable] | None = None
+        self._uses_pool: bool | None = None
+        self._uses_hf_cache = False
+        self._fused_forwards: dict[nn.Module, Callable] | None = None
         self._fused: list[FusedLinears] = []
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
@@ -84,9 +85,9 @@ class Decoder:
         Raises:
             ValueError: an empty prompt, a number out of range, or more tokens than the model has positions.
         """
-        checked = Request(prompts=prompts, **request)
-        checked.check(self.model.config)
-        return self.run(checked)
+        validated = Request(prompts=prompts, **request)
+        validated.check(self.model.config)
+        return self.run(validated)
 
     def run(self, request: Request) -> Rollout:
         """Generate for a validated request."""
@@ -99,13 +100,13 @@ class Decoder:
 
     def stream(self, prompt: Sequence[int], *, sample_id: int = 0, **request: Any) -> Iterator[int]:
         """Yield the tokens that generate() would return for this prompt as they are generated, EOS included."""
-        checked = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
-        checked.check(self.model.config)
-        responses, yielded = self._new_responses(checked), 0
-        for drawn in self._steps(checked, responses, streams=True):
-            responses.require_finite(yielded, drawn)
-            yield from responses.tokens[1 + yielded : 1 + drawn].tolist()
-            yielded = drawn
+        validated = Request(prompts=[prompt], pad_token_id=0, sample_ids=torch.tensor([sample_id]), **request)
+        validated.check(self.model.config)
+        responses, yielded = self._new_responses(validated), 0
+        for generated in self._steps(validated, responses, streams=True):
+            responses.require_finite(yielded, generated)
+            yield from responses.tokens[1 + yielded : 1 + generated].tolist()
+            yielded = generated
         self._responses = responses
 
     @property
@@ -123,47 +124,47 @@ class Decoder:
     @torch.inference_mode()
     def _steps(self, request: Request, responses: Responses, *, streams: bool = False) -> Iterator[int]:
         """Decode; yields the first row's token count after each host synchronisation."""
-        if self._serves():
+        if self._check_pool():
             if self._pool_decoder is None:
                 self._pool_decoder = PoolDecoder(self._pooled, **self._options)
-            # An open stream keeps the pool to itself, so a second request gets its own.
+            # An open stream has exclusive use of the pool, so a second request gets its own.
             busy = self._pool_decoder.busy
             pool_decoder = PoolDecoder(self._pooled, **self._options) if busy else self._pool_decoder
             weights = self._weight_addresses() if self._fixed_weights else None
             yield from pool_decoder.steps(request, responses, self, weights=weights, streams=streams)
         else:
             yield from hf_cache_steps(
-                self.model, request, responses, self, slots=self._options["slots"], cached=self._cached
+                self.model, request, responses, self, slots=self._options["slots"], cached=self._uses_hf_cache
             )
 
-    def _serves(self) -> bool:
+    def _check_pool(self) -> bool:
         """Whether the KV pool reproduces the model's own logits; tested once, on a few tokens."""
-        if self._served is None:
+        if self._uses_pool is None:
             problem = self._pooled.mismatch()
-            self._served = problem is None
+            self._uses_pool = problem is None
             if problem:
-                without_cache = cache_mismatch(self.model)
-                self._cached = without_cache is None
-                recomputed = f": every token runs all columns again ({without_cache})"
+                cache_problem = cache_mismatch(self.model)
+                self._uses_hf_cache = cache_problem is None
+                no_cache_note = f": every token recomputes the whole row ({cache_problem})"
                 warnings.warn(
-                    f"{type(self.model).__name__} is decoded by a plain loop: {problem}. Results are right, but "
-                    f"decoding is slow{'' if self._cached else recomputed}. Samples of one prompt each hold a copy of "
-                    "its state, and waiting rows start only when the whole batch has ended.",
+                    f"{type(self.model).__name__} is decoded without the KV pool: {problem}. Results are correct, but "
+                    f"decoding is slow{'' if self._uses_hf_cache else no_cache_note}. Each sample of a prompt has "
+                    "its own cache, and queued rows start only when the whole batch has ended.",
                     stacklevel=2,
                 )
-        return self._served
+        return self._uses_pool
 
     def prepare(self) -> None:
         """Install fused modules and packed weights; the weights must not change until `unprepare`."""
         self._fixed_weights = True
         if "fusion" in self._options["without"]:
             return
-        if self._faster is None:
-            self._faster = faster_forwards(self.model)
-            library = fusable(self.model)
-            groups = shared_inputs(self.model) if library else []
+        if self._fused_forwards is None:
+            self._fused_forwards = fused_forwards(self.model)
+            library = bf16_kernels(self.model)
+            groups = layers_by_input(self.model) if library else []
             self._fused = [FusedLinears(group, library) for group in groups]
-        for module, forward in self._faster.items():
+        for module, forward in self._fused_forwards.items():
             module.forward = forward
         for fused in self._fused:
             fused.pack_weights()
@@ -176,14 +177,14 @@ class Decoder:
     def unprepare(self, *, keep: bool = False) -> None:
         """Undo `prepare`; keep: keep the packed buffers allocated for the next time.
 
-        The pool and captured steps are kept in either case while they are small: see KEPT_BYTES.
+        The pool and captured steps are kept in either case while they are small: see MAX_KEPT_BYTES.
         """
         self._fixed_weights = False
-        if not keep and (self._fused or self._kept_bytes() > KEPT_BYTES):
+        if not keep and (self._fused or self._kept_bytes() > MAX_KEPT_BYTES):
             self.release()
         for fused in self._fused:
             fused.release(keep=keep)
-        for module in self._faster or ():
+        for module in self._fused_forwards or ():
             vars(module).pop("forward", None)
 
     def _kept_bytes(self) -> float:

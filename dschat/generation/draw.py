@@ -16,8 +16,8 @@ def draw_tokens(
     """sampling.sample_tokens, by a kernel where available; same arguments, same tokens up to rounding."""
     if kernels and logits.device.type == "cpu" and (library := cpp_kernels.load()):
         return library.sample_tokens(logits, uniform, params)
-    whole = not params.top_k and params.top_p == 1  # the Triton kernel does not truncate
-    if kernels and logits.is_cuda and (params.greedy or whole) and triton_kernels.available(logits):
+    untruncated = not params.top_k and params.top_p == 1  # the Triton kernel does not truncate
+    if kernels and logits.is_cuda and (params.greedy or untruncated) and triton_kernels.available(logits):
         from dschat.generation.cuda.sampling import sample  # imports triton, which is optional
 
         return sample(logits, uniform, temperature=params.temperature)

@@ -30,12 +30,12 @@ ALIGNMENT = 64  # each copied weight starts on a cache line; bytes
 class GenerationModule:
     """A model without hooks, adapters, dropout or activation checkpointing, on the meta device except while in use.
 
-    `fill` aliases the training parameters that are unpartitioned and already in the generation dtype. Weights with
-    LoRA adapters, in another dtype, or partitioned by ZeRO-3 are copied into one flat buffer per dtype; if these do not
-    fit into free memory, each layer's weights are materialised when it runs. Training weights are never modified.
+    `load_weights` aliases the training parameters that are unpartitioned and already in the generation dtype. Weights
+    with LoRA adapters, in another dtype, or partitioned by ZeRO-3 are copied into one flat buffer per dtype; if they do
+    not fit into free memory, each layer's weights are materialised when it runs. Training weights are never modified.
 
     Attributes:
-        module: the model on the meta device or filled, of the training model's class and config.
+        module: the model on the meta device or with weights, of the training model's class and config.
         layerwise: the per-layer weight loader while it is in use (see LayerwiseWeights), else None.
     """
 
@@ -53,27 +53,27 @@ class GenerationModule:
         Args:
             model: the training model, with or without LoRA adapters.
             dtype: of the weights during generation; None keeps each parameter's dtype.
-            pin: keep the flat buffers, and so the weights' addresses, between calls of `fill`.
+            pin: keep the flat buffers, and so the weights' addresses, between calls of `load_weights`.
             memory_fraction: share of the free memory that copied weights may use.
             layerwise: materialise each layer's copies when it runs; None: only if all of them do not fit.
         """
         self.model = model
         self.dtype = dtype
-        self.pin, self.memory_fraction, self._wants_layerwise = pin, memory_fraction, layerwise
+        self.pin, self.memory_fraction, self._layerwise_option = pin, memory_fraction, layerwise
         with torch.device("meta"):
             self.module = type(model)(copy.deepcopy(model.config)).eval()
         self.module.requires_grad_(False)
-        self._meta: dict[str, nn.Parameter] = dict(self.module.named_parameters(remove_duplicate=False))
+        self._meta_parameters: dict[str, nn.Parameter] = dict(self.module.named_parameters(remove_duplicate=False))
         self._buffers = {name for name, _ in self.module.named_buffers(remove_duplicate=False)}
         self._flat: dict[torch.dtype, Tensor] = {}
         self.layerwise: LayerwiseWeights | None = None
-        self._layers_suffice = False
+        self._layerwise_works = False
         tied = defaultdict(list)
-        for name, parameter in self._meta.items():
+        for name, parameter in self._meta_parameters.items():
             tied[id(parameter)].append(name)
-        self._same = {name: names for names in tied.values() for name in names}
+        self._tied_names = {name: names for names in tied.values() for name in names}
 
-    def fill(self) -> PreTrainedModel:
+    def load_weights(self) -> PreTrainedModel:
         """Load the current training weights. A collective under ZeRO-3: all ranks must call it.
 
         Returns:
@@ -90,25 +90,25 @@ class GenerationModule:
             for name, parameter in source.parameters
             if self._is_copied(source, parameter)
         }
-        if copies and self._copy_layerwise(sources, copies):
+        if copies and self._use_layerwise(sources, copies):
             self.layerwise = LayerwiseWeights(
-                self.module, sources, self._same, dtype=self._dtype, convert=self._converted
+                self.module, sources, self._tied_names, dtype=self._dtype, convert=self._convert
             )
         else:
-            rooms = self._rooms(copies)
+            views = self._buffer_views(copies)
             for source in sources:
                 with gathered([] if copies.keys().isdisjoint(name for name, _ in source.parameters) else source.needed):
                     for name, parameter in source.parameters:
                         weight = parameter.detach()
                         if name in copies:
-                            weight = rooms[name].copy_(self._converted(source, parameter))
-                        self._put(name, weight)
+                            weight = views[name].copy_(self._convert(source, parameter))
+                        self._set_parameter(name, weight)
         for name, buffer in self.model.named_buffers(remove_duplicate=False):
             # Includes non-persistent buffers (rotary frequencies, causal masks), which a state dict omits.
             if plain_name(name) in self._buffers:
                 set_tensor(self.module, plain_name(name), buffer)
-        if self.layerwise is not None and not self._runs_by_layers():
-            return self.fill()
+        if self.layerwise is not None and not self._check_layerwise():
+            return self.load_weights()
         return self.module
 
     @property
@@ -116,29 +116,29 @@ class GenerationModule:
         """Whether any weight is a copy rather than an alias of a training tensor."""
         return bool(self._flat) or self.layerwise is not None
 
-    def _runs_by_layers(self) -> bool:
+    def _check_layerwise(self) -> bool:
         """Whether a trial forward works with layerwise weights (cached); if not, all weights will be gathered."""
-        if self._layers_suffice:
+        if self._layerwise_works:
             return True
-        problem = self.layerwise.problem()
-        self._layers_suffice = self._agreed(problem is None, self.layerwise.partitioned)
-        if not self._layers_suffice:
+        problem = self.layerwise.trial_problem()
+        self._layerwise_works = self._true_on_all_ranks(problem is None, self.layerwise.partitioned)
+        if not self._layerwise_works:
             warnings.warn(
                 f"{type(self.module).__name__} does not run with one layer's weights at a time ({problem}): all are "
                 "gathered at once, which takes the memory of the whole model on every device.",
                 stacklevel=2,
             )
-            self.layerwise.abandon()
-            self.layerwise, self._wants_layerwise = None, False
-        return self._layers_suffice
+            self.layerwise.remove_hooks()
+            self.layerwise, self._layerwise_option = None, False
+        return self._layerwise_works
 
-    def _agreed(self, here: bool, distributed: bool) -> bool:
+    def _true_on_all_ranks(self, local: bool, distributed: bool) -> bool:
         """Whether the condition holds on all ranks; no collective if `distributed` is False."""
         device = next(self.model.parameters()).device
-        answer = torch.tensor(int(here), dtype=torch.int32, device=device)
+        result = torch.tensor(int(local), dtype=torch.int32, device=device)
         if distributed:
-            dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-        return bool(answer)
+            dist.all_reduce(result, op=dist.ReduceOp.MIN)
+        return bool(result)
 
     def release(self) -> None:
         """Free all weights: every parameter returns to the meta device. Layerwise under ZeRO-3, ranks synchronise."""
@@ -147,19 +147,19 @@ class GenerationModule:
                 self.layerwise.release()
         finally:
             self.layerwise = None
-            for name, parameter in self._meta.items():
+            for name, parameter in self._meta_parameters.items():
                 set_tensor(self.module, name, parameter)
             if not self.pin:
                 self._flat = {}
 
     def _check_names(self, sources: list[WeightSource]) -> None:
         present = {name for source in sources for name, _ in source.parameters}
-        present |= {other for name in present & self._same.keys() for other in self._same[name]}
-        if present != self._meta.keys():
-            odd = sorted(present ^ self._meta.keys())
+        present |= {other for name in present & self._tied_names.keys() for other in self._tied_names[name]}
+        if present != self._meta_parameters.keys():
+            differing = sorted(present ^ self._meta_parameters.keys())
             raise ValueError(
-                f"the weights of {type(self.model).__name__} and of its config differ in {len(odd)} names, "
-                f"{', '.join(odd[:4])} …: modules were added or removed after loading; "
+                f"the weights of {type(self.model).__name__} and of its config differ in {len(differing)} names, "
+                f"{', '.join(differing[:4])} …: modules were added or removed after loading; "
                 "fold them into the model before training, or change the config with them."
             )
 
@@ -170,21 +170,21 @@ class GenerationModule:
         # A ZeRO-3 parameter may be gathered now, but it will be partitioned again.
         return hasattr(parameter, "ds_id") or source.folds(parameter) or parameter.dtype != self._dtype(parameter)
 
-    def _converted(self, source: WeightSource, parameter: nn.Parameter) -> Tensor:
+    def _convert(self, source: WeightSource, parameter: nn.Parameter) -> Tensor:
         """The weight with LoRA folded in, in the generation dtype; the source's parameters must be gathered."""
         weight = folded_weight(source.layer) if source.folds(parameter) else parameter.detach()
         return weight.to(self._dtype(parameter))
 
-    def _copy_layerwise(self, sources: list[WeightSource], copies: dict[str, tuple[torch.Size, torch.dtype]]) -> bool:
+    def _use_layerwise(self, sources: list[WeightSource], copies: dict[str, tuple[torch.Size, torch.dtype]]) -> bool:
         """Whether to copy weights layer by layer; the same on all ranks under ZeRO-3."""
-        if self._wants_layerwise is not None or self._flat:
-            return bool(self._wants_layerwise)
+        if self._layerwise_option is not None or self._flat:
+            return bool(self._layerwise_option)
         device = next(self.model.parameters()).device
         needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in copies.values())
         partitioned = any(is_partitioned(parameter) for source in sources for parameter in source.needed)
-        return not self._agreed(needed <= self.memory_fraction * free_memory(device), partitioned)
+        return not self._true_on_all_ranks(needed <= self.memory_fraction * free_memory(device), partitioned)
 
-    def _rooms(self, copies: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    def _buffer_views(self, copies: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
         """A view into the flat buffer of its dtype for each copy; the offsets are the same on every call."""
         device = next(self.model.parameters()).device
         sizes: dict[torch.dtype, int] = defaultdict(int)
@@ -202,10 +202,10 @@ class GenerationModule:
             for name, (shape, dtype) in copies.items()
         }
 
-    def _put(self, name: str, weight: Tensor) -> None:
+    def _set_parameter(self, name: str, weight: Tensor) -> None:
         """Set a parameter under all its (tied) names."""
         parameter = nn.Parameter(weight, requires_grad=False)
-        for same in self._same[name]:
+        for same in self._tied_names[name]:
             set_tensor(self.module, same, parameter)
 
 
@@ -213,5 +213,5 @@ def set_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Set a parameter or buffer by its dotted name without copying it."""
     path, _, leaf = name.rpartition(".")
     owner = module.get_submodule(path)
-    shelf = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
-    shelf[leaf] = tensor
+    registry = owner._parameters if isinstance(tensor, nn.Parameter) else owner._buffers
+    registry[leaf] = tensor

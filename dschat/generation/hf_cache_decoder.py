@@ -13,8 +13,8 @@ from dschat.generation.draw import draw_tokens
 from dschat.generation.kv_cache import new_cache
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import left_pad
-from dschat.generation.scheduler import Counts, first_row_tokens, queue_order
-from dschat.generation.trial import TRIAL_TOKENS, distance, takes
+from dschat.generation.scheduler import Counters, first_row_tokens, queue_order
+from dschat.generation.trial import TRIAL_TOKENS, accepts_argument, relative_error
 from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
@@ -33,8 +33,8 @@ class LiveRows:
     def __init__(self, model: PreTrainedModel, ids: Tensor, mask: Tensor, *, max_new_tokens: int, cached: bool) -> None:
         """Start from left-padded prompts ids [R, P] long, mask [R, P] bool; cached: use a cache, see cache_mismatch."""
         self.model = model
-        self.takes_positions = takes(model, "position_ids")
-        self.takes_logits_to_keep = takes(model, "logits_to_keep")
+        self.accepts_position_ids = accepts_argument(model, "position_ids")
+        self.accepts_logits_to_keep = accepts_argument(model, "logits_to_keep")
         columns = ids.shape[1] + max_new_tokens
         self.cache = new_cache(model.config, limit=columns) if cached else None
         self.width = ids.shape[1]  # columns up to and including those of the next forward
@@ -46,9 +46,9 @@ class LiveRows:
     def next_logits(self) -> Tensor:
         """Run the new columns; return the logits after the last one, [R, V]."""
         inputs = {"input_ids": self.ids, "attention_mask": self.mask[:, : self.width], "return_dict": True}
-        if self.takes_positions:
+        if self.accepts_position_ids:
             inputs["position_ids"] = self.positions
-        if self.takes_logits_to_keep:
+        if self.accepts_logits_to_keep:
             inputs["logits_to_keep"] = 1
         if self.cache is None:
             return self.model(**inputs, use_cache=False).logits[:, -1]
@@ -71,15 +71,15 @@ class LiveRows:
 
 @torch.inference_mode()
 def cache_mismatch(model: PreTrainedModel) -> str | None:
-    """Why decoding with transformers' cache does not match the full forward of this model, or None."""
-    if not takes(model, "past_key_values"):
-        return "its forward takes no key-value cache"
+    """Why decoding with transformers' cache differs from the full forward of this model; None if it does not."""
+    if not accepts_argument(model, "past_key_values"):
+        return "its forward accepts no key-value cache"
     embeddings = model.get_input_embeddings()
     vocabulary, device = embeddings.num_embeddings, embeddings.weight.device
     ids = torch.arange(2 * TRIAL_TOKENS, device=device).view(2, -1) * 7919 % vocabulary
     mask = torch.ones_like(ids, dtype=torch.bool)
     mask[1, :3] = False
-    steps, most = 3, 1e-2 if model.dtype == torch.float32 else 0.1
+    steps, tolerance = 3, 1e-2 if model.dtype == torch.float32 else 0.1
     with short_windows(model):
         expected = LiveRows(model, ids, mask, max_new_tokens=0, cached=False).next_logits()
         try:
@@ -93,53 +93,54 @@ def cache_mismatch(model: PreTrainedModel) -> str | None:
             raise
         except Exception as error:  # anything the model's own code raises, which may need its own cache class
             return str(error)
-    off = distance(logits, expected)
-    return None if off < most else f"over transformers' cache its logits are off by {off:.2g} of their spread"
+    error = relative_error(logits, expected)
+    return None if error < tolerance else f"over transformers' cache its logits have a relative error of {error:.2g}"
 
 
 def hf_cache_steps(
-    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, *, slots: int | None, cached: bool
-) -> Iterator[int]:
+    model: PreTrainedModel, request: Request, responses: Responses, counters: Counters, *, slots: int | None,
+    cached: bool,
+) -> Iterator[int]:  # fmt: skip
     """Decode the rows of a request in padded batches; yields the first row's token count after every step."""
     device = responses.tokens.device
     for rows in torch.tensor(queue_order(request)).split(slots or len(request)):
-        yield from _batch_steps(model, request, responses, counts, rows.tolist(), device, cached)
+        yield from _batch_steps(model, request, responses, counters, rows.tolist(), device, cached)
 
 
 def _batch_steps(
-    model: PreTrainedModel, request: Request, responses: Responses, counts: Counts, rows: list[int],
+    model: PreTrainedModel, request: Request, responses: Responses, counters: Counters, rows: list[int],
     device: torch.device, cached: bool,
 ) -> Iterator[int]:  # fmt: skip
     limits = request.limits
     unique: dict[tuple[int, ...], int] = {}
-    shared = [unique.setdefault(tuple(request.prompts[row]), len(unique)) for row in rows]
+    prompt_index = [unique.setdefault(tuple(request.prompts[row]), len(unique)) for row in rows]
     ids, mask = left_pad(list(unique), pad_token_id=0, device=device)  # [U, P]
-    batch = LiveRows(model, ids, mask, max_new_tokens=max(limits[row] for row in rows), cached=cached)
-    counts.prefilled_tokens += sum(map(len, unique))
-    logits = batch.next_logits()[torch.tensor(shared, device=device)]  # [R, V]
+    live_rows = LiveRows(model, ids, mask, max_new_tokens=max(limits[row] for row in rows), cached=cached)
+    counters.prefilled_tokens += sum(map(len, unique))
+    logits = live_rows.next_logits()[torch.tensor(prompt_index, device=device)]  # [R, V]
     if len(unique) < len(rows):
-        batch.select(torch.tensor(shared, device=device))
+        live_rows.select(torch.tensor(prompt_index, device=device))
 
-    stops = torch.tensor(request.stops, dtype=torch.long, device=device)
-    state = DecodeBatch.empty(len(rows), device)
-    state.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
+    stop_ids = torch.tensor(request.stop_ids, dtype=torch.long, device=device)
+    decode_batch = DecodeBatch.empty(len(rows), device)
+    decode_batch.add(rows, [(0, 0, 0)] * len(rows), [limits[row] for row in rows], responses)
     while True:
-        slots = slice(0, state.used)
+        slots = slice(0, decode_batch.used)
         uniform = responses.uniforms
         if uniform is not None:
-            uniform = uniform[state.next_cells(slots, responses)]
+            uniform = uniform[decode_batch.write_indices(slots, responses)]
         tokens, logprobs = draw_tokens(logits, uniform, request.sampling)
-        state.write(slots, tokens, logprobs, responses, stops)
-        batch.append(tokens)
-        live = state.live[slots]
+        decode_batch.write(slots, tokens, logprobs, responses, stop_ids)
+        live_rows.append(tokens)
+        live = decode_batch.live[slots]
         live_count = int(live.sum())
-        if live_count <= (1 - COMPACT_WHEN_FINISHED) * state.used:
+        if live_count <= (1 - COMPACT_WHEN_FINISHED) * decode_batch.used:
             index = live.nonzero().squeeze(1)
-            state.remove_finished(responses)
+            decode_batch.remove_finished(responses)
             if live_count:
-                batch.select(index)
-        yield first_row_tokens(state, responses)
+                live_rows.select(index)
+        yield first_row_tokens(decode_batch, responses)
         if not live_count:
             return
-        counts.decoded_rows += state.used
-        logits = batch.next_logits()  # [R, V]
+        counters.decoded_rows += decode_batch.used
+        logits = live_rows.next_logits()  # [R, V]

@@ -24,7 +24,7 @@ class HybridEngine:
 
     On entry a separate inference module aliases or copies the weights (LoRA folded in, dropout off); on exit it
     releases them. The training module is never modified: parameters stay bit-identical, and train/eval mode, hooks and
-    gradient checkpointing are unchanged. Do not update weights inside the context: copies would not follow.
+    gradient checkpointing are unchanged. Do not update weights inside the context: copies would not be updated.
 
     Attributes:
         engine: the wrapped DeepSpeedEngine around TokenLogprobs, TokenLogprobs, or Hugging Face model.
@@ -47,11 +47,11 @@ class HybridEngine:
         """Wrap an engine or a model.
 
         Args:
-            engine: see the class.
+            engine: see the class attributes.
             dtype: of the weights during generation (bfloat16 rollouts of float32 weights need a copy); None: unchanged.
             slots, memory_fraction, without: see Decoder.
             pin_buffers: keep the KV pool and the buffers of copied weights allocated between contexts. Otherwise only
-                small buffers are kept, see decoder.KEPT_BYTES.
+                small buffers are kept, see decoder.MAX_KEPT_BYTES.
             layerwise: for weights that must be copied, copy each layer's when it runs; None: only if they do not fit
                 into memory_fraction of the free memory. Under ZeRO-3 ranks then run their forwards in lockstep.
         """
@@ -85,12 +85,12 @@ class HybridEngine:
         """
         if self._generating:
             raise RuntimeError(
-                "generation() is entered inside generation(): the weights are there already, "
-                "so call generate() directly, or leave the outer context first."
+                "generation() is already entered: the weights are loaded, "
+                "so call generate() directly, or exit the outer context first."
             )
         self._generating = True
         try:
-            self._generation_module.fill()
+            self._generation_module.load_weights()
             if self._generation_module.layerwise is None:
                 self._decoder.prepare()
             yield self
@@ -124,6 +124,6 @@ class HybridEngine:
     def _require_weights(self, call: str) -> None:
         if not self._generating:
             raise RuntimeError(
-                f"{call}() needs full-size weights, which are there only inside the context: "
+                f"{call}() needs the gathered weights, which are loaded only inside the context: "
                 f"with engine.generation(): engine.{call}(...)."
             )

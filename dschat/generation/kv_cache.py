@@ -50,8 +50,8 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def _grow(self, columns: int) -> None:
-        room = max(columns, min(self.limit, int(columns * GROWTH) + 16))
-        self.buffers = (_with_room(self.keys, room), _with_room(self.values, room))
+        capacity = max(columns, min(self.limit, int(columns * GROWTH) + 16))
+        self.buffers = (_with_capacity(self.keys, capacity), _with_capacity(self.values, capacity))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         # The selected rows are a copy without spare capacity; the next token allocates new buffers.
@@ -59,9 +59,9 @@ class GrowingLayer(DynamicLayer):
         self.buffers = None
 
 
-def _with_room(states: Tensor, room: int) -> Tensor:
-    """Copy [B, heads, length, width] into the front of a new [B, heads, room, width]."""
-    buffer = states.new_empty(*states.shape[:-2], room, states.shape[-1])
+def _with_capacity(states: Tensor, capacity: int) -> Tensor:
+    """Copy [B, heads, length, width] into the front of a new [B, heads, capacity, width]."""
+    buffer = states.new_empty(*states.shape[:-2], capacity, states.shape[-1])
     buffer[:, :, : states.shape[-2]] = states
     return buffer
 

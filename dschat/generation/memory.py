@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 MEMINFO = Path("/proc/meminfo")
-OWN_CGROUPS = Path("/proc/self/cgroup")
+PROCESS_CGROUPS = Path("/proc/self/cgroup")
 CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -48,20 +48,20 @@ def _container_memory() -> Iterator[int]:
             "v2": ("memory.max", "memory.current", "inactive_file "),
         }[version]
         try:
-            most = (group / limit).read_text(encoding="ascii").strip()
+            limit_text = (group / limit).read_text(encoding="ascii").strip()
             used = int((group / usage).read_text(encoding="ascii"))
             stat = (group / "memory.stat").read_text(encoding="ascii").splitlines()
         except OSError:
             continue  # the root cgroup has no limit files; others may not be mounted here
-        if most.isdigit():
+        if limit_text.isdigit():
             reclaimable = next((int(line.split()[1]) for line in stat if line.startswith(cache)), 0)
-            yield max(0, int(most) - used + reclaimable)
+            yield max(0, int(limit_text) - used + reclaimable)
 
 
 def _memory_groups() -> Iterator[Path]:
     """Directories of the memory cgroups of this process and their ancestors."""
     try:
-        lines = OWN_CGROUPS.read_text(encoding="utf-8").splitlines()
+        lines = PROCESS_CGROUPS.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -70,4 +70,4 @@ def _memory_groups() -> Iterator[Path]:
             continue
         root = CGROUPS / "memory" if controllers else CGROUPS
         folder = root / path.lstrip("/")
-        yield from (above for above in (folder, *folder.parents) if above.is_relative_to(root))
+        yield from (parent for parent in (folder, *folder.parents) if parent.is_relative_to(root))

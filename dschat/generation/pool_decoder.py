@@ -14,12 +14,12 @@ from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.generation.memory import free_memory
 from dschat.generation.prefill import PromptKey
 from dschat.generation.request import Request, Responses
-from dschat.generation.scheduler import Counts, Scheduler, queue_order
+from dschat.generation.scheduler import Counters, Scheduler, queue_order
 from dschat.generation.step import GraphedStep, Step
 
 
 class PoolDecoder:
-    """Decodes requests over a KV pool sized for each; the next one reuses the pool and captured steps where possible.
+    """Decodes requests over a KV pool sized per request; the pool and captured steps are reused where possible.
 
     Args:
         model: runs prefill and decoding steps.
@@ -30,7 +30,7 @@ class PoolDecoder:
         self, model: PooledModel, *, slots: int | None, memory_fraction: float, without: Collection[str]
     ) -> None:
         self.model, self.memory_fraction, self.without = model, memory_fraction, without
-        self.most_slots = slots
+        self.max_slots = slots
         self.device = model.model.get_input_embeddings().weight.device
         self.pool: KVPool | None = None
         self.busy = False
@@ -45,8 +45,9 @@ class PoolDecoder:
         return pool + self.captured.nbytes
 
     def steps(
-        self, request: Request, responses: Responses, counts: Counts, *, weights: Hashable = None, streams: bool = False
-    ) -> Iterator[int]:
+        self, request: Request, responses: Responses, counters: Counters, *, weights: Hashable = None,
+        streams: bool = False,
+    ) -> Iterator[int]:  # fmt: skip
         """Decode all rows; yields the first row's token count after every host synchronisation.
 
         If memory runs out, the unfinished rows restart with half the slots and produce the same tokens.
@@ -60,20 +61,20 @@ class PoolDecoder:
         """
         self.busy = True
         try:
-            for count_first_row in self._steps(request, responses, counts, weights):
+            for count_first_row in self._steps(request, responses, counters, weights):
                 yield count_first_row() if streams else 0
         finally:
             self.busy = False
 
     def _steps(
-        self, request: Request, responses: Responses, counts: Counts, weights: Hashable
+        self, request: Request, responses: Responses, counters: Counters, weights: Hashable
     ) -> Iterator[Callable[[], int]]:
         waiting = queue_order(request)
-        slots = min(self.most_slots or len(waiting), len(waiting))
+        slots = min(self.max_slots or len(waiting), len(waiting))
         while waiting:
             scheduler = None
             try:
-                scheduler = Scheduler(self, request, responses, counts, waiting, slots, weights)
+                scheduler = Scheduler(self, request, responses, counters, waiting, slots, weights)
                 yield from scheduler.steps()
                 return
             except torch.OutOfMemoryError:
@@ -95,17 +96,18 @@ class PoolDecoder:
         """A pool large enough for all rows that can be in flight at once, bounded by the available memory."""
         limits = request.limits
         lengths = {self.prompt_key(request, row): len(request.prompts[row]) for row in rows}
-        each = sorted((len(request.prompts[row]) + limits[row] for row in rows), reverse=True)
-        needed = 1 + min(sum(lengths.values()) + sum(limits[row] for row in rows), sum(each[:slots]))
+        row_tokens = sorted((len(request.prompts[row]) + limits[row] for row in rows), reverse=True)
+        needed = 1 + min(sum(lengths.values()) + sum(limits[row] for row in rows), sum(row_tokens[:slots]))
         if self.pool is not None and self.pool.size >= needed:
             self.pool.clear()
             return self.pool
         self.free()  # before measuring the free memory
         affordable = int(self.memory_fraction * free_memory(self.device)) // self.model.bytes_per_token
-        if affordable <= each[0]:
+        if affordable <= row_tokens[0]:
             raise torch.OutOfMemoryError(
-                f"the keys and values of one row take {each[0]} tokens x {self.model.bytes_per_token} bytes, but there "
-                f"is room for {affordable} tokens: shorten prompts or responses, or raise --generation_memory_fraction"
+                f"the keys and values of one row take {row_tokens[0]} tokens x {self.model.bytes_per_token} bytes, but "
+                f"there is room for {affordable} tokens: shorten prompts or responses, or raise "
+                "--generation_memory_fraction"
             )
         self.pool = KVPool(min(needed, affordable), kernels="kernels" not in self.without)
         return self.pool
@@ -115,7 +117,7 @@ class PoolDecoder:
     ) -> tuple[Step, Callable[[int], None]]:
         """A step over an empty decode batch and a callable that runs it, captured (and reused) where possible."""
         captures = (
-            weights is not None and "graphs" not in self.without and can_capture(self.device) and self.model.captures
+            weights is not None and "graphs" not in self.without and can_capture(self.device) and self.model.can_capture
         )
         if captures:
             longest = 1 << (longest - 1).bit_length()  # rounded up, so that other requests can reuse the graphs
@@ -123,14 +125,14 @@ class PoolDecoder:
         def make() -> Step:
             return Step(
                 self.model, pool, DecodeBatch.empty(slots, self.device), responses, request.sampling,
-                to_device(request.stops, self.device), longest, kernels="kernels" not in self.without,
+                to_device(request.stop_ids, self.device), longest, kernels="kernels" not in self.without,
                 allow_host_sync=not captures,
             )  # fmt: skip
 
         if not captures:
             return (step := make()), step
         graphed = self.captured.get(
-            (slots, longest, request.sampling, tuple(request.stops)), (weights, id(pool), responses.addresses),
+            (slots, longest, request.sampling, tuple(request.stop_ids)), (weights, id(pool), responses.addresses),
             lambda: GraphedStep(make(), memory=self._graph_memory),
         )  # fmt: skip
         graphed.step.batch.reset()

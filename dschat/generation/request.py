@@ -15,7 +15,7 @@ from dschat.models.positions import position_limit
 from dschat.tensors import seeded_uniform
 
 # Numbers hashed per call, to bound memory: the hash works on int64 and allocates many temporaries.
-UNIFORM_CELLS = 1 << 20
+UNIFORM_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class Request:
     @property
     def limits(self) -> list[int]:
         """The maximum number of new tokens for each prompt."""
-        same = isinstance(self.max_new_tokens, int)
-        return [self.max_new_tokens] * len(self) if same else list(self.max_new_tokens)
+        shared = isinstance(self.max_new_tokens, int)
+        return [self.max_new_tokens] * len(self) if shared else list(self.max_new_tokens)
 
     @property
-    def stops(self) -> list[int]:
+    def stop_ids(self) -> list[int]:
         """The ids that end a response, as a list."""
         ids = self.eos_token_ids
         return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
@@ -63,9 +63,9 @@ class Request:
         """The uniform numbers in (0, 1) for inverse-CDF sampling, [B, T] float32; None if sampling is greedy."""
         if self.sampling.greedy:
             return None
-        names = torch.arange(len(self)) if self.sample_ids is None else self.sample_ids
+        sample_ids = torch.arange(len(self)) if self.sample_ids is None else self.sample_ids
         columns = torch.arange(max(self.limits), device=device)
-        rows = names.to(device).unsqueeze(1).split(max(1, UNIFORM_CELLS // len(columns)))
+        rows = sample_ids.to(device).unsqueeze(1).split(max(1, UNIFORM_CHUNK // len(columns)))
         return torch.cat([seeded_uniform(self.seed, self.iteration, part, columns) for part in rows])
 
     def check(self, config: PreTrainedConfig) -> None:
@@ -86,14 +86,14 @@ class Request:
         # The last token is never an input, so it needs no position.
         if positions is not None and longest + limit - 1 > positions:
             problems.append(
-                f"the longest prompt has {longest} tokens, with max_new_tokens {limit} that is {longest + limit}, "
+                f"the longest prompt has {longest} tokens, {longest + limit} with max_new_tokens {limit}, "
                 f"but the model has {positions} {kind}: shorten one of them"
             )
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
         largest, smallest = max(map(max, self.prompts)), min(map(min, self.prompts))
         if smallest < 0 or vocabulary is not None and largest >= vocabulary:
             problems.append(
-                f"the prompts hold the ids {smallest} to {largest}, but the model's vocabulary has {vocabulary}: "
+                f"the prompts have ids from {smallest} to {largest}, but the model's vocabulary has {vocabulary}: "
                 "encode them with the model's own tokenizer"
             )
         if problems:
@@ -103,26 +103,26 @@ class Request:
 class Responses:
     """Output buffers of a request: the tokens generated so far, one row per prompt.
 
-    A step writes token t of row b at index 1 + b·T + t of the flat tensors; index 0 receives the discarded writes.
+    A step writes token t of row b at index 1 + b·T + t of the flat tensors; writes of ended rows go to index 0.
 
     Attributes:
         tokens: [at least 1 + B·T] long. logprobs, uniforms: same length, float32; uniforms None if sampling is greedy.
-        counts: [B] long, number of tokens of each row.
+        lengths: [B] long, number of tokens of each row.
         columns: T, the largest limit.
     """
 
-    discarded = 0
+    discard_index = 0
 
     def __init__(self, request: Request, device: torch.device, *, reuse: Responses | None = None) -> None:
         """Allocate empty buffers; reuse: an instance no longer in use, whose tensors are reused if large enough."""
         self.columns = max(request.limits)
-        self.cells = len(request) * self.columns
-        fits = reuse is not None and len(reuse.tokens) > self.cells and reuse.tokens.device == device
-        self.tokens = reuse.tokens if fits else torch.empty(1 + self.cells, dtype=torch.long, device=device)
-        self.logprobs = reuse.logprobs if fits else torch.empty(1 + self.cells, device=device)
+        self.size = len(request) * self.columns
+        fits = reuse is not None and len(reuse.tokens) > self.size and reuse.tokens.device == device
+        self.tokens = reuse.tokens if fits else torch.empty(1 + self.size, dtype=torch.long, device=device)
+        self.logprobs = reuse.logprobs if fits else torch.empty(1 + self.size, device=device)
         self.tokens.fill_(request.pad_token_id)
         self.logprobs.zero_()
-        self.counts = torch.zeros(len(request), dtype=torch.long, device=device)
+        self.lengths = torch.zeros(len(request), dtype=torch.long, device=device)
         # A greedy request keeps the buffer: captured steps of later sampled requests read this address.
         self._uniform_buffer = reuse._uniform_buffer if fits else None
         self.uniforms = None
@@ -132,15 +132,15 @@ class Responses:
                 self._uniform_buffer = torch.empty_like(self.logprobs)
             self.uniforms = self._uniform_buffer
             self.uniforms[0] = 0.5
-            self.uniforms[1 : 1 + self.cells] = uniforms.flatten()
+            self.uniforms[1 : 1 + self.size] = uniforms.flatten()
 
-    def first_cell(self, rows: Tensor) -> Tensor:
+    def first_index(self, rows: Tensor) -> Tensor:
         """Flat index of the first response token of these rows."""
         return 1 + rows * self.columns
 
-    def table(self, flat: Tensor) -> Tensor:
+    def as_rows(self, flat: Tensor) -> Tensor:
         """A flat buffer viewed as [B, T]."""
-        return flat[1 : 1 + self.cells].view(-1, self.columns)
+        return flat[1 : 1 + self.size].view(-1, self.columns)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ class Responses:
     @property
     def nbytes(self) -> int:
         """Total size of all buffers."""
-        return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.counts) if t is not None)
+        return sum(t.nbytes for t in (self.tokens, self.logprobs, self._uniform_buffer, self.lengths) if t is not None)
 
     def rollout(self, request: Request) -> Rollout:
         """Build the padded rollout; a row has ended if its last token is a stop id.
@@ -161,17 +161,17 @@ class Responses:
             RuntimeError: a row neither ended nor reached its limit, which is a bug of the decoder.
         """
         device = self.tokens.device
-        longest = int(self.counts.max())
+        longest = int(self.lengths.max())
         prompts, prompt_mask = left_pad(request.prompts, pad_token_id=request.pad_token_id, device=device)
         columns = torch.arange(longest, device=device)
-        mask = columns < self.counts.unsqueeze(1)  # [B, T]
-        rows = self.table(self.tokens)
+        mask = columns < self.lengths.unsqueeze(1)  # [B, T]
+        rows = self.as_rows(self.tokens)
         # A row that restarted after running out of memory may have left tokens beyond its end.
         tokens = torch.where(mask, rows[:, :longest], request.pad_token_id)
-        last = rows.gather(1, (self.counts - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
-        ended = torch.isin(last, torch.tensor(request.stops, dtype=torch.long, device=device))
-        logprobs = self.table(self.logprobs)[:, :longest]
-        self._require_whole_rows(request, ended)
+        last = rows.gather(1, (self.lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)  # [B]
+        ended = torch.isin(last, torch.tensor(request.stop_ids, dtype=torch.long, device=device))
+        logprobs = self.as_rows(self.logprobs)[:, :longest]
+        self._require_complete_rows(request, ended)
         _require_finite(logprobs, mask)
         return Rollout(
             sequences=torch.cat([prompts, tokens], dim=1),
@@ -186,13 +186,13 @@ class Responses:
         logprobs = self.logprobs[1 + start : 1 + stop].unsqueeze(0)
         _require_finite(logprobs, torch.ones_like(logprobs, dtype=torch.bool))
 
-    def _require_whole_rows(self, request: Request, ended: Tensor) -> None:
-        limits = torch.tensor(request.limits, device=self.counts.device)
-        missing = (self.counts < 1) | (~ended & (self.counts != limits))  # [B]
+    def _require_complete_rows(self, request: Request, ended: Tensor) -> None:
+        limits = torch.tensor(request.limits, device=self.lengths.device)
+        missing = (self.lengths < 1) | (~ended & (self.lengths != limits))  # [B]
         if bool(missing.any()):
             raise RuntimeError(
-                f"rows {_some(missing)} of the rollout have neither an end nor all tokens of their limit: the decoder "
-                "lost them. This is a fault of the decoder, not of the request; please report it."
+                f"rows {_format_indices(missing)} of the rollout have neither an EOS nor max_new_tokens tokens. This "
+                "is a bug of the decoder, not of the request; please report it."
             )
 
 
@@ -207,13 +207,13 @@ def _require_finite(logprobs: Tensor, mask: Tensor) -> None:
     rows = (~logprobs.isfinite() & mask).any(dim=1)  # [B]
     if bool(rows.any()):
         raise FloatingPointError(
-            f"rows {_some(rows)} of the rollout have logits that are not finite (NaN or infinite): nothing can be "
-            "sampled from them. Check the model's weights; a model that overflows in float16 needs --dtype bf16 or "
-            "fp32, and weights that training has spoilt an earlier checkpoint."
+            f"rows {_format_indices(rows)} of the rollout have logits that are not finite (NaN or infinite): no token "
+            "can be sampled. Check the model's weights; a model that overflows in float16 needs --dtype bf16 or "
+            "fp32; if training has diverged, load an earlier checkpoint."
         )
 
 
-def _some(rows: Tensor) -> str:
+def _format_indices(rows: Tensor) -> str:
     """Format the first few indices at which rows [B] bool is True."""
     numbers = rows.nonzero().squeeze(1).tolist()
     return ", ".join(map(str, numbers[:8])) + (f" … ({len(numbers)} of {len(rows)})" if len(numbers) > 8 else "")

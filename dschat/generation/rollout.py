@@ -56,10 +56,10 @@ def left_pad(prompts: Sequence[Sequence[int]], *, pad_token_id: int, device: tor
     """
     empty = [index for index, prompt in enumerate(prompts) if len(prompt) == 0]
     if not prompts or empty:
-        what = f"prompts {empty[:8]} hold no token" if empty else "the list of prompts is empty"
+        problem = f"prompts {empty[:8]} are empty" if empty else "the list of prompts is empty"
         raise ValueError(
-            f"{what}, but a model predicts from at least one token: "
-            "leave such prompts out, or begin each with the BOS token."
+            f"{problem}, but generation needs at least one token: "
+            "remove such prompts, or start each with the BOS token."
         )
     lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B]
     longest = int(lengths.max())

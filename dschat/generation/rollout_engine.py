@@ -1,4 +1,4 @@
-"""What step 3 needs of an engine that generates rollouts; the table of engines is ROLLOUT_ENGINES in the package."""
+"""Interface of the engines that generate rollouts for step 3; ROLLOUT_ENGINES in the package lists them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dschat.generation.rollout import Rollout
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beside generating.
+    """Optional capabilities of an engine.
 
     Attributes:
         streams: yields the tokens of a response as they are decoded (`stream`).
@@ -26,12 +26,12 @@ class Capabilities:
 
 
 class RolloutEngine(Protocol):
-    """Generates with the newest weights of the policy that it was made for."""
+    """Generates with the current weights of one policy."""
 
     capabilities: Capabilities
 
     def generation(self) -> AbstractContextManager[Any]:
-        """Inside, the newest weights are loaded; on exit memory is released. Every rank enters."""
+        """Load the current weights for the context; memory is released on exit. All ranks must enter."""
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
-        """One response for each prompt, inside generation(). The arguments are those of Request."""
+        """Generate one response per prompt, inside generation(). Keyword arguments are the fields of Request."""

@@ -13,7 +13,7 @@ from torch import Tensor
 # top-p first searches its cutoff among this many top tokens: sorting the whole vocabulary can cost more than a forward.
 TOP_P_CANDIDATES = 1024
 # Dividing by less overflows float32 (3.4e38): logits would become infinite and probabilities NaN.
-LOWEST_TEMPERATURE = 1e-30
+MIN_TEMPERATURE = 1e-30
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class SamplingParams:
     does not depend on the sorting order.
 
     Attributes:
-        temperature: 0 or at least LOWEST_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among ties;
+        temperature: 0 or at least MIN_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among ties;
             top_k and top_p are ignored.
         top_k: number of tokens kept, 0 = all.
         top_p: probability mass kept, in (0, 1], 1 = all.
@@ -42,9 +42,9 @@ class SamplingParams:
         problems = []
         if not 0 <= self.temperature < float("inf"):
             problems.append(f"temperature is {self.temperature}, but it must be finite and ≥ 0 (0 decodes greedily)")
-        elif 0 < self.temperature < LOWEST_TEMPERATURE:
+        elif 0 < self.temperature < MIN_TEMPERATURE:
             problems.append(
-                f"temperature is {self.temperature}, but logits divided by less than {LOWEST_TEMPERATURE} leave "
+                f"temperature is {self.temperature}, but logits divided by less than {MIN_TEMPERATURE} leave "
                 "float32's range: use 0 to decode greedily"
             )
         if self.top_k < 0:
@@ -75,24 +75,24 @@ def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, allow_host_sync
     """
     vocabulary = logits.shape[-1]
     if 0 < top_k < vocabulary:
-        border = logits.topk(top_k, dim=-1).values[:, -1:]  # [B, 1]
-        logits = logits.masked_fill(logits < border, float("-inf"))  # NaN compares False, so it is kept and propagates
+        threshold = logits.topk(top_k, dim=-1).values[:, -1:]  # [B, 1]
+        logits = logits.masked_fill(logits < threshold, float("-inf"))  # NaN compares False, so it propagates
     if top_p < 1:
         # Ties at the top-k cutoff may leave more than top_k tokens, so top_k does not bound the candidates.
-        ordered, mass = _ordered_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if allow_host_sync else vocabulary)
-        if ordered.shape[-1] < vocabulary and not bool((mass[:, -1] >= top_p).all()):
-            ordered, mass = _ordered_mass(logits, vocabulary)
+        sorted_logits, mass = _sorted_mass(logits, min(vocabulary, TOP_P_CANDIDATES) if allow_host_sync else vocabulary)
+        if sorted_logits.shape[-1] < vocabulary and not bool((mass[:, -1] >= top_p).all()):
+            sorted_logits, mass = _sorted_mass(logits, vocabulary)
         # The cutoff is the first token at which the mass reaches top_p; rounding may leave the total just below it.
-        last = (mass < top_p).sum(dim=-1, keepdim=True).clamp(max=ordered.shape[-1] - 1)  # [B, 1]
-        logits = torch.where(logits >= ordered.gather(-1, last), logits, float("-inf"))
+        last = (mass < top_p).sum(dim=-1, keepdim=True).clamp(max=sorted_logits.shape[-1] - 1)  # [B, 1]
+        logits = torch.where(logits >= sorted_logits.gather(-1, last), logits, float("-inf"))
     return logits
 
 
-def _ordered_mass(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _sorted_mass(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The `count` largest logits in descending order, and their cumulative probabilities: [B, count] each."""
-    ordered = logits.topk(count, dim=-1).values
-    probabilities = (ordered - logits.logsumexp(dim=-1, keepdim=True)).exp()
-    return ordered, probabilities.cumsum(dim=-1, dtype=torch.float64)
+    sorted_logits = logits.topk(count, dim=-1).values
+    probabilities = (sorted_logits - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    return sorted_logits, probabilities.cumsum(dim=-1, dtype=torch.float64)
 
 
 def sample_tokens(
@@ -118,8 +118,8 @@ def sample_tokens(
         tokens = logits.argmax(dim=-1)
     else:
         scaled = logits if params.temperature == 1 else logits / params.temperature
-        kept = truncate_logits(scaled, top_k=params.top_k, top_p=params.top_p, allow_host_sync=allow_host_sync)
-        probabilities = kept.softmax(dim=-1)
+        truncated = truncate_logits(scaled, top_k=params.top_k, top_p=params.top_p, allow_host_sync=allow_host_sync)
+        probabilities = truncated.softmax(dim=-1)
         # float64: a float32 cumulative sum over a large vocabulary loses rare tokens, and u·total < total may fail.
         mass = probabilities.cumsum(dim=-1, dtype=torch.float64)
         threshold = uniform.double().unsqueeze(-1) * mass[:, -1:]  # [B, 1]

@@ -23,7 +23,7 @@ REFILL_SHARE = 1 / 8
 STEPS_PER_HOST_SYNC = {"cpu": 1, "cuda": 8}
 
 
-class Counts(Protocol):
+class Counters(Protocol):
     """Counters of the decoding work done."""
 
     prefilled_tokens: int
@@ -47,25 +47,25 @@ def queue_order(request: Request) -> list[int]:
 
 def first_row_tokens(batch: DecodeBatch, responses: Responses) -> int:
     """Tokens generated for a single-row request, in flight or ended; undefined for several rows."""
-    return int(batch.cells[0]) - 1 if batch.used else int(responses.counts[0])
+    return int(batch.next_index[0]) - 1 if batch.used else int(responses.lengths[0])
 
 
 class Scheduler:
     """One pass over a queue of rows. After an exception, rows that are not in `finished` must be run again."""
 
     def __init__(
-        self, decoder: PoolDecoder, request: Request, responses: Responses, counts: Counts, rows: list[int], slots: int,
-        weights: Hashable,
+        self, decoder: PoolDecoder, request: Request, responses: Responses, counters: Counters, rows: list[int],
+        slots: int, weights: Hashable,
     ) -> None:  # fmt: skip
-        self.decoder, self.request, self.responses, self.counts = decoder, request, responses, counts
+        self.decoder, self.request, self.responses, self.counters = decoder, request, responses, counters
         self.model, self.device = decoder.model, decoder.device
         self.pool = decoder.pool_for(request, rows, slots)
         self.rows, self.queue = rows, deque(rows)
         self.finished: set[int] = set()  # rows whose token count has been written
         self.limits = request.limits
         self.prompts: dict[PromptKey, Prompt] = {}
-        self.users = Counter(decoder.prompt_key(request, row) for row in rows)  # unfinished rows per prompt
-        self.in_flight: Counter[PromptKey] = Counter()  # of these, rows with pool space allocated
+        self.unfinished_rows = Counter(decoder.prompt_key(request, row) for row in rows)  # unfinished rows per prompt
+        self.in_flight: Counter[PromptKey] = Counter()  # of these, rows that have pool space
         self.response_starts: dict[int, int] = {}  # row in flight → start of its response in the pool
         self.step, self.run_step = decoder.step_for(
             request, responses, self.pool, slots=slots, weights=weights,
@@ -91,7 +91,7 @@ class Scheduler:
             if not self.batch.used:
                 continue
             for _ in range(steps_per_sync):
-                self.counts.decoded_rows += self.batch.used
+                self.counters.decoded_rows += self.batch.used
                 self.run_step(self.batch.used)
             self.remove_finished()
         yield self.first_row_tokens
@@ -133,7 +133,7 @@ class Scheduler:
         Args:
             new_prompts: prompts to prefill, extended by this row's if it is not in the pool.
         """
-        key, prompt, runs = self.decoder.prompt_key(self.request, row), self.request.prompts[row], self.pool.runs
+        key, prompt, runs = self.decoder.prompt_key(self.request, row), self.request.prompts[row], self.pool.allocator
         while True:
             response = runs.allocate(self.limits[row])
             if response is not None:
@@ -165,16 +165,17 @@ class Scheduler:
     def free_prompt(self, key: PromptKey) -> None:
         """Free a prompt's pool space."""
         prompt = self.prompts.pop(key)
-        self.pool.runs.free_run(prompt.start, prompt.length)
+        self.pool.allocator.free_run(prompt.start, prompt.length)
 
     def prefill(self, new_prompts: dict[PromptKey, NewPrompt]) -> None:
         """Prefill new prompts and record each with the logits after its last token."""
-        packs = self.model.packs and "kernels" not in self.decoder.without
-        for keys, logits in prefill_batches(self.model, self.pool, new_prompts, device=self.device, packs=packs):
+        pack_short = self.model.can_pack and "kernels" not in self.decoder.without
+        batches = prefill_batches(self.model, self.pool, new_prompts, device=self.device, pack_short=pack_short)
+        for keys, logits in batches:
             for key, last in zip(keys, logits, strict=True):
                 start, ids = new_prompts[key]
                 self.prompts[key] = Prompt(start, len(ids), last)
-                self.counts.prefilled_tokens += len(ids)
+                self.counters.prefilled_tokens += len(ids)
 
     def remove_finished(self) -> None:
         """Remove finished rows from the batch and free their pool space."""
@@ -182,9 +183,9 @@ class Scheduler:
             return
         for row in self.batch.remove_finished(self.responses):
             self.finished.add(row)
-            self.pool.runs.free_run(self.response_starts.pop(row), self.limits[row])
+            self.pool.allocator.free_run(self.response_starts.pop(row), self.limits[row])
             key = self.decoder.prompt_key(self.request, row)
             self.in_flight[key] -= 1
-            self.users[key] -= 1
-            if not self.users[key]:
+            self.unfinished_rows[key] -= 1
+            if not self.unfinished_rows[key]:
                 self.free_prompt(key)

@@ -30,7 +30,7 @@ class Step:
 
     Attributes:
         model, pool, batch, responses: the state read and written.
-        sampling, stops: sampling parameters; [n] long ids that end a row.
+        sampling, stop_ids: sampling parameters; [n] long ids that end a row.
         longest: upper bound of the context length.
         kernels: use the C++ or Triton kernels where available.
         allow_host_sync: sampling may synchronise with the device where that saves work.
@@ -41,7 +41,7 @@ class Step:
     batch: DecodeBatch
     responses: Responses
     sampling: SamplingParams
-    stops: Tensor
+    stop_ids: Tensor
     longest: int
     kernels: bool = True
     allow_host_sync: bool = True
@@ -56,30 +56,30 @@ class Step:
         """Sample the next token of some slots from logits [n, V]."""
         uniform = None
         if self.responses.uniforms is not None:
-            uniform = self.responses.uniforms[self.batch.next_cells(slots, self.responses)]
+            uniform = self.responses.uniforms[self.batch.write_indices(slots, self.responses)]
         tokens, logprobs = draw_tokens(
             logits, uniform, self.sampling, kernels=self.kernels, allow_host_sync=self.allow_host_sync
         )
-        self.batch.write(slots, tokens, logprobs, self.responses, self.stops)
+        self.batch.write(slots, tokens, logprobs, self.responses, self.stop_ids)
 
 
-def graph_batch_sizes(most: int) -> list[int]:
-    """Batch sizes to capture: multiples of 4 up to 32, then growing by about a quarter, up to `most`.
+def graph_batch_sizes(max_size: int) -> list[int]:
+    """Batch sizes to capture: multiples of 4 up to 32, then growing by about a quarter, up to `max_size`.
 
     A batch is padded to the next size: padding rows are cheap next to reading the weights, captures are not.
     """
     sizes = [4]
-    while sizes[-1] < most:
+    while sizes[-1] < max_size:
         sizes.append(sizes[-1] + max(4, sizes[-1] // 32 * 8))
-    return [size for size in sizes if size < most] + [most]
+    return [size for size in sizes if size < max_size] + [max_size]
 
 
 class GraphedStep:
     """Captures a step per batch size and replays it, which removes kernel-launch and Python overhead.
 
-    On CUDA the first steps of a size run uncaptured: they compile kernels and allocate workspaces, and rare sizes do
-    not repay a capture. On a CPU the step is recorded as it runs. A model whose step cannot be captured runs uncaptured
-    from then on, in later rollouts too.
+    On CUDA the first steps of a size run uncaptured: they compile kernels and allocate workspaces, and rare sizes are
+    not worth a capture. On a CPU the step is recorded as it runs. A model whose step cannot be captured runs
+    uncaptured from then on, in later rollouts too.
 
     Attributes:
         step: the step to capture.
@@ -91,7 +91,7 @@ class GraphedStep:
         self._sizes = graph_batch_sizes(step.batch.count)
         self._uncaptured_runs: Counter[int] = Counter()  # per batch size
         self._graphs: dict[int, CapturedGraph | Recording] = {}
-        self._records = True
+        self._can_record = True
         self._memory = memory
 
     @property
@@ -113,11 +113,11 @@ class GraphedStep:
         graph() if isinstance(graph, Recording) else graph.replay()
 
     def _run_or_record(self, size: int) -> None:
-        if not self._records:
+        if not self._can_record:
             self.step(size)
             return
         recording = record(lambda: self.step(size))
-        self._records = recording is not None
+        self._can_record = recording is not None
         if recording is not None:
             self._graphs[size] = recording
 
@@ -132,7 +132,7 @@ class GraphedStep:
             raise
         except RuntimeError as error:
             self.step.model.capture_failure = str(error)
-            warnings.warn(f"a decoding step cannot be captured, it is launched kernel by kernel: {error}", stacklevel=2)
+            warnings.warn(f"a decoding step cannot be captured and runs without a CUDA graph: {error}", stacklevel=2)
             self.step(size)
             return
         self._replay(size)  # a CUDA capture does not execute the step

@@ -22,7 +22,7 @@ from dschat.generation.rollout import Rollout, left_pad
 from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
-class TokenChooser(LogitsProcessor):
+class TokenSampler(LogitsProcessor):
     """Samples the tokens itself and records them with their log-probs; `generate` runs the model and the loop.
 
     It is a LogitsProcessor because `generate` would sample from torch's global generator, whose numbers depend on the
@@ -30,11 +30,12 @@ class TokenChooser(LogitsProcessor):
     """
 
     def __init__(
-        self, rows: Tensor, limits: Tensor, stops: Tensor, sampling: SamplingParams, responses: Responses, *,
+        self, rows: Tensor, limits: Tensor, stop_ids: Tensor, sampling: SamplingParams, responses: Responses, *,
         prompt_length: int,
     ) -> None:  # fmt: skip
-        """rows, limits: [R] long; stops: ids that end a response; prompt_length: columns before the response."""
-        self.rows, self.limits, self.stops, self.sampling, self.responses = rows, limits, stops, sampling, responses
+        """rows, limits: [R] long; stop_ids: ids that end a response; prompt_length: columns before the response."""
+        self.rows, self.limits, self.stop_ids = rows, limits, stop_ids
+        self.sampling, self.responses = sampling, responses
         self.prompt_length = prompt_length
         self.live = torch.ones_like(rows, dtype=torch.bool)  # [R], True until the row has ended
 
@@ -43,17 +44,17 @@ class TokenChooser(LogitsProcessor):
         watchdog.progress()
         position = input_ids.shape[1] - self.prompt_length
         live, responses = self.live, self.responses
-        cells = torch.where(live, responses.first_cell(self.rows) + position, responses.discarded)
-        uniform = None if responses.uniforms is None else responses.uniforms[cells]
+        indices = torch.where(live, responses.first_index(self.rows) + position, responses.discard_index)
+        uniform = None if responses.uniforms is None else responses.uniforms[indices]
         tokens, logprobs = sample_tokens(scores, uniform, self.sampling)
-        responses.tokens[cells] = tokens
-        responses.logprobs[cells] = logprobs
-        responses.counts[self.rows] += live
-        self.live = live & ~torch.isin(tokens, self.stops) & (position + 1 < self.limits)
+        responses.tokens[indices] = tokens
+        responses.logprobs[indices] = logprobs
+        responses.lengths[self.rows] += live
+        self.live = live & ~torch.isin(tokens, self.stop_ids) & (position + 1 < self.limits)
         return torch.full_like(scores, float("-inf")).scatter(1, tokens.unsqueeze(1), 0.0)
 
 
-class Limits(StoppingCriteria):
+class MaxNewTokens(StoppingCriteria):
     """Stops each row at its own max_new_tokens."""
 
     def __init__(self, limits: Tensor, *, prompt_length: int) -> None:
@@ -77,26 +78,27 @@ class TransformersDecoder:
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
         """Generate one response per prompt; arguments and result as in Decoder.generate."""
-        checked = Request(prompts=prompts, **request)
-        checked.check(self.model.config)
+        validated = Request(prompts=prompts, **request)
+        validated.check(self.model.config)
         device = self.model.get_input_embeddings().weight.device
-        ids, mask = left_pad(prompts, pad_token_id=checked.pad_token_id, device=device)  # [B, P]
-        responses = Responses(checked, device)
+        ids, mask = left_pad(prompts, pad_token_id=validated.pad_token_id, device=device)  # [B, P]
+        responses = Responses(validated, device)
         for rows in torch.arange(len(ids), device=device).split(self.slots or len(ids)):
-            self._write(ids[rows], mask[rows], rows, checked, responses)
-        return responses.rollout(checked)
+            self._generate_rows(ids[rows], mask[rows], rows, validated, responses)
+        return responses.rollout(validated)
 
-    def _write(self, ids: Tensor, mask: Tensor, rows: Tensor, request: Request, responses: Responses) -> None:
+    def _generate_rows(self, ids: Tensor, mask: Tensor, rows: Tensor, request: Request, responses: Responses) -> None:
         """Generate some rows, ids and mask [R, P], and write them into `responses`."""
         device = ids.device
-        stops = torch.tensor(request.stops, dtype=torch.long, device=device)
+        stop_ids = torch.tensor(request.stop_ids, dtype=torch.long, device=device)
         limits = torch.tensor(request.limits, device=device)[rows]
-        chooser = TokenChooser(rows, limits, stops, request.sampling, responses, prompt_length=ids.shape[1])
+        sampler = TokenSampler(rows, limits, stop_ids, request.sampling, responses, prompt_length=ids.shape[1])
         config = GenerationConfig(
-            max_new_tokens=int(limits.max()), eos_token_id=request.stops or None, pad_token_id=request.pad_token_id,
+            max_new_tokens=int(limits.max()), eos_token_id=request.stop_ids or None, pad_token_id=request.pad_token_id,
             do_sample=False, use_cache=True,
         )  # fmt: skip
         self.model.generate(
-            ids, attention_mask=mask.long(), generation_config=config, logits_processor=LogitsProcessorList([chooser]),
-            stopping_criteria=StoppingCriteriaList([Limits(limits, prompt_length=ids.shape[1])]), synced_gpus=False,
+            ids, attention_mask=mask.long(), generation_config=config, logits_processor=LogitsProcessorList([sampler]),
+            stopping_criteria=StoppingCriteriaList([MaxNewTokens(limits, prompt_length=ids.shape[1])]),
+            synced_gpus=False,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rollouts by transformers' own `generate`: slower than the hybrid engine, and the reference for its results."""
+"""Rollouts by transformers' own `generate`: slower than the hybrid engine; the reference for its results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TransformersEngine:
     Args:
         engine: a DeepSpeedEngine around TokenLogprobs, a TokenLogprobs, or the Hugging Face model.
         slots: rows decoded at once; None: all of them.
-        memory_fraction, pin_buffers: of the weights that have to be copied, see HybridEngine.
+        memory_fraction, pin_buffers: for weights that must be copied, see HybridEngine.
     """
 
     capabilities = Capabilities(streams=False, reproducible=True)
@@ -37,28 +37,28 @@ class TransformersEngine:
 
     @contextmanager
     def generation(self) -> Iterator[TransformersEngine]:
-        """Hold full-size weights for as long as the context lasts; under ZeRO-3 entering is a collective.
+        """Hold full (unpartitioned) weights for the duration of the context; under ZeRO-3 entering is a collective.
 
         Raises:
             RuntimeError: entered twice.
         """
         if self._generating:
-            raise RuntimeError("generation() is entered inside generation(): leave the outer context first.")
+            raise RuntimeError("generation() is already entered: exit the outer context first.")
         self._generating = True
         try:
-            self._generation_module.fill()
+            self._generation_module.load_weights()
             yield self
         finally:
             self._generation_module.release()
             self._generating = False
 
     def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
-        """Decode one response for each prompt, inside generation(). The arguments are those of Request.
+        """Generate one response per prompt, inside generation(). Keyword arguments are the fields of Request.
 
         Raises:
             RuntimeError: called outside generation().
             ValueError: see Decoder.generate and SamplingParams.
         """
         if not self._generating:
-            raise RuntimeError("generate() needs full-size weights: with engine.generation(): engine.generate(...).")
+            raise RuntimeError("generate() needs the gathered weights: with engine.generation(): engine.generate(...).")
         return self._decoder.generate(prompts, **request)

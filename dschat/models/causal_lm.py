@@ -62,7 +62,7 @@ def load_causal_lm(
 
 
 def set_generation_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Add our stop ids to the generation config, so that `generate` of the exported model stops where rollouts do.
+    """Add the stop ids to the generation config, so that `generate` of the exported model stops where rollouts do.
 
     These are the tokenizer's EOS and the template's end of turn: ChatML has <|im_end|> besides an EOS <|endoftext|>.
     """
@@ -131,14 +131,14 @@ class TokenLogprobs(nn.Module):
         body = backbone(model)
         if output_embeddings is None or body is None:
             raise ValueError(
-                f"{type(model).__name__} has no output embedding apart from its backbone, but log-probs are computed "
-                "from hidden states and that embedding: load a decoder with AutoModelForCausalLM."
+                f"{type(model).__name__} has no output embedding separate from its backbone, but log-probs are "
+                "computed from hidden states and that embedding: load a decoder with AutoModelForCausalLM."
             )
         scale, softcap = head_transform(model)
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
-        self.takes_positions = "position_ids" in inspect.signature(body.forward).parameters
-        self.packs_by_mask = False  # see dschat.models.packed_attention
+        self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
+        self.uses_packing_mask = False  # see dschat.models.packed_attention
 
     def forward(
         self,
@@ -172,10 +172,10 @@ class TokenLogprobs(nn.Module):
         # tokens - 1: the hidden state one column earlier predicts a token; same row, since column 0 is excluded.
         outputs = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
 
-        def spread(values: Tensor) -> Tensor:
+        def scatter(values: Tensor) -> Tensor:
             return values.new_zeros(selected.numel()).index_copy(0, tokens, values).view_as(selected)  # [B, S]
 
-        return (spread(outputs[0]), spread(outputs[1])) if with_entropy else spread(outputs)
+        return (scatter(outputs[0]), scatter(outputs[1])) if with_entropy else scatter(outputs)
 
     def hidden_states(
         self, input_ids: Tensor, attention_mask: Tensor, packed_positions: Tensor | None = None
@@ -184,8 +184,8 @@ class TokenLogprobs(nn.Module):
         positions = position_ids(attention_mask) if packed_positions is None else packed_positions
         mask: Tensor | None = attention_mask.long()
         if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
-            mask = packed_attention(packed_positions, self.model.dtype) if self.packs_by_mask else None
-        position_arguments = {"position_ids": positions} if self.takes_positions else {}
+            mask = packed_attention(packed_positions, self.model.dtype) if self.uses_packing_mask else None
+        position_arguments = {"position_ids": positions} if self.accepts_position_ids else {}
         out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **position_arguments)
         return out.last_hidden_state
 

@@ -13,13 +13,13 @@ class CustomCodeError(ValueError):
 
 @contextlib.contextmanager
 def custom_code_refused(path: str | Path) -> Iterator[None]:
-    """Inside, transformers' refusal to run custom model code becomes a CustomCodeError that names the flag."""
+    """Turn transformers' refusal to run custom model code into a CustomCodeError that names the flag."""
     try:
         yield
     except ValueError as problem:
         if "trust_remote_code" not in str(problem):
             raise
         raise CustomCodeError(
-            f"{path} brings Python code of its own (auto_map in its JSON files), which is not run: read it, and add "
-            "--trust_remote_code if you trust whoever wrote it"
+            f"{path} has custom Python code (auto_map in its JSON files), which is not run: review it, and add "
+            "--trust_remote_code if you trust its author"
         ) from problem

@@ -21,10 +21,10 @@ JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
     "added_tokens.json", "adapter_config.json",
 )  # fmt: skip
-MOST_LAYERS = 10_000
-MARKER = "abc"  # content of a message, to be found in what a template renders
+MAX_LAYERS = 10_000
+MARKER = "abc"  # content of a user message, searched for in the rendered text
 LEGACY_NAMES = ("gamma", "beta", "weight_g", "weight_v")  # which transformers renames for every model
-_NO_GENERATORS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "SentencePrediction")
+_NON_CAUSAL_HEADS = ("Classification", "QuestionAnswering", "MultipleChoice", "MaskedLM", "SentencePrediction")
 
 
 def json_problems(folder: Path) -> list[str]:
@@ -35,65 +35,65 @@ def json_problems(folder: Path) -> list[str]:
             try:
                 read_json_object(folder / name, constants=True)  # limits of some configs are Infinity
             except ValueError as error:
-                problems.append(f"{error}: get the file anew")
+                problems.append(f"{error}: download the file again")
     return problems
 
 
 def causal_problems(config: PreTrainedConfig) -> list[str]:
-    """Why a model of this config does not continue text; [] if it may."""
+    """Why a model of this config cannot generate text; [] if it can."""
     names = config.architectures or []
-    non_causal = [name for name in names if any(kind in name for kind in _NO_GENERATORS)]
+    non_causal = [name for name in names if any(kind in name for kind in _NON_CAUSAL_HEADS)]
     if non_causal:
-        return [f"is a {non_causal[0]}, which does not continue text: name a causal language model"]
+        return [f"is a {non_causal[0]}, which does not generate text: choose a causal language model"]
     custom = getattr(config, "auto_map", None)
     if config.is_encoder_decoder or (config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not custom):
-        return [f"{config.model_type} models are no decoders that continue text: name a causal language model"]
+        return [f"{config.model_type} models are not causal language models: choose one that generates text"]
     return []
 
 
 def config_problems(folder: Path) -> list[str]:
-    """Values in config.json that transformers would fail of without a reason, or take for others."""
+    """Invalid values in config.json that transformers would misread, or reject without a clear message."""
     path = folder / "config.json"
     if not path.is_file():
         return []
     if (folder / "adapter_config.json").exists():
-        return [f"{folder} holds a PEFT adapter, which is no model of its own: merge it into its base "
-                "(merge_and_unload, then save_pretrained), and name that folder"]  # fmt: skip
+        return [f"{folder} holds a PEFT adapter, not a full model: merge it into its base model "
+                "(merge_and_unload, then save_pretrained), and use that folder"]  # fmt: skip
     config, problems = read_json_object(path, constants=True), []
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         problems.append(f"architectures is {quoted(names)}, and must be a list of class names")
     layers = config.get("num_hidden_layers", 1)
-    if isinstance(layers, int) and not 1 <= layers <= MOST_LAYERS:
-        problems.append(f"num_hidden_layers is {layers}, and must be from 1 to {MOST_LAYERS}")
+    if isinstance(layers, int) and not 1 <= layers <= MAX_LAYERS:
+        problems.append(f"num_hidden_layers is {layers}, and must be from 1 to {MAX_LAYERS}")
     quantization = config.get("quantization_config")
     if quantization is not None and not (isinstance(quantization, dict) and quantization.get("quant_method")):
         problems.append(f"quantization_config is {quoted(quantization)}, and must be an object with a quant_method")
     for name, value in config.items():
         if name.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)) and not 0 <= value < 1:
             problems.append(f"{name} is {value}, and must be at least 0 and below 1")
-    return [f"{path}: {problem}: get the file anew" for problem in problems]
+    return [f"{path}: {problem}: download the file again" for problem in problems]
 
 
 def generation_problems(folder: Path) -> list[str]:
-    """Why transformers refuses the folder's generation_config.json; [] if it does not, or there is none."""
+    """Why transformers rejects the folder's generation_config.json; [] if it is valid or missing."""
     if not (folder / "generation_config.json").is_file():
         return []
-    path, way_out = folder / "generation_config.json", "mend the value, or remove the file"
+    path, remedy = folder / "generation_config.json", "fix the value, or remove the file"
     try:
         ids = GenerationConfig.from_dict(read_json_object(path, constants=True)).eos_token_id
-    except Exception as error:  # of its many checks: whatever it is, loading the model would end with it
-        return [f"{path}: {one_line(error)}: {way_out}"]
+    except Exception as error:  # any of its many checks: loading the model would fail too
+        return [f"{path}: {one_line(error)}: {remedy}"]
     if not all(isinstance(token, int) for token in (ids if isinstance(ids, list) else [ids or 0])):
-        return [f"{path}: eos_token_id is {quoted(ids)}, and must be a token id or a list of them: {way_out}"]
+        return [f"{path}: eos_token_id is {quoted(ids)}, and must be a token id or a list of them: {remedy}"]
     return []
 
 
 def shape_problems(folder: Path, config: PreTrainedConfig, *, new_head: bool = False) -> list[str]:
     """Where the config contradicts the headers of the folder's safetensors files.
 
-    The model is built without memory (on the meta device), as transformers does when it loads it. Parameters that have
-    other names in the files, quantised ones, and models of custom code are left to the loading.
+    The model is built without memory (on the meta device), as transformers does when it loads it. Not checked here
+    are parameters under other names in the files, quantised ones, and models with custom code.
 
     Args:
         new_head: parameters outside the backbone may be missing, as a head is added.
@@ -102,96 +102,96 @@ def shape_problems(folder: Path, config: PreTrainedConfig, *, new_head: bool = F
     stored = _stored_tensors(folder)
     if not stored or not isinstance(architecture, type) or getattr(config, "quantization_config", None):
         return []
-    stored_layers, layers = _layers_of(stored), getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
-    if 0 < max(stored_layers.values(), default=0) < layers:  # before it is built, as it may have a million layers
+    stored_layers, layers = _layer_counts(stored), getattr(config.get_text_config(), "num_hidden_layers", 0) or 0
+    if 0 < max(stored_layers.values(), default=0) < layers:  # before building it, which could take a million layers
         return [
             f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold "
-            f"{max(stored_layers.values())} layers: get both from one place"
+            f"{max(stored_layers.values())} layers: take both from the same model"
         ]
     try:
         with torch.device("meta"):
             model = architecture(config)
             expected = {name: list(value.shape) for name, value in model.state_dict().items()}
-    except Exception as error:  # of the architecture's own code: whatever it is, loading would end with it
-        return [f"config.json describes no model that can be built ({type(error).__name__}: {one_line(error)})"]
+    except Exception as error:  # any error of the architecture's own code: loading would fail too
+        return [f"no model can be built from config.json ({type(error).__name__}: {one_line(error)})"]
     differing = [name for name in sorted(expected) if name in stored and stored[name].shape != expected[name]]
     if differing:
         name, more = differing[0], f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
         return [
             f"config.json contradicts the weights: {name} has shape {stored[name].shape} in the files and "
-            f"{expected[name]} by the config{more}: get both from one place"
+            f"{expected[name]} by the config{more}: take both from the same model"
         ]
     return (
-        _left_out_layers(model, expected, stored_layers, layers)
-        or _whole_numbers(expected, stored)
+        _unused_layers(model, expected, stored_layers, layers)
+        or _integer_weights(expected, stored)
         or _missing_parameters(folder, model, stored, new_head=new_head)
     )
 
 
-def _left_out_layers(
+def _unused_layers(
     model: PreTrainedModel, expected: dict[str, list[int]], stored: dict[str, int], layers: int
 ) -> list[str]:
-    """Layers in the files that the config would leave out; those that predict further tokens may be left out."""
+    """Layers in the files that the config does not use, except those for multi-token prediction."""
     extra = getattr(model.config.get_text_config(), "num_nextn_predict_layers", 0) or 0
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    for prefix, built in _layers_of(expected).items():
+    for prefix, built in _layer_counts(expected).items():
         count = stored.get(prefix, 0)
         unexpected = not any(re.search(pattern, f"{prefix}.{built}.weight") for pattern in ignored)
         if count > built + extra and built == layers and unexpected:
             return [
                 f"config.json contradicts the weights: num_hidden_layers is {layers}, and the files hold {count} "
-                f"layers ({prefix}.0 to {prefix}.{count - 1}): get both from one place"
+                f"layers ({prefix}.0 to {prefix}.{count - 1}): take both from the same model"
             ]
     return []
 
 
-def _whole_numbers(expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> list[str]:
+def _integer_weights(expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> list[str]:
     integers = [name for name in sorted(expected) if name in stored and stored[name].dtype[0] in "IUB"
                 and name.endswith(("weight", "bias"))]  # fmt: skip
     if not integers or stored[integers[0]].dtype == "BF16":
         return []
     return [
-        f"{integers[0]} is stored as {stored[integers[0]].dtype} (whole numbers), and config.json has no "
-        "quantization_config that says what they stand for: get both from one place"
+        f"{integers[0]} is stored as {stored[integers[0]].dtype} (integers), and config.json has no "
+        "quantization_config to decode them: take both from the same model"
     ]
 
 
 def _missing_parameters(
     folder: Path, model: PreTrainedModel, stored: dict[str, StoredTensor], *, new_head: bool
 ) -> list[str]:
-    """Parameters that no file holds, where transformers loads this architecture without renaming any."""
+    """Parameters missing from all files; only for architectures that transformers loads without renaming."""
     legacy = any(name.endswith(LEGACY_NAMES) for name in stored)
     if legacy or get_model_conversion_mapping(model, add_legacy=False):
         return []
     backbone = f"{model.base_model_prefix}."
-    held = {name.removeprefix(backbone) for name in stored}
+    stored_names = {name.removeprefix(backbone) for name in stored}
     names: dict[int, list[str]] = {}  # of each parameter; tied ones have several
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     optional = getattr(model, "_keys_to_ignore_on_load_missing", None) or []
-    lost = [
-        aliases[0]
-        for aliases in names.values()
-        if not any(name.removeprefix(backbone) in held for name in aliases)
-        and not any(re.search(pattern, name) for pattern in optional for name in aliases)
-        and not (new_head and not aliases[0].startswith(backbone))
+    missing = [
+        tied_names[0]
+        for tied_names in names.values()
+        if not any(name.removeprefix(backbone) in stored_names for name in tied_names)
+        and not any(re.search(pattern, name) for pattern in optional for name in tied_names)
+        and not (new_head and not tied_names[0].startswith(backbone))
     ]
-    if not lost:
+    if not missing:
         return []
     return [
-        f"the weights in {folder} lack {len(lost)} parameters of {type(model).__name__} ({', '.join(lost[:3])}"
-        f"{', …' if len(lost) > 3 else ''}), which would be random: name a complete model of this kind"
+        f"the weights in {folder} lack {len(missing)} parameters of {type(model).__name__} ({', '.join(missing[:3])}"
+        f"{', …' if len(missing) > 3 else ''}), which would be random: choose a complete model of this kind"
     ]
 
 
 def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Why the tokenizer's chat template renders no conversation, or the tokenizer encodes no text.
+    """Why the chat template cannot render a conversation, or the tokenizer cannot encode it; [] if both work.
 
-    Some templates want a system prompt, or an answer: one conversation that is rendered is enough.
+    Some templates require a system prompt or an answer: one conversation that can be rendered is enough.
     """
     if not isinstance(tokenizer.model_max_length, (int, float)):
         return [f"model_max_length in tokenizer_config.json is {quoted(tokenizer.model_max_length)}, and must be a "
-                "number: mend it, or remove it"]  # fmt: skip
+                "number: fix it, or remove it"]  # fmt: skip
     user, answer = {"role": "user", "content": MARKER}, {"role": "assistant", "content": "b"}
     reasons, rendered = [], []
     for messages in ([user], [user, answer], [{"role": "system", "content": "s"}, user]):
@@ -199,18 +199,18 @@ def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
             rendered.append(tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateSyntaxError as error:
             return [
-                f"the chat template is no valid Jinja (line {error.lineno}: {one_line(error.message)}): mend it there"
+                f"the chat template is not valid Jinja (line {error.lineno}: {one_line(error.message)}): fix it"
             ]
         except Exception as error:  # of the template's own expressions
             reasons.append(one_line(error))
     if not rendered:
-        return [f"the chat template renders no conversation, not even one user message ({reasons[0]}): mend it"]
+        return [f"the chat template cannot render a conversation, not even one user message ({reasons[0]}): fix it"]
     if not any(MARKER in text for text in rendered):
-        return ["the chat template does not render what the user writes: mend it, or get it anew"]
+        return ["the chat template omits the user's message: fix it, or download it again"]
     try:
         tokenizer(rendered[0], add_special_tokens=False)
-    except Exception as error:  # of the tokenizers package, which has no type of its own
-        return [f"the tokenizer cannot encode a conversation ({one_line(error)}): get its files anew"]
+    except Exception as error:  # the tokenizers package has no error type of its own
+        return [f"the tokenizer cannot encode a conversation ({one_line(error)}): download its files again"]
     return []
 
 
@@ -228,7 +228,7 @@ def one_line(error: object) -> str:
 
 class StoredTensor(NamedTuple):
     shape: list[int]
-    dtype: str  # safetensors' name of it
+    dtype: str  # as safetensors names it
 
 
 def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -244,7 +244,7 @@ def _stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _layers_of(names: Iterable[str]) -> dict[str, int]:
+def _layer_counts(names: Iterable[str]) -> dict[str, int]:
     """Prefix of a list of layers, such as "model.layers" → the number of layers in it."""
     counts: dict[str, int] = {}
     for name in names:

@@ -12,7 +12,7 @@ from torch import nn
 
 from dschat.models.weights import gathered
 
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # containers, never called
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # containers, never called
 
 
 def layer_path(module: nn.Module, path: str) -> str:
@@ -26,7 +26,7 @@ def layer_path(module: nn.Module, path: str) -> str:
     names = path.split(".") if path else []
     for depth, name in enumerate(names):
         current = getattr(current, name)
-        if isinstance(current, _LISTS):
+        if isinstance(current, _CONTAINERS):
             inside_list = True
         elif inside_list:
             return ".".join(names[: depth + 1])
@@ -34,7 +34,7 @@ def layer_path(module: nn.Module, path: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Own:
+class _OwnedParameter:
     """A parameter of a layer: its owning module, and its name there."""
 
     owner: nn.Module
@@ -44,7 +44,7 @@ class _Own:
 
 @contextmanager
 def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Inside, each layer's full weights are gathered for the duration of its forward; for use without gradients.
+    """Gather each layer's full weights for the duration of its forward; for use without gradients.
 
     Under ZeRO-3 all ranks must run the same forwards.
 
@@ -52,34 +52,34 @@ def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
         module: any module, not in a DeepSpeed engine.
         dtype: floating-point weights are cast to it for the forward; None: unchanged.
     """
-    layers: dict[nn.Module, list[_Own]] = {}
+    layers: dict[nn.Module, list[_OwnedParameter]] = {}
     for path, part in module.named_modules():
-        own = [_Own(part, leaf, p) for leaf, p in part._parameters.items() if p is not None]
-        if own:
-            layers.setdefault(module.get_submodule(layer_path(module, path)), []).extend(own)
+        owned = [_OwnedParameter(part, leaf, p) for leaf, p in part._parameters.items() if p is not None]
+        if owned:
+            layers.setdefault(module.get_submodule(layer_path(module, path)), []).extend(owned)
     handles = []
     try:
         for layer, weights in layers.items():
-            handles += _lend(layer, weights, dtype)
+            handles += _gather_during_forward(layer, weights, dtype)
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _lend(layer: nn.Module, weights: list[_Own], dtype: torch.dtype | None) -> list[Any]:
-    held = ExitStack()
+def _gather_during_forward(layer: nn.Module, weights: list[_OwnedParameter], dtype: torch.dtype | None) -> list[Any]:
+    stack = ExitStack()
 
-    def take(*_: Any) -> None:
-        held.enter_context(gathered([own.parameter for own in weights]))
-        for own in weights:
-            full = own.parameter
+    def gather(*_: Any) -> None:
+        stack.enter_context(gathered([weight.parameter for weight in weights]))
+        for weight in weights:
+            full = weight.parameter
             if dtype is not None and full.is_floating_point() and full.dtype != dtype:
-                own.owner._parameters[own.leaf] = nn.Parameter(full.detach().to(dtype), requires_grad=False)
+                weight.owner._parameters[weight.leaf] = nn.Parameter(full.detach().to(dtype), requires_grad=False)
 
-    def give_back(*_: Any) -> None:
-        for own in weights:
-            own.owner._parameters[own.leaf] = own.parameter
-        held.close()
+    def restore(*_: Any) -> None:
+        for weight in weights:
+            weight.owner._parameters[weight.leaf] = weight.parameter
+        stack.close()
 
-    return [layer.register_forward_pre_hook(take), layer.register_forward_hook(give_back, always_call=True)]
+    return [layer.register_forward_pre_hook(gather), layer.register_forward_hook(restore, always_call=True)]

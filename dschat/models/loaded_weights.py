@@ -16,12 +16,13 @@ from dschat.models.weights import is_partitioned
 
 
 def require_complete(model: PreTrainedModel, missing: set[str], path: str | Path, *, new_head: bool) -> None:
+    """Raise ValueError if parameters are missing from the weights; new_head: only the backbone's are required."""
     backbone = f"{model.base_model_prefix}."
-    lost = sorted(k for k in missing if not new_head or (k.startswith(backbone) and ".pooler." not in k))
-    if lost:
+    missing_names = sorted(k for k in missing if not new_head or (k.startswith(backbone) and ".pooler." not in k))
+    if missing_names:
         raise ValueError(
-            f"the weights in {path} lack {len(lost)} parameters of {type(model).__name__} ({', '.join(lost[:3])}, …), "
-            "which would be random: name a complete model of this kind."
+            f"the weights in {path} lack {len(missing_names)} parameters of {type(model).__name__} "
+            f"({', '.join(missing_names[:3])}, …), which would be random: choose a complete model of this kind."
         )
 
 
@@ -32,7 +33,7 @@ def require_finite(model: PreTrainedModel, path: str | Path, *, untested: set[st
     all ranks raise together; they must all call this.
 
     Args:
-        untested: names of parameters that were not loaded, so that they still are to be initialised.
+        untested: names of parameters that were not loaded and are initialised later.
     """
     nonfinite = list(_nonfinite_parameters(model, untested))
     if any(is_partitioned(p) for p in model.parameters()):
@@ -44,17 +45,17 @@ def require_finite(model: PreTrainedModel, path: str | Path, *, untested: set[st
         file, tensor, value = in_files[0]
         more = f" (and {len(in_files) - 1} more tensors)" if len(in_files) > 1 else ""
         raise ValueError(
-            f"{path}: the tensor {tensor} in {file} has {value} values{more}, with which nothing can be computed: copy "
-            "the model again, or name one that was saved before its training failed."
+            f"{path}: the tensor {tensor} in {file} has {value} values{more}: copy the model again, or choose one "
+            "that was saved before its training diverged."
         )
     raise ValueError(
-        f"{path}: {nonfinite[0]} has NaN or infinite values{_more(nonfinite)} in {_name(model.dtype)}, though not in "
-        "the files: load it in a dtype of the same range (--dtype bf16 or fp32)."
+        f"{path}: {nonfinite[0]} has NaN or infinite values{_and_more(nonfinite)} in {_dtype_name(model.dtype)}, "
+        "though its files have none: load it in a dtype with more range (--dtype bf16 or fp32)."
     )
 
 
 def _nonfinite_parameters(model: PreTrainedModel, untested: set[str]) -> Iterator[str]:
-    named = [(name, _own_values(p)) for name, p in model.named_parameters() if name not in untested]
+    named = [(name, _local_values(p)) for name, p in model.named_parameters() if name not in untested]
     named = [(name, values) for name, values in named if values.is_floating_point() and values.numel()]
     extremes = []  # compared only at the end, because each comparison waits for the device
     for _, values in named:
@@ -67,7 +68,7 @@ def _nonfinite_parameters(model: PreTrainedModel, untested: set[str]) -> Iterato
             yield name
 
 
-def _own_values(parameter: torch.nn.Parameter) -> Tensor:
+def _local_values(parameter: torch.nn.Parameter) -> Tensor:
     """The values of a parameter that this rank holds; none on the meta device."""
     if parameter.is_meta:
         return torch.empty(0)
@@ -83,9 +84,9 @@ def _folder_of(path: str | Path) -> Path:
     return Path(path) if Path(path).is_dir() else Path(cached_file(str(path), "config.json")).parent
 
 
-def _more(names: list[str]) -> str:
+def _and_more(names: list[str]) -> str:
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -41,7 +41,7 @@ def read_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
             return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError:
         raise
-    except Exception as problem:  # of transformers' checks of each config: none has a type of its own
+    except Exception as problem:  # transformers' config checks raise many types
         raise ValueError(
             f"{path} is not a model that can be loaded: {one_line(problem)} "
             "Name a folder with config.json, weights and tokenizer, or a model of the Hugging Face hub."
@@ -84,7 +84,7 @@ def load_pretrained(
     if options.dropout is not None:
         set_dropout(config, options.dropout)
     watchdog.phase("model loading")
-    with partitioned_loading(options.deepspeed_config), _counting_weights():
+    with partitioned_loading(options.deepspeed_config), _watched_loading():
         model, missing = _from_pretrained(auto_class, path, config, options)
         require_complete(model, missing, path, new_head=new_head)
         require_finite(model, path, untested=missing)
@@ -104,7 +104,7 @@ def load_pretrained(
 def _from_pretrained(
     auto_class: type, path: str | Path, config: PreTrainedConfig, options: LoadOptions
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model and the names of the parameters that its files lack; transformers logs those that it does not use."""
+    """The model and the names of the parameters missing from its files; transformers logs unused ones."""
     try:
         with custom_code_refused(path):
             model, info = auto_class.from_pretrained(
@@ -129,7 +129,7 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
         ValueError: not in [0, 1).
     """
     if not 0 <= dropout < 1:
-        raise ValueError(f"--dropout {dropout} is no probability in [0, 1): 0 switches dropout off, 0.1 is common.")
+        raise ValueError(f"--dropout {dropout} is not in [0, 1): 0 switches dropout off, 0.1 is common.")
     has_dropout = False
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
         for name, value in list(vars(part).items()):
@@ -146,7 +146,7 @@ def is_zero3(deepspeed_config: dict[str, Any] | None) -> bool:
     return bool(deepspeed_config) and deepspeed_config.get("zero_optimization", {}).get("stage") == 3
 
 
-class _WeightsLoaded(tqdm):
+class _WatchedProgressBar(tqdm):
     """A transformers progress bar that reports each step to the watchdog."""
 
     def update(self, n: float | None = 1) -> bool | None:
@@ -160,30 +160,30 @@ class _WeightsLoaded(tqdm):
 
 
 @contextlib.contextmanager
-def _counting_weights() -> Iterator[None]:
-    """Inside, loading of weights by transformers counts as progress for the watchdog."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    before = transformers_logging.set_tqdm_hook(
-        lambda _, args, kwargs: _WeightsLoaded(*args, **kwargs | {"disable": not shown or kwargs.get("disable")})
+def _watched_loading() -> Iterator[None]:
+    """Report transformers' loading of weights to the watchdog as progress."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    previous = transformers_logging.set_tqdm_hook(
+        lambda _, args, kwargs: _WatchedProgressBar(*args, **kwargs | {"disable": not enabled or kwargs.get("disable")})
     )
     try:
         yield
     finally:
-        transformers_logging.set_tqdm_hook(before)
+        transformers_logging.set_tqdm_hook(previous)
 
 
 @contextlib.contextmanager
 def partitioned_loading(deepspeed_config: dict[str, Any] | None) -> Iterator[None]:
-    """Inside, `from_pretrained` partitions parameters as it creates them, if the config has ZeRO stage 3.
+    """Let `from_pretrained` partition parameters as it creates them, if the config has ZeRO stage 3.
 
     transformers checks for a live HfDeepSpeedConfig; it is unset on exit, so that later models are not partitioned.
     """
     if not is_zero3(deepspeed_config):
         yield
         return
-    alive = HfDeepSpeedConfig(copy.deepcopy(deepspeed_config))
+    live_config = HfDeepSpeedConfig(copy.deepcopy(deepspeed_config))
     try:
         yield
     finally:
         unset_hf_deepspeed_config()
-        del alive
+        del live_config

@@ -52,7 +52,7 @@ def add_lora(
     Source: Hu et al. 2021, eq. 3 (arXiv:2106.09685).
     """
     if dim < 1:
-        raise ValueError(f"--lora_dim {dim}: the rank of an adapter is at least 1; leave LoRA out with 0.")
+        raise ValueError(f"--lora_dim {dim}: the rank of an adapter must be at least 1; 0 trains without LoRA.")
     model = pretrained_model(module)
     targets = lora_targets(model, module_name)
     trained_before = {id(p): p.requires_grad for p in model.parameters()}
@@ -64,18 +64,18 @@ def add_lora(
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
     )
     # Hide the architecture from PEFT: it would replace these target modules by the experts' fused weights.
-    holder = nn.Module()
-    holder.model = model
+    wrapper = nn.Module()
+    wrapper.model = model
     config.target_modules = {f"model.{name}" for name in targets}
-    inject_adapter_in_model(config, holder)
+    inject_adapter_in_model(config, wrapper)
     _share_adapters(model)
     _seed_adapters(model)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             continue
         is_head = name.split(".")[0] in HEADS
-        keep_trained = is_head or not only_optimize_lora
-        parameter.requires_grad_(keep_trained and trained_before[id(parameter)])
+        stays_trained = is_head or not only_optimize_lora
+        parameter.requires_grad_(stays_trained and trained_before[id(parameter)])
 
 
 def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
@@ -96,21 +96,21 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
     ]
     adaptable = [name for name in layers if _is_adaptable(model, name)]
     targets = adaptable if module_name == "all" else [name for name in adaptable if module_name in name]
-    left_out = sorted({name.rsplit(".", 1)[-1] for name in layers if module_name in ("all", *name.split("."))} - {
+    excluded = sorted({name.rsplit(".", 1)[-1] for name in layers if module_name in ("all", *name.split("."))} - {
         name.rsplit(".", 1)[-1] for name in targets
     })  # fmt: skip
     if not targets:
         kinds = sorted({name.rsplit(".", 1)[-1] for name in adaptable})
-        why = " (its weight is read without calling it, so that an adapter would not act)" if left_out else ""
+        why = " (its weight is also read without calling the layer, which would bypass the adapter)" if excluded else ""
         raise ValueError(
-            f"--lora_module_name {module_name!r} is in no name of a linear layer of {type(model).__name__} that can be "
-            f"adapted{why}, so nothing would be adapted: use one of {', '.join(kinds)}, a longer part of a name such "
+            f"--lora_module_name {module_name!r} matches no linear layer of {type(model).__name__} that can be "
+            f"adapted{why}: use one of {', '.join(kinds)}, a longer part of a name such "
             f"as {(adaptable or layers)[0]!r}, or 'all'."
         )
-    if left_out:
+    if excluded:
         logger.warning(
-            "--lora_module_name %s: %s of %s get no adapters: more than a call of the layer uses its weight",
-            module_name, ", ".join(left_out), type(model).__name__,
+            "--lora_module_name %s: %s of %s get no adapters: their weights are also read without calling the layer",
+            module_name, ", ".join(excluded), type(model).__name__,
         )  # fmt: skip
     return targets
 
@@ -118,14 +118,14 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
 def _is_adaptable(model: PreTrainedModel, name: str) -> bool:
     """Whether the layer is a plain linear map whose weight is used only by its own forward."""
     layer = model.get_submodule(name)
-    if not (type(layer).forward is Conv1D.forward or _multiplies(type(layer))):
+    if not (type(layer).forward is Conv1D.forward or _is_plain_linear(type(layer))):
         return False
     parent, _, leaf = name.rpartition(".")
     return not any(f"self.{leaf}.weight" in source for source in _method_sources(type(model.get_submodule(parent))))
 
 
 @functools.cache
-def _multiplies(cls: type[nn.Linear]) -> bool:
+def _is_plain_linear(cls: type[nn.Linear]) -> bool:
     """Whether the forward of this nn.Linear subclass is x Wᵀ + b, tested on small random tensors."""
     if cls.forward is nn.Linear.forward:
         return True
@@ -172,20 +172,20 @@ def _seed_adapters(model: PreTrainedModel) -> None:
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Inside, the adapters' scaling is 0, which gives the base model's outputs; restored on exit.
+    """Set the adapters' scaling to 0, which gives the base model's outputs; restored on exit.
 
     The adapter layers still run, so that ZeRO-3 gathers the same parameters in the same order; W x + 0 · B A x equals
     W x bit for bit.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
-    strengths = [dict(layer.scaling) for layer in layers]
+    scalings = [dict(layer.scaling) for layer in layers]
     try:
         for layer in layers:
             layer.scaling.update(dict.fromkeys(layer.scaling, 0.0))
         yield
     finally:
-        for layer, strength in zip(layers, strengths, strict=True):
-            layer.scaling.update(strength)
+        for layer, scaling in zip(layers, scalings, strict=True):
+            layer.scaling.update(scaling)
 
 
 def optimizer_groups(
@@ -219,6 +219,6 @@ def optimizer_groups(
     if not groups:
         raise ValueError(
             f"{type(module).__name__} has no trainable parameter, but an optimizer needs one: "
-            "leave --only_optimize_lora out, or set --lora_dim."
+            "remove --only_optimize_lora, or set --lora_dim."
         )
     return groups

@@ -12,7 +12,7 @@ _TRIAL = (((9, 15), 0), ((13, 8), 3))
 
 @torch.no_grad()
 def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Set the network's `packs_by_mask` so that packed log-probs equal those of the unpacked conversations.
+    """Set the network's `uses_packing_mask` so that packed log-probs equal those of the unpacked conversations.
 
     Most models block attention between conversations where position ids restart; others compute their own positions
     or masks and need an explicit mask. Leaves the engine in evaluation mode. All ranks call this together.
@@ -30,27 +30,27 @@ def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
     tokens = torch.randint(vocabulary, (len(_TRIAL), width), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[i for n in lengths for i in range(n)] + [0] * pad for lengths, pad in _TRIAL])
     tokens, positions = tokens.to(engine.device), positions.to(engine.device)
-    inside = positions > 0  # tokens with a prediction, both packed and alone
-    real = torch.ones_like(inside)
-    alone, joined = torch.zeros_like(tokens, dtype=torch.float32), engine(tokens, real, inside)
+    predicted = positions > 0  # tokens with a prediction, packed and unpacked
+    real = torch.ones_like(predicted)
+    unpacked, unmasked = torch.zeros_like(tokens, dtype=torch.float32), engine(tokens, real, predicted)
     for row, (lengths, _) in enumerate(_TRIAL):
         for start, stop in zip((0, lengths[0]), (lengths[0], sum(lengths)), strict=True):
             part = (slice(row, row + 1), slice(start, stop))
-            alone[part] = engine(tokens[part], real[part], inside[part])
+            unpacked[part] = engine(tokens[part], real[part], predicted[part])
     # Difference caused by attention across conversations; rounding differences are far smaller.
-    leak = (joined - alone).abs().max()
+    leak = (unmasked - unpacked).abs().max()
     windowed = getattr(network.model.config.get_text_config(), "sliding_window", None)
     for by_mask in (False,) if windowed else (False, True):  # packed_attention has no sliding window
-        network.packs_by_mask = by_mask
+        network.uses_packing_mask = by_mask
         try:
-            difference = (engine(tokens, real, inside, packed_positions=positions) - alone).abs().max()
+            difference = (engine(tokens, real, predicted, packed_positions=positions) - unpacked).abs().max()
         except Exception:  # the architecture may not accept a 4D mask: any error of its own code
             continue
         if difference <= leak / 10:
             return
     raise ValueError(
-        f"--packing: {type(network.model).__name__} lets the conversations of a packed row see each other, "
-        "so they would not be trained as they are alone: leave --packing out, or choose another architecture."
+        f"--packing: {type(network.model).__name__} attends across the conversations of a packed row, "
+        "which would change their losses: remove --packing, or choose another architecture."
     )
 
 

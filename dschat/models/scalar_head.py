@@ -56,7 +56,7 @@ def load_scalar_head(
     """Load an AutoModelForSequenceClassification with num_labels = 1; wrap it in `TokenScores`.
 
     The head of a saved classifier is loaded; a causal LM gets a new head: normal with standard deviation 1/√(H+1),
-    depending only on torch's seed. The log states which; `has_scalar_head` checks it in advance.
+    depending only on torch's seed. The log says which; `has_scalar_head` checks it in advance.
 
     Args:
         path, dtype, tokenizer, dropout, gradient_checkpointing, deepspeed_config, trust_remote_code: as for
@@ -66,7 +66,7 @@ def load_scalar_head(
     Raises:
         ValueError: no model or weights at the path, or a classifier with more than one output.
     """
-    had_head = has_scalar_head(path, trust_remote_code=trust_remote_code)
+    has_saved_head = has_scalar_head(path, trust_remote_code=trust_remote_code)
     options = LoadOptions(
         dtype=dtype,
         tokenizer=tokenizer,
@@ -75,14 +75,14 @@ def load_scalar_head(
         deepspeed_config=deepspeed_config,
         trust_remote_code=trust_remote_code,
     )
-    model = load_pretrained(AutoModelForSequenceClassification, path, options, new_head=not had_head)
+    model = load_pretrained(AutoModelForSequenceClassification, path, options, new_head=not has_saved_head)
     if tokenizer is not None:
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    if had_head:
+    if has_saved_head:
         logger.info("%s: a saved classifier, its scalar head was loaded", path)
     else:
         init_scalar_head(model)
-        logger.warning("%s: no scalar head there, a new one was initialised; its scores mean nothing yet", path)
+        logger.warning("%s has no scalar head: a new one was initialised, its scores are untrained", path)
     return model
 
 
@@ -111,7 +111,7 @@ class TokenScores(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self.accepts_position_ids = "position_ids" in inspect.signature(model.base_model.forward).parameters
 
     @property
     def scores_tokens(self) -> bool:
@@ -139,11 +139,11 @@ class TokenScores(nn.Module):
                 f"{type(self.model).__name__} scores whole sequences only, but a critic needs a score at every token: "
                 "use it as reward model, and choose a decoder (OPT, Llama, Qwen2, GPT-2, …) for the critic."
             )
-        positions = {"position_ids": position_ids(attention_mask)} if self.takes_positions else {}
-        answer = self.model.base_model(
+        positions = {"position_ids": position_ids(attention_mask)} if self.accepts_position_ids else {}
+        outputs = self.model.base_model(
             input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
         )
-        return self.model.score(answer.last_hidden_state)[..., 0].float()  # [B, S]
+        return self.model.score(outputs.last_hidden_state)[..., 0].float()  # [B, S]
 
     def sequence_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Score of each whole sequence, at its last real token.

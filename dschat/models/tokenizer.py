@@ -45,7 +45,7 @@ def load_tokenizer(
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ValueError(
-            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}), but text cannot be read without one: "
+            f"{path} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}), which is needed to encode text: "
             "save the tokenizer into the folder with tokenizer.save_pretrained, or name a folder that has one."
         )
     try:
@@ -53,14 +53,14 @@ def load_tokenizer(
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except CustomCodeError:
         raise
-    except Exception as problem:  # the tokenizers package raises nothing narrower for a broken tokenizer.json
+    except Exception as problem:  # the tokenizers package raises a plain Exception for a broken tokenizer.json
         reason = f"{one_line(problem)}{_conversion_hint(folder)}"
         raise ValueError(f"no tokenizer could be loaded from {path}: {reason}") from problem
     if add_eot_token:
         tokenizer.add_special_tokens({"eos_token": END_OF_TEXT})
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            f"the tokenizer of {path} has no eos_token, but a response that cannot end cannot be trained: "
+            f"the tokenizer of {path} has no eos_token, so responses could never end: "
             f'pass --add_eot_token (adds "{END_OF_TEXT}"), or set eos_token in its tokenizer_config.json.'
         )
     if tokenizer.pad_token_id is None:
@@ -76,7 +76,7 @@ def _conversion_hint(folder: Path) -> str:
         return ""
     models = [name for name in TOKENIZER_FILES if name.endswith(".model") and (folder / name).is_file()]
     return (
-        f" {folder} has {models[0]} alone: pip install sentencepiece protobuf tiktoken, or convert it where they are "
+        f" {folder} has only {models[0]}: pip install sentencepiece protobuf tiktoken, or convert it where they are "
         "installed with AutoTokenizer.from_pretrained(folder).save_pretrained(folder), which adds a tokenizer.json."
         if models else ""
     )  # fmt: skip

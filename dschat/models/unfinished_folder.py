@@ -10,8 +10,8 @@ from pathlib import Path
 
 from dschat.checkpoints.verified_folder import sync
 
-NAME = ".unfinished"  # staging directory until all files are written
-LAST = "config.json"  # moved last: without it the folder is not a model
+STAGING = ".unfinished"  # staging directory until all files are written
+MOVED_LAST = "config.json"  # moved last: without it the folder is not a model
 WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 
 
@@ -25,9 +25,9 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
     Raises:
         OSError: the files cannot be written.
     """
-    made = not folder.exists()
+    created = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / NAME
+    temporary = folder / STAGING
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -38,13 +38,13 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
         temporary.rmdir()
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        if made and not any(folder.iterdir()):
+        if created and not any(folder.iterdir()):
             folder.rmdir()
 
 
 def _move_up(temporary: Path, folder: Path) -> None:
-    new = sorted(temporary.iterdir(), key=lambda path: (path.name == LAST, path.name))
-    (folder / LAST).unlink(missing_ok=True)
+    new = sorted(temporary.iterdir(), key=lambda path: (path.name == MOVED_LAST, path.name))
+    (folder / MOVED_LAST).unlink(missing_ok=True)
     for old in folder.iterdir():
         if WEIGHTS.fullmatch(old.name):
             old.unlink()

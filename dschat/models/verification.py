@@ -22,7 +22,7 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @torch.no_grad()
-def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
+def verify_logprobs(model: PreTrainedModel, token_logprobs: nn.Module) -> None:
     """Compare TokenLogprobs on unpadded, left-padded and right-padded rows with the model's own logits of one row.
 
     Attention windows are shortened, since padding may matter only beyond their length. Weights are gathered and cast to
@@ -32,7 +32,7 @@ def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
 
     Args:
         model: as it will be trained; its train/eval mode is restored.
-        ours: TokenLogprobs of the model.
+        token_logprobs: TokenLogprobs of the model.
 
     Raises:
         ValueError: the model cannot be run as a causal language model, its logits for a token depend on later tokens,
@@ -40,80 +40,80 @@ def verify_logprobs(model: PreTrainedModel, ours: nn.Module) -> None:
     """
     if any(p.is_meta for p in model.parameters()):
         return
-    was_training = ours.training, model.training
-    ours.eval()
+    was_training = token_logprobs.training, model.training
+    token_logprobs.eval()
     try:
         with short_windows(model):
-            problem = _problem_by_layers(model, ours)
+            problem = _find_problem(model, token_logprobs)
     finally:
-        ours.train(was_training[0])
+        token_logprobs.train(was_training[0])
         model.train(was_training[1])
     if problem is not None:
         raise ValueError(f"{type(model).__name__}: {problem}")
 
 
-def _problem_by_layers(model: PreTrainedModel, ours: nn.Module) -> str | None:
+def _find_problem(model: PreTrainedModel, token_logprobs: nn.Module) -> str | None:
     exact = model.dtype == torch.float32
-    if not (exact or model.device.type == "meta") or any(is_partitioned(p) for p in ours.parameters()):
+    if not (exact or model.device.type == "meta") or any(is_partitioned(p) for p in token_logprobs.parameters()):
         try:
-            with full_layers(ours, dtype=torch.float32):
-                return _problem(model, ours, torch.float32)
+            with full_layers(token_logprobs, dtype=torch.float32):
+                return _first_problem(model, token_logprobs, torch.float32)
         except torch.OutOfMemoryError:
             raise
         except Exception:  # the model's own code may read a weight outside its layer's forward
             pass
     with ExitStack() as stack:
-        stack.enter_context(gathered(list(ours.parameters())))
+        stack.enter_context(gathered(list(token_logprobs.parameters())))
         try:
-            return _problem(model, ours, model.dtype)
+            return _first_problem(model, token_logprobs, model.dtype)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # any error of the model's own code: not supported
             return (
                 f"it cannot be run as a causal language model on a batch of token ids "
                 f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
-                "name a decoder that continues text."
+                "choose a causal decoder."
             )
 
 
-def _problem(model: PreTrainedModel, ours: Logprobs, dtype: torch.dtype) -> str | None:
+def _first_problem(model: PreTrainedModel, token_logprobs: Logprobs, dtype: torch.dtype) -> str | None:
     """Describes the first failed check, or None."""
     embeddings = model.get_input_embeddings()
     vocabulary, device = full_shape(embeddings.weight)[0], embeddings.weight.device
     tokens = torch.randint(vocabulary, (1, TRIAL_TOKENS), generator=torch.Generator().manual_seed(0)).to(device)
-    own, largest = _own_logprobs(model, tokens)  # [n - 1]
+    expected, largest = _model_logprobs(model, tokens)  # [n - 1]
     # Logits are rounded relative to their magnitude (2⁻⁸ in bf16, TF32 sums in fp32), in some models twice.
     tolerance = max(1e-3, 4 * torch.finfo(dtype).eps) * max(1.0, largest)
     rows, mask = _padded_rows(tokens)
-    logprobs = ours(rows, mask, mask).float()  # [3, n]
-    whole = logprobs[0, 1:] - own
-    left = logprobs[1, 1 - PREFIX_TOKENS :] - own[: PREFIX_TOKENS - 1]
-    right = logprobs[2, 1:PREFIX_TOKENS] - own[: PREFIX_TOKENS - 1]
+    logprobs = token_logprobs(rows, mask, mask).float()  # [3, n]
+    unpadded = logprobs[0, 1:] - expected
+    left = logprobs[1, 1 - PREFIX_TOKENS :] - expected[: PREFIX_TOKENS - 1]
+    right = logprobs[2, 1:PREFIX_TOKENS] - expected[: PREFIX_TOKENS - 1]
     problem = None
-    if not _small(whole, tolerance, dtype) or not _small(right, tolerance, dtype):
-        prefix, _ = _own_logprobs(model, tokens[:, :PREFIX_TOKENS])
-        if not _small(prefix - own[: PREFIX_TOKENS - 1], tolerance, dtype):
+    if not _is_small(unpadded, tolerance, dtype) or not _is_small(right, tolerance, dtype):
+        prefix, _ = _model_logprobs(model, tokens[:, :PREFIX_TOKENS])
+        if not _is_small(prefix - expected[: PREFIX_TOKENS - 1], tolerance, dtype):
             problem = (
-                "its logits for a token depend on later tokens, so it is no causal language model but an encoder, or "
-                "a decoder whose config lacks is_decoder: name a decoder that continues text."
+                "its logits for a token depend on later tokens, so it is an encoder, not a causal language model, or "
+                "a decoder whose config lacks is_decoder: choose a causal decoder."
             )
         else:
-            worst = max(whole.abs().max().item(), right.abs().max().item())
+            worst = max(unpadded.abs().max().item(), right.abs().max().item())
             problem = (
                 f"log-probs from hidden states differ from the model's own logits by {worst:.3g} "
                 f"(tolerance {tolerance:.3g}), so it changes its logits in a way that this suite does not implement: "
                 "add it to head_transform in dschat/models/causal_lm.py."
             )
-    elif not _small(left, tolerance, dtype):
+    elif not _is_small(left, tolerance, dtype):
         problem = (
             f"log-probs of a left-padded row differ from those of the row alone by {left.abs().max().item():.3g} "
-            f"(tolerance {tolerance:.3g}): it does not keep padding out, but prompts of a batch are padded on the "
+            f"(tolerance {tolerance:.3g}): it attends to padding, but prompts of a batch are padded on the "
             "left. Choose another architecture."
         )
     return problem
 
 
-def _own_logprobs(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, float]:
+def _model_logprobs(model: PreTrainedModel, tokens: Tensor) -> tuple[Tensor, float]:
     """Log-probs [n − 1] of tokens [1, n] except the first, from the model's own logits; and the largest |logit|."""
     mask = torch.ones_like(tokens)
     logits = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
@@ -131,7 +131,7 @@ def _padded_rows(tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack([tokens[0], torch.cat([filler, prefix]), torch.cat([prefix, filler])]), mask
 
 
-def _small(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
+def _is_small(difference: Tensor, tolerance: float, dtype: torch.dtype) -> bool:
     """Whether differences are within tolerance: the maximum in float32, the median in half precision, where rounding
     may route a token to another expert."""
     size = difference.abs()

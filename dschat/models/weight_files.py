@@ -35,7 +35,7 @@ def weight_problems(folder: str | Path) -> list[str]:
             problems.append(f"{path} cannot be read ({error}): copy it again")
             continue
         if not all(isinstance(name, str) and Path(name).name == name for name in shards):
-            problems.append(f"{path} names files that do not lie beside it: get the model anew")
+            problems.append(f"{path} names files outside its folder: download the model again")
             continue
         pickles |= {folder / name for name in shards if not name.endswith(".safetensors") and (folder / name).is_file()}
         missing = sorted(name for name in shards if not (folder / name).is_file())

@@ -51,13 +51,13 @@ def pretrained_model(module: nn.Module) -> PreTrainedModel:
     """
     inner: object = module
     while not isinstance(inner, PreTrainedModel):
-        below = getattr(inner, "module", None) or getattr(inner, "model", None)
-        if below is None:
+        child = getattr(inner, "module", None) or getattr(inner, "model", None)
+        if child is None:
             raise ValueError(
-                f"{type(module).__name__} holds no Hugging Face model, but weights are named after one: "
+                f"{type(module).__name__} contains no Hugging Face model, which defines the weights' names: "
                 "pass a PreTrainedModel, a TokenLogprobs, a TokenScores, or an engine around one of them."
             )
-        inner = below
+        inner = child
     return inner
 
 
@@ -110,17 +110,17 @@ class WeightSource:
 
 def weight_sources(model: PreTrainedModel) -> Iterator[WeightSource]:
     """The modules of a model in order, without the adapters; gathers nothing."""
-    chosen = _names_to_keep(model)
+    kept_names = _names_to_keep(model)
     for path, part in model.named_modules():
         if ".lora_" in f".{path}":
             continue
         prefix = f"{path}." if path else ""
         own = part.named_parameters(recurse=False)
-        kept = ((n, b) for n, b in part.named_buffers(recurse=False) if n not in part._non_persistent_buffers_set)
+        buffers = ((n, b) for n, b in part.named_buffers(recurse=False) if n not in part._non_persistent_buffers_set)
         yield WeightSource(
             path=plain_name(prefix).removesuffix("."),
-            parameters=[(plain_name(prefix + name), p) for name, p in own if prefix + name in chosen],
-            buffers=[(plain_name(prefix + name), buffer) for name, buffer in kept],
+            parameters=[(plain_name(prefix + name), p) for name, p in own if prefix + name in kept_names],
+            buffers=[(plain_name(prefix + name), buffer) for name, buffer in buffers],
             layer=_lora_layer(model, path),
         )
 
@@ -187,21 +187,21 @@ def export_model(module: nn.Module, folder: str | Path, tokenizer: PreTrainedTok
     watchdog.phase("export")
     model = pretrained_model(module)
     distributed = dist.is_available() and dist.is_initialized()
-    writes = not distributed or dist.get_rank() == 0
+    is_writer = not distributed or dist.get_rank() == 0
     state: dict[str, Tensor] = {}
     for name, tensor in full_weights(model):
-        if writes:
+        if is_writer:
             # ZeRO-3 frees gathered parameters at the next iteration; a live CPU parameter needs no copy.
             state[name] = tensor.detach().to("cpu", copy=hasattr(tensor, "ds_id"))
         watchdog.progress()
     problem = None
-    if writes:
+    if is_writer:
         with watchdog.watch_folder(folder):
             problem = _write_folder(model, Path(folder), tokenizer, state)
     if distributed:
-        answer = [problem]
-        dist.broadcast_object_list(answer, src=0)
-        problem = answer[0]
+        broadcast = [problem]
+        dist.broadcast_object_list(broadcast, src=0)
+        problem = broadcast[0]
     if problem is not None:
         raise ExportError(f"the model could not be written to {folder}: {problem}")
 

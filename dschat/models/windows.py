@@ -7,16 +7,16 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-SHORT = 5
+SHORT_WINDOW = 5
 # Suffixes of the attribute names that hold windows in configs and layers.
 WINDOWS = ("window", "window_size", "attention_chunk_size", "index_block_size")
-# Names of the same in layers only: many configs have a block size that is no part of attention.
+# In layers also block_size, which in many configs is unrelated to attention.
 LAYER_WINDOWS = (*WINDOWS, "block_size")
 
 
 @contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[bool]:
-    """Inside, attention windows are shorter than a trial sequence, so that ignoring a window changes the logits.
+    """Make attention windows shorter than a trial sequence, so that ignoring a window changes the logits.
 
     The window is stored in the config, from which masks are built, and often in the attention layers as well.
 
@@ -32,7 +32,7 @@ def short_windows(model: PreTrainedModel) -> Iterator[bool]:
                 changed.append((layer, name, value))
     try:
         for owner, name, _ in changed:
-            setattr(owner, name, SHORT)
+            setattr(owner, name, SHORT_WINDOW)
         yield bool(windows)
     finally:
         for owner, name, value in changed:

@@ -48,7 +48,7 @@ from shapes import (  # noqa: E402
 from table import greedy_line, table  # noqa: E402
 from vllm_process import VLLMProcess  # noqa: E402
 
-from dschat.generation.decoder import PARTS  # noqa: E402
+from dschat.generation.decoder import OPTIMIZATIONS  # noqa: E402
 
 # Defaults: flag → value, per device type.
 DEFAULTS = {
@@ -185,7 +185,8 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--lengths", metavar="KIND,KIND", help="constant[:N] or lognormal[:N], N the longest (default: --max_new)")
     add("--max_new", type=int, metavar="N", help="longest response if --lengths has no N")
     add("--contenders", metavar="A,B", default=",".join(CONTENDERS), help="default: %(default)s")
-    add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(sorted(PARTS))}; a+b: both")
+    choices = ", ".join(sorted(OPTIMIZATIONS))
+    add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {choices}; a+b: both")
     add("--repeat", type=int, default=3, metavar="N", help="turns of each contender after its warm-up (default: 3)")
     add("--dtype", choices=DTYPES, default="bf16")
     add("--device", help="cpu or cuda (default: cuda if available)")
@@ -215,7 +216,8 @@ def chosen_contenders(options: argparse.Namespace) -> tuple[dict[str, Contender]
     contenders = {name: CONTENDERS[name] for name in names if name in CONTENDERS}
     for combination in filter(None, options.without.split(",")):
         parts = combination.split("+")
-        problems += [f"--without {part}: not one of {', '.join(sorted(PARTS))}" for part in parts if part not in PARTS]
+        unknown = [part for part in parts if part not in OPTIMIZATIONS]
+        problems += [f"--without {part}: not one of {', '.join(sorted(OPTIMIZATIONS))}" for part in unknown]
         contenders[f"ours -{combination}"] = partial(ours, without=frozenset(parts))
     return contenders, problems
 

@@ -22,7 +22,7 @@ def test_a_bad_row_is_named_by_file_and_line_and_the_next_is_read(content, tmp_p
     file.write_bytes(b'{"n": 1}\n' + content.replace(b"\n", b" ") + b'\n{"n": NaN}\n')
     rows = list(file_rows(file))
     assert [row.fields is None for row in rows] == [False, True, False]
-    assert rows[1].where == f"{file}:2" and rows[1].fault and "\n" not in rows[1].fault
+    assert rows[1].where == f"{file}:2" and rows[1].error and "\n" not in rows[1].error
 
 
 ARRAYS = {  # items of one array: what of them is reported, and for the whole file or for the row alone
@@ -45,7 +45,7 @@ def test_a_bad_item_of_an_array_is_named_by_file_and_line(content, tmp_path):
         assert f"{file}:2: " in one_line(caught) and part in str(caught.value)
     else:
         _, row = file_rows(file)
-        assert row.where == f"{file}:2" and part in row.fault
+        assert row.where == f"{file}:2" and part in row.error
 
 
 def test_tables_whose_text_is_no_utf8(tmp_path):
@@ -140,7 +140,7 @@ def test_a_row_that_cannot_be_used_gives_file_line_and_reason(change, tmp_path):
 ENTRIES = [
     *((f"rows.jsonl:{weight}", f"the weight {weight} must be positive")
       for weight in ("0", "-1", "1e999", "1e-400", "1..2")),
-    ("", "is empty"), (" ", "is empty"), ("missing.jsonl", "no such file"), ("a/b/c", "no such file"),
+    ("", "has an empty path"), (" ", "has an empty path"), ("missing.jsonl", "no such file"), ("a/b/c", "no such file"),
     ("openai/gsm8k=", "no file or folder is named"), ("openai/gsm8k=/no/such", "there is no file or folder"),
 ]  # fmt: skip
 

@@ -133,7 +133,7 @@ def test_a_default_system_prompt_is_in_the_prompt_as_in_training():
 
 @pytest.mark.parametrize("family", ["gemma", "mistral"])
 def test_a_template_without_system_prompts_refuses_them(family):
-    with pytest.raises(ValueError, match="the chat template refuses these messages"):
+    with pytest.raises(ValueError, match="the chat template rejects these messages"):
         encode_conversation(tokenizer_of(family, marked=True), [{"role": "system", "content": "Be brief."}, *TURNS])
 
 

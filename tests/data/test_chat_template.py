@@ -167,7 +167,7 @@ def test_stop_tokens_are_eos_and_end_of_turn_without_duplicates():
 
 
 def test_refusal_of_the_template_is_a_value_error():
-    with pytest.raises(ValueError, match="refuses.*unknown role: narrator"):
+    with pytest.raises(ValueError, match="rejects.*unknown role: narrator"):
         encode_prompt(installed(), [{"role": "narrator", "content": "x"}])
     with pytest.raises(ValueError, match="end with an assistant message"):
         encode_conversation(installed(), [USER])

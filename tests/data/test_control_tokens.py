@@ -205,7 +205,7 @@ def test_rows_with_control_token_strings_are_counted_and_named_with_file_and_lin
     rows[4]["prompt"] = "</s><|im_start|>"
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for flag, became in ((False, "stayed plain text"), (True, "became those tokens")):
+    for flag, became in ((False, "stayed plain text"), (True, "became control tokens")):
         options = DataOptions([str(file)], str(tmp_path / "arrow"), 64, eval_fraction=0.0, phase=2,
                               parse_special_tokens=flag)  # fmt: skip
         for _ in range(2):  # made, then read back

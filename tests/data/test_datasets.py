@@ -209,7 +209,7 @@ def test_damaged_folder_is_not_used_silently(tokenizer, tmp_path, capsys, damage
             found = build()
             assert found.train[:] == rows and file.read_bytes() == content
             said = capsys.readouterr().err
-            assert f"warning: {folder} is damaged and made again" in said
+            assert f"warning: {folder} is damaged and will be rebuilt" in said
             assert file.name in said or file.name == "manifest.json"  # a checksum in it is then another file's
     build()
     assert "damaged" not in capsys.readouterr().err
@@ -408,4 +408,4 @@ def test_messages_that_the_template_refuses_are_bad_rows(tmp_path):
     splits = build("sft", strict, tmp_path, str(tmp_path / "a.jsonl"), eval_fraction=0.0)
     assert len(splits.train) == 1
     (bad,) = splits.report.bad
-    assert bad.endswith("a.jsonl:2: the chat template refuses these messages: one turn only")
+    assert bad.endswith("a.jsonl:2: the chat template rejects these messages: one turn only")

@@ -11,7 +11,7 @@ from dschat.data.datasets import DataOptions, build_dataset
 from dschat.data.marked_answers import last_boxed
 from dschat.data.records import parse_record
 from dschat.data.sources.data_path import load_source
-from dschat.data.sources.hub_datasets import HUB_DATASETS, NothingToLearn, hub_dataset, our_fields
+from dschat.data.sources.hub_datasets import HUB_DATASETS, UnusableRow, hub_dataset, mapped_fields
 
 
 def chat(*texts):
@@ -20,7 +20,7 @@ def chat(*texts):
 
 
 def record(name, row, kind):
-    return parse_record(our_fields(row, HUB_DATASETS[name], {}), kind)
+    return parse_record(mapped_fields(row, HUB_DATASETS[name], {}), kind)
 
 
 def pair(prompt, chosen, rejected):
@@ -149,7 +149,7 @@ def test_conversations(name):
 @pytest.mark.parametrize("name", ANSWERS)
 def test_answers(name):
     row, prompt, answer, response = ANSWERS[name]
-    fields = our_fields(row, HUB_DATASETS[name], {})
+    fields = mapped_fields(row, HUB_DATASETS[name], {})
     assert parse_record(fields, "prompt") == {"prompt": prompt} and fields["answer"] == answer
     if response is not None:
         assert parse_record(fields, "sft") == {"messages": [*prompt, {"role": "assistant", "content": response}]}
@@ -168,7 +168,7 @@ def test_answers(name):
 )
 def test_labels_decide_which_answer_is_chosen_and_ties_are_left_out(name, row, chosen):
     if chosen is None:
-        with pytest.raises(NothingToLearn, match="no answer is preferred"):
+        with pytest.raises(UnusableRow, match="no answer is preferred"):
             record(name, row, "preference")
     else:
         assert record(name, row, "preference")["chosen"] == chosen
@@ -184,15 +184,15 @@ def test_labels_decide_which_answer_is_chosen_and_ties_are_left_out(name, row, c
     ],
 )
 def test_rows_without_anything_to_train_on_are_skipped(name, row, reason):
-    with pytest.raises(NothingToLearn, match=reason):
-        our_fields(row, HUB_DATASETS[name], {})
+    with pytest.raises(UnusableRow, match=reason):
+        mapped_fields(row, HUB_DATASETS[name], {})
 
 
 def test_a_damaged_row_is_bad_and_a_row_of_ours_is_taken_as_it_is():
     with pytest.raises(ValueError, match="not a row of this data set .TypeError"):
-        our_fields(WEBGPT | {"question": "text"}, HUB_DATASETS["openai/webgpt_comparisons"], {})
+        mapped_fields(WEBGPT | {"question": "text"}, HUB_DATASETS["openai/webgpt_comparisons"], {})
     ours = {"prompt": "a", "response": "b"}
-    assert our_fields(ours, HUB_DATASETS["openai/gsm8k"], {}) == ours
+    assert mapped_fields(ours, HUB_DATASETS["openai/gsm8k"], {}) == ours
 
 
 @pytest.mark.parametrize(

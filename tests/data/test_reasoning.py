@@ -157,10 +157,10 @@ def test_the_last_tagged_answer_counts():
     [
         ("reasoning_gym:chain_sun", "no task 'chain_sun'; did you mean .*chain_sum"),
         ("reasoning_gym:chain_sum?max_term=3", "no field 'max_term'; did you mean max_terms"),
-        ("reasoning_gym:chain_sum?max_terms=many", "max_terms=many is no int"),
-        ("reasoning_gym:chain_sum?allow_negation=1", "allow_negation=1 is no bool .write true or false."),
+        ("reasoning_gym:chain_sum?max_terms=many", "max_terms=many is not a valid int"),
+        ("reasoning_gym:chain_sum?allow_negation=1", "allow_negation=1 is not a valid bool .write true or false."),
         ("reasoning_gym:chain_sum?max_terms", "write FIELD=VALUE&FIELD=VALUE"),
-        ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "refuses this configuration .max_terms must be >="),
+        ("reasoning_gym:chain_sum?min_terms=5&max_terms=2", "rejects this configuration .max_terms must be >="),
     ],
 )
 def test_unknown_tasks_fields_and_values_are_refused_before_the_run(path, message, tmp_path):

@@ -117,7 +117,7 @@ def test_margin_that_is_no_finite_number_is_bad(margin):
         ("prompt", {"prompt": [{"role": "user", "content": None}]}, "type null"),
         ("sft", {"prompt": "a", "response": ""}, "response is empty"),
         ("sft", {"messages": [user("a"), assistant("b"), user("c")]}, "last message is of role 'user'"),
-        ("sft", {"messages": [assistant("b")]}, "without anything before it"),
+        ("sft", {"messages": [assistant("b")]}, "the answer has no prompt"),
         ("sft", {"messages": [user("a"), assistant(" ")]}, r"messages\[1\] \(assistant\) is empty"),
         ("sft", {"text": " "}, "text must be"),
         ("preference", {"prompt": "x", "chosen": TURN, "rejected": "c"}, "not begin with the prompt"),

@@ -48,7 +48,7 @@ def test_byte_order_mark_is_no_part_of_the_data(tmp_path):
 
 def test_rows_that_cannot_be_read_are_named_by_file_and_line_and_the_others_survive():
     rows = list(load_source(str(DATA / "damaged.jsonl")).rows("train"))
-    faults = {row.where.removeprefix(f"{DATA}/"): row.fault for row in rows if row.fields is None}
+    faults = {row.where.removeprefix(f"{DATA}/"): row.error for row in rows if row.fields is None}
     assert list(faults) == ["damaged.jsonl:2", "damaged.jsonl:4", "damaged.jsonl:5", "damaged.jsonl:7"]
     reasons = ["not valid JSON", "not valid UTF-8 (byte 13", "not a JSON object but list", "not valid Unicode"]
     for fault, reason in zip(faults.values(), reasons, strict=True):
@@ -59,7 +59,7 @@ def test_rows_that_cannot_be_read_are_named_by_file_and_line_and_the_others_surv
 def test_damaged_csv_rows_are_named(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"prompt,n\nok,1\n\xff,2\ntoo,3,many\nlast,4\n")
     rows = list(load_source(str(tmp_path / "a.csv")).rows("train"))
-    assert [(row.where[-1], row.fault) for row in rows] == [
+    assert [(row.where[-1], row.error) for row in rows] == [
         ("2", ""),
         ("3", "not valid UTF-8"),
         ("4", "more fields than the header has"),
@@ -71,7 +71,7 @@ def test_items_of_an_array_carry_their_line(tmp_path):
     (tmp_path / "a.json").write_text('[\n {"n": 1},\n\n 7,\n {"n": 2, "text": "x\\ny"}\n]\n')
     rows = list(load_source(str(tmp_path / "a.json")).rows("train"))
     assert [row.where.rpartition(":")[2] for row in rows] == ["2", "4", "5"]
-    assert rows[1].fault == "not a JSON object but int"
+    assert rows[1].error == "not a JSON object but int"
 
 
 @pytest.mark.parametrize(
@@ -159,5 +159,5 @@ def test_weights_that_make_no_sense_are_refused(entries, message):
 
 @pytest.mark.parametrize("entry", ["", "  ", ":0.5"])
 def test_an_entry_without_a_path_is_refused_rather_than_read_as_the_current_folder(entry):
-    with pytest.raises(ValueError, match="is empty, which is no path"):
+    with pytest.raises(ValueError, match="has an empty path"):
         parse_data_path([entry])

@@ -9,7 +9,7 @@ from test_hybrid_engine import tiny_llama, with_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams, decoder, scheduler, step
-from dschat.generation.captured_steps import MOST_KINDS, CapturedSteps
+from dschat.generation.captured_steps import MAX_KINDS, CapturedSteps
 from dschat.generation.cpu import step_recording
 from dschat.generation.cpu.step_recording import record
 from dschat.generation.cuda import graph
@@ -83,7 +83,7 @@ def test_weights_at_new_addresses_are_recorded_again(recordings):
 def test_unpinned_buffers_are_kept_only_if_small_and_without_weight_copies_or_open_streams(monkeypatch, why):
     model = with_lora(tiny_llama()) if why == "copies" else tiny_llama()
     if why == "size":
-        monkeypatch.setattr(decoder, "KEPT_BYTES", 1000)
+        monkeypatch.setattr(decoder, "MAX_KEPT_BYTES", 1000)
     actor = HybridEngine(model)
     with actor.generation():
         actor.generate(PROMPTS, **SETTINGS)
@@ -102,7 +102,7 @@ def test_unpinned_buffers_are_kept_only_if_small_and_without_weight_copies_or_op
 def test_the_least_recently_used_kind_of_captured_steps_is_evicted():
     steps = CapturedSteps()
     first = steps.get(0, "here", object)
-    later = [steps.get(kind, "here", object) for kind in range(1, MOST_KINDS)]
+    later = [steps.get(kind, "here", object) for kind in range(1, MAX_KINDS)]
     assert steps.get(0, "here", object) is first
     steps.get("another", "here", object)
     assert steps.get(0, "here", object) is first and steps.get(2, "here", object) is later[1]
@@ -233,7 +233,7 @@ def test_a_batch_size_is_captured_after_enough_uncaptured_runs_and_then_replayed
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(monkeypatch, pinned):
     cuda = Cuda(fails="end")
-    monkeypatch.setattr(decoder, "KEPT_BYTES", 0)  # so that only the model stores the failure
+    monkeypatch.setattr(decoder, "MAX_KEPT_BYTES", 0)  # so that only the model stores the failure
     captured_as_on_cuda(monkeypatch, cuda)
     # A failed capture has run nothing on CUDA; the stand-in must not either.
     monkeypatch.setattr(graph, "capture", lambda run, *, memory, usual=graph.capture: usual(
@@ -241,7 +241,7 @@ def test_a_model_whose_capture_fails_runs_uncaptured_and_is_not_captured_again(m
     model = tiny_llama()
     actor = HybridEngine(model, pin_buffers=pinned)
     expected = rollout(HybridEngine(model, without=["graphs"])).responses()
-    with pytest.warns(UserWarning, match="cannot be captured, it is launched kernel by kernel: cannot end"):
+    with pytest.warns(UserWarning, match="cannot be captured and runs without a CUDA graph: cannot end"):
         assert rollout(actor).responses() == expected
     assert cuda.captures == 1 and cuda.stream == "of training"
     for sampling in (SamplingParams(), GREEDY):
@@ -259,7 +259,7 @@ class HostSyncCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         indices = step_recording._indices(func, args)
-        reads = step_recording._reads(func) or any(index.dtype == torch.bool for index in indices)
+        reads = step_recording._reads_values(func) or any(index.dtype == torch.bool for index in indices)
         addresses = {tensor.untyped_storage().data_ptr() for tensor in step_recording.tensors(args)}
         self.count += reads and (self.of is None or bool(addresses & self.of))
         return func(*args, **(kwargs or {}))
@@ -278,7 +278,7 @@ def test_the_host_synchronises_once_every_eight_steps_unless_it_streams(monkeypa
     def remove_finished(self):
         syncs.append(1)
         watched.extend(
-            [self.batch.live, self.batch.cells, self.batch.tokens, self.responses.tokens, self.responses.counts]
+            [self.batch.live, self.batch.next_index, self.batch.tokens, self.responses.tokens, self.responses.lengths]
         )
         counter.of = {tensor.untyped_storage().data_ptr() for tensor in watched}
         return usual_remove_finished(self)
@@ -306,10 +306,10 @@ def test_host_syncs_of_a_prefill_do_not_grow_with_the_layers():
             pooled.prefill(pool, [[5, 6, 7], [9], [3, 4, 8, 8]], [1, 20, 40])
         counts[layers] = counter.count
     assert counts[2] == counts[6]
-    pool.fill_in(torch.tensor([5, 3, 4]), torch.tensor([1, 2, 3]))
+    pool.begin_prefill(torch.tensor([5, 3, 4]), torch.tensor([1, 2, 3]))
     states = torch.arange(8.0).view(2, 1, 2, 2)  # [rows, heads, columns, width]
     with HostSyncCounter() as counter:
         pool.update(states, -states, 9)
     assert counter.count == 0
-    assert pool._stored[9][0][3:6, 0].tolist() == [[4, 5], [6, 7], [2, 3]]
-    assert pool._stored[9][1][3:6, 0].tolist() == [[-4, -5], [-6, -7], [-2, -3]]
+    assert pool._buffers[9][0][3:6, 0].tolist() == [[4, 5], [6, 7], [2, 3]]
+    assert pool._buffers[9][1][3:6, 0].tolist() == [[-4, -5], [-6, -7], [-2, -3]]

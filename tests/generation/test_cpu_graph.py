@@ -84,7 +84,7 @@ def test_runs_that_read_values_or_allocate_too_much_are_executed_but_not_recorde
         assert record(lambda read=read: x.add_(read(x[0]))) is None
         assert x[0] in (2, 4)
     x.fill_(2)
-    monkeypatch.setattr(step_recording, "MOST_BYTES", 100)
+    monkeypatch.setattr(step_recording, "MAX_BYTES", 100)
     assert record(lambda: x.copy_(torch.cat([x] * 20)[:3] + 1)) is None
     assert x.tolist() == [3, 3, 3]
 

@@ -204,7 +204,7 @@ def test_wrong_shapes_of_products_are_refused(kernels):
         kernels.linear(torch.zeros(2, 4), packed, None, 5)
     with pytest.raises(ValueError, match="not a bfloat16 matrix"):
         kernels.pack(torch.zeros(5, 4))
-    with pytest.raises(ValueError, match="there is room for"):
+    with pytest.raises(ValueError, match="pack: .* needs"):
         kernels.pack(torch.zeros(500, 4).bfloat16(), packed)
 
 

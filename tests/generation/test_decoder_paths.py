@@ -11,11 +11,11 @@ from dschat.generation.step import GraphedStep, graph_batch_sizes
 from dschat.models.causal_lm import TokenLogprobs
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3}
-pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 
 
 def graphed(actor: HybridEngine) -> GraphedStep:
-    return next(reversed(actor._decoder._pool_decoder.captured._kinds.values()))
+    return next(reversed(actor._decoder._pool_decoder.captured._steps.values()))
 
 
 def rollout(actor: HybridEngine, prompts=PROMPTS, **changes):

@@ -7,7 +7,7 @@ from torch import nn
 
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.generation.cpu import cpp_kernels
-from dschat.generation.cpu.fused_linear import FusedLinears, fusable, shared_inputs
+from dschat.generation.cpu.fused_linear import FusedLinears, bf16_kernels, layers_by_input
 
 LIBRARY = cpp_kernels.load()
 pytestmark = pytest.mark.skipif(
@@ -23,9 +23,9 @@ def names_of(model: nn.Module, groups: list[list[nn.Linear]]) -> list[list[str]]
 def test_a_traced_forward_finds_the_layers_that_share_an_input():
     model = tiny("llama")
     layer = [["q_proj", "k_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
-    assert names_of(model, shared_inputs(model)) == [*layer, *layer, ["lm_head"]]
+    assert names_of(model, layers_by_input(model)) == [*layer, *layer, ["lm_head"]]
     opt = tiny("opt")
-    assert ["fc1"] in names_of(opt, shared_inputs(opt))
+    assert ["fc1"] in names_of(opt, layers_by_input(opt))
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
@@ -54,7 +54,7 @@ def test_fused_outputs_equal_the_layers_and_are_recomputed_for_every_input(bias)
 def test_fused_rollouts_equal_plain_ones_and_leave_the_model_unchanged():
     model = tiny("qwen2").bfloat16()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    assert fusable(model) and not fusable(tiny("llama"))
+    assert bf16_kernels(model) and not bf16_kernels(tiny("llama"))
     settings = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams()}
     prompts = [[5, 6, 7], [9], [3, 4, 8, 8, 1]]
     rollouts = []

@@ -6,11 +6,11 @@ import transformers
 from test_generation import COMMON, GROUPED, tiny
 from torch import nn
 
-from dschat.generation.cpu.fused_modules import faster_forwards
+from dschat.generation.cpu.fused_modules import fused_forwards
 
 
 def replaced(model: nn.Module) -> set[str]:
-    return {type(module).__name__ for module in faster_forwards(model)}
+    return {type(module).__name__ for module in fused_forwards(model)}
 
 
 def built(config) -> transformers.PreTrainedModel:
@@ -37,7 +37,7 @@ def test_a_model_with_faster_forwards_gives_the_same_logits(name, dtype):
             parameter.add_(0.05 * torch.randn_like(parameter))  # norm weights of 1 and biases of 0 would hide errors
     with torch.inference_mode():
         expected = model(ids).logits
-        faster = faster_forwards(model)
+        faster = fused_forwards(model)
         for module, forward in faster.items():
             module.forward = forward
         actual = model(ids).logits
@@ -64,7 +64,7 @@ def test_other_rotary_embeddings_give_the_same_logits(config):
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = model(ids).logits
-        for module, forward in faster_forwards(model).items():
+        for module, forward in fused_forwards(model).items():
             module.forward = forward
         torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
 
@@ -72,7 +72,7 @@ def test_other_rotary_embeddings_give_the_same_logits(config):
 def test_finding_faster_forwards_changes_neither_random_state_nor_model():
     model = tiny("llama")
     before = torch.get_rng_state()
-    faster_forwards(model)
+    fused_forwards(model)
     assert torch.equal(before, torch.get_rng_state())
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -95,7 +95,7 @@ def test_the_epsilon_that_a_norm_uses_is_found_among_its_numbers():
             self.norm = Norm()
 
     model = Model()
-    forward = faster_forwards(model)[model.norm]
+    forward = fused_forwards(model)[model.norm]
     x = 0.01 * torch.randn(5, 3, 16)
     with torch.inference_mode():
         torch.testing.assert_close(forward(x), model.norm(x))

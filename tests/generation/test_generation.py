@@ -88,7 +88,7 @@ def sampled(decoder: Decoder, prompts=PROMPTS, **changes):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 def test_greedy_tokens_equal_transformers_generate_with_and_without_an_eos(name):
     model = tiny(name)
     decoder = Decoder(model)
@@ -234,10 +234,10 @@ def test_results_can_be_used_in_autograd_and_gradients_stay_enabled_while_stream
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
-@pytest.mark.parametrize("name, reason", [("mamba", "whose state is not only keys and values.*all columns again")])
+@pytest.mark.parametrize("name, reason", [("mamba", "state is not only keys and values.*recomputes the whole row")])
 def test_a_model_that_the_pool_does_not_support_warns_once(name, reason):
     decoder = Decoder(tiny(name))
-    with pytest.warns(UserWarning, match=f"decoded by a plain loop.*{reason}"):
+    with pytest.warns(UserWarning, match=f"decoded without the KV pool.*{reason}"):
         sampled(decoder)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -245,7 +245,7 @@ def test_a_model_that_the_pool_does_not_support_warns_once(name, reason):
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
-@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 def test_each_row_stops_at_its_own_limit(name):
     decoder = Decoder(tiny(name))
     whole = sampled(decoder).responses()
@@ -307,7 +307,7 @@ def test_out_of_memory_halves_the_slots_and_the_rollout_goes_on(llama, monkeypat
             raise torch.OutOfMemoryError("no room")
         return decode(self, pool, tokens, spans, longest=longest)
 
-    decoder._serves()
+    decoder._check_pool()
     monkeypatch.setattr(PooledModel, "decode", decode_two_rows_at_most)
     again = sampled(decoder, eos_token_ids=EOS)
     assert again.responses() == whole.responses() and max(sizes) > 2
@@ -336,7 +336,7 @@ def test_memory_does_not_grow_over_two_hundred_rollouts(llama):
 
 def test_invalid_requests_name_the_problem(llama):
     decoder = Decoder(llama)
-    with pytest.raises(ValueError, match=r"prompts \[1\] hold no token.*BOS"):
+    with pytest.raises(ValueError, match=r"prompts \[1\] are empty.*BOS"):
         sampled(decoder, [[5], [], [6]])
     with pytest.raises(ValueError, match="list of prompts is empty"):
         sampled(decoder, [])
@@ -344,7 +344,7 @@ def test_invalid_requests_name_the_problem(llama):
         sampled(decoder, max_new_tokens=0, sample_ids=torch.arange(4))
     with pytest.raises(ValueError, match="has 2 limits, but there are 5 prompts"):
         sampled(decoder, max_new_tokens=[3, 4])
-    with pytest.raises(ValueError, match="slots is 0.*memory_fraction is 0.*without names .'speed'"):
+    with pytest.raises(ValueError, match="slots is 0.*memory_fraction is 0.*without has unknown names .'speed'"):
         Decoder(llama, slots=0, memory_fraction=0, without=["speed"])
     with pytest.raises(ValueError, match="9 tokens.*57.*66.*64 positions"):
         sampled(decoder, max_new_tokens=57)

@@ -195,12 +195,12 @@ def test_generating_outside_or_twice_inside_the_context_is_refused():
     with pytest.raises(RuntimeError, match=r"with engine.generation\(\)"):
         actor.stream([5], max_new_tokens=2, eos_token_ids=None)
     with actor.generation():
-        with pytest.raises(RuntimeError, match="inside generation"), actor.generation():
+        with pytest.raises(RuntimeError, match="already entered"), actor.generation():
             pass
         assert actor.generate(PROMPTS, **GREEDY).response_mask.all(), "the outer context still works"
     with pytest.raises(ValueError, match="max_new_tokens is 0"), actor.generation():
         actor.generate(PROMPTS, **{**GREEDY, "max_new_tokens": 0})
-    with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
+    with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         HybridEngine(nn.Linear(2, 2))
 
 

@@ -14,7 +14,7 @@ def node(monkeypatch, tmp_path):
     """A node with 64 GiB available, without launchers and containers."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    for name, text in (("MEMINFO", "MemTotal: 1 kB\nMemAvailable: 67108864 kB\n"), ("OWN_CGROUPS", "")):
+    for name, text in (("MEMINFO", "MemTotal: 1 kB\nMemAvailable: 67108864 kB\n"), ("PROCESS_CGROUPS", "")):
         file = tmp_path / name
         file.write_text(text)
         monkeypatch.setattr(memory, name, file)
@@ -47,7 +47,7 @@ def write_group(folder, limit, used, cache, *, version):
 @pytest.mark.parametrize("version", [1, 2])
 def test_free_memory_follows_the_tightest_limit_of_a_container_and_ignores_file_cache(monkeypatch, version):
     root = memory.CGROUPS / "memory" if version == 1 else memory.CGROUPS
-    memory.OWN_CGROUPS.write_text("5:cpu:/x\n4:memory:/pod/task\n" if version == 1 else "0::/pod/task\n")
+    memory.PROCESS_CGROUPS.write_text("5:cpu:/x\n4:memory:/pod/task\n" if version == 1 else "0::/pod/task\n")
     write_group(root / "pod", 16 * GIB, 10 * GIB, 2 * GIB, version=version)  # 8 GiB are left
     write_group(root / "pod" / "task", "max" if version == 2 else 2**63 - 4096, GIB, 0, version=version)
     assert memory.free_memory(CPU) == 8 * GIB
@@ -60,6 +60,6 @@ def test_free_memory_follows_the_tightest_limit_of_a_container_and_ignores_file_
 
 
 def test_inside_a_container_its_own_cgroup_is_the_root():
-    memory.OWN_CGROUPS.write_text("4:memory:/outside/of/view\n0::/\n")
+    memory.PROCESS_CGROUPS.write_text("4:memory:/outside/of/view\n0::/\n")
     write_group(memory.CGROUPS / "memory", 6 * GIB, 2 * GIB, GIB, version=1)
     assert memory.free_memory(CPU) == 5 * GIB

@@ -59,8 +59,8 @@ def test_out_of_memory_anywhere_loses_no_row(llama, monkeypatch, owner, name, ca
     prompts = [*PROMPTS, *PROMPTS]
     whole = sampled(Decoder(llama), prompts, **SETTINGS)
     decoder = Decoder(llama, slots=4)
-    decoder._serves()
-    decoder._pooled.packs = name == "prefill_packed"
+    decoder._check_pool()
+    decoder._pooled.can_pack = name == "prefill_packed"
     made = failing(monkeypatch, owner, name, calls={call}, error=torch.OutOfMemoryError("no room"))
     again = sampled(decoder, prompts, **SETTINGS)
     assert len(made) > call + 1, "the fault was not injected, or nothing was retried"
@@ -73,7 +73,7 @@ def test_other_exceptions_end_the_rollout_and_the_next_one_is_complete(llama, mo
     whole = sampled(Decoder(llama), **SETTINGS)
     decoder = Decoder(llama, slots=3)
     sampled(decoder, **SETTINGS)
-    decoder._pooled.packs = False
+    decoder._pooled.can_pack = False
     with monkeypatch.context() as faulty:
         failing(faulty, owner, name, calls=set(range(call, 99)), error=KeyError("a fault"))
         with pytest.raises(KeyError, match="a fault"):
@@ -84,9 +84,9 @@ def test_other_exceptions_end_the_rollout_and_the_next_one_is_complete(llama, mo
 def test_a_rollout_with_an_unfinished_row_is_never_returned(llama):
     request = Request(prompts=PROMPTS, max_new_tokens=[2, 2, 1, 2, 2], eos_token_ids=9, pad_token_id=0)
     responses = Responses(request, torch.device("cpu"))
-    responses.counts[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
-    responses.table(responses.tokens)[1, 0] = 9
-    with pytest.raises(RuntimeError, match="rows 3, 4 of the rollout have neither an end nor"):
+    responses.lengths[:] = torch.tensor([2, 1, 1, 0, 1])  # row 1 ends by its EOS, 3 never began, 4 was cut
+    responses.as_rows(responses.tokens)[1, 0] = 9
+    with pytest.raises(RuntimeError, match="rows 3, 4 of the rollout have neither an EOS nor"):
         responses.rollout(request)
 
 
@@ -115,7 +115,7 @@ def run_simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> Non
             return self.embedding
 
     class Pooled:
-        model, packs, capture_failure, bytes_per_token = Model(), False, None, 1
+        model, can_pack, capture_failure, bytes_per_token = Model(), False, None, 1
 
         def prefill(self, pool, prompts, starts):
             for prompt, start in zip(prompts, starts, strict=True):
@@ -139,12 +139,12 @@ def run_simulated(monkeypatch, *, size: int, slots: int, prompts, limits) -> Non
     request = Request(prompts=prompts, max_new_tokens=limits, eos_token_ids=None, pad_token_id=0, sampling=GREEDY)
     responses = Responses(request, torch.device("cpu"))
     rollouts = PoolDecoder(Pooled(), slots=slots, memory_fraction=1.0, without=())
-    counts = Decoder.__new__(Decoder)
-    counts.prefilled_tokens = counts.decoded_rows = 0
+    counters = Decoder.__new__(Decoder)
+    counters.prefilled_tokens = counters.decoded_rows = 0
     most = 10 + 4 * sum(limits) + 4 * len(prompts)
-    for number, _ in enumerate(rollouts.steps(request, responses, counts)):
+    for number, _ in enumerate(rollouts.steps(request, responses, counters)):
         assert number < most, "no progress"
-    assert responses.counts.tolist() == limits
+    assert responses.lengths.tolist() == limits
     responses.rollout(request)
 
 
@@ -201,7 +201,7 @@ def with_head_bias(model: torch.nn.Module, value: float, tokens: slice) -> torch
 def test_non_finite_logits_raise(sampling, value, without):
     model = tiny_llama().eval()
     decoder = Decoder(model, without=without)
-    assert decoder._serves()
+    assert decoder._check_pool()
     with_head_bias(model, value, slice(13, 14))
     with pytest.raises(FloatingPointError, match="rows 0, 1, 2, 3, 4 of the rollout have logits that are not finite"):
         sampled(decoder, sampling=sampling)
@@ -213,7 +213,7 @@ def test_non_finite_logits_raise(sampling, value, without):
 def test_only_rows_with_non_finite_logits_are_named(pool):
     model = tiny_llama().eval()
     decoder = Decoder(model)
-    decoder._served = decoder._serves() and pool
+    decoder._uses_pool = decoder._check_pool() and pool
     with torch.no_grad():
         model.model.embed_tokens.weight[96, 0] = float("nan")
     prompts = [[5, 6], [96], [7, 8], [3, 96]]
@@ -222,7 +222,7 @@ def test_only_rows_with_non_finite_logits_are_named(pool):
     assert sampled(decoder, [[5, 6], [7, 8]], max_new_tokens=1, sampling=GREEDY).response_mask.all()
 
 
-@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn():
     rollout = sampled(Decoder(with_head_bias(tiny_llama(), float("-inf"), slice(0, 90))), eos_token_ids=None)
     assert all(token >= 90 for row in rollout.responses() for token in row)
@@ -230,16 +230,16 @@ def test_a_logit_of_minus_infinity_is_a_token_that_is_never_drawn():
 
 def test_a_temperature_too_small_for_float32_is_refused():
     from dschat.arguments import RolloutArguments
-    from dschat.generation.sampling import LOWEST_TEMPERATURE, sample_tokens
+    from dschat.generation.sampling import MIN_TEMPERATURE, sample_tokens
 
     with pytest.raises(ValueError, match="temperature is 1e-39, but logits divided by less than 1e-30.*use 0"):
         SamplingParams(temperature=1e-39)
     logits = torch.tensor([[900.0, -3.0, 899.0]])
     for sample in (sample_tokens, _kernel_sample):
-        tokens, logprobs = sample(logits, torch.tensor([0.5]), SamplingParams(LOWEST_TEMPERATURE))
+        tokens, logprobs = sample(logits, torch.tensor([0.5]), SamplingParams(MIN_TEMPERATURE))
         assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
     field = RolloutArguments.__dataclass_fields__["temperature"]
-    assert field.metadata["bounds"].at_least == LOWEST_TEMPERATURE
+    assert field.metadata["bounds"].at_least == MIN_TEMPERATURE
 
 
 def _kernel_sample(logits, uniform, params):

@@ -7,13 +7,13 @@ import torch
 from architectures import generate_each_alone, tiny_architecture
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams
-from dschat.generation.cpu.fused_modules import OneInput, Rotary, faster_forwards
+from dschat.generation.cpu.fused_modules import Rotary, SingleInputForward, fused_forwards
 from dschat.models.causal_lm import TokenLogprobs, verify_head
 from dschat.models.windows import short_windows
 
 PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
 GREEDY = {"max_new_tokens": 10, "eos_token_ids": None, "pad_token_id": 0, "sampling": SamplingParams(0)}
-pytestmark = pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+pytestmark = pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 
 
 def rollout(model, *, prompts=PROMPTS, **options):
@@ -57,7 +57,7 @@ def test_residuals_in_float32_beside_weights_in_bfloat16(kind):
 
 def test_a_kernel_runs_only_for_calls_that_the_trial_covered():
     calls = []
-    forward = OneInput(
+    forward = SingleInputForward(
         lambda *args, **kwargs: calls.append((args, kwargs)), lambda x: "kernel", width=4, dtype=torch.float32
     )
     x = torch.ones(2, 4)
@@ -103,7 +103,7 @@ def test_weights_of_zeros_do_not_choose_a_kernel():
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "down_proj.weight")):
                 parameter.zero_()
-    forwards = faster_forwards(model)
+    forwards = fused_forwards(model)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             parameter.data.normal_()
@@ -211,7 +211,8 @@ def test_models_with_their_own_attention_are_decoded_over_the_pool(kind):
         warnings.simplefilter("error")  # no plain loop
         rows = decoder.generate(PROMPTS, **GREEDY).responses()
     assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
-    assert decoder._pooled.gathers and decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a prompt that comes twice"
+    assert decoder._pooled.gathers_contexts
+    assert decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a prompt that comes twice"
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3n_text", "olmo3"])
@@ -219,7 +220,7 @@ def test_windows_passed_to_attention_are_decoded_by_our_kernels(kind):
     model = tiny_architecture(kind)
     assert_equals_generate(model)
     decoder = Decoder(model)
-    assert decoder._serves() and not decoder._pooled.gathers
+    assert decoder._check_pool() and not decoder._pooled.gathers_contexts
 
 
 def test_windows_are_restored_after_a_trial():
@@ -251,15 +252,15 @@ def test_moshi_is_decoded_as_its_full_forward_computes_it():
     "kind, reason",
     [
         ("qwen3_next", "layers of linear_attention, whose state.*rows start only when the whole batch has ended"),
-        ("mamba", "every token runs all columns again"),
+        ("mamba", "every token recomputes the whole row"),
         ("minimax", "cache of its own"),
     ],
 )
-@pytest.mark.filterwarnings("default:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("default:.*decoded without the KV pool")
 def test_models_that_the_pool_does_not_support_warn_once_with_the_cost_and_the_reason(kind, reason):
     model = tiny_architecture(kind)
     decoder = Decoder(model)
-    with pytest.warns(UserWarning, match=f"{type(model).__name__} is decoded by a plain loop.*{reason}"):
+    with pytest.warns(UserWarning, match=f"{type(model).__name__} is decoded without the KV pool.*{reason}"):
         rows = decoder.generate(PROMPTS, **GREEDY).responses()
     assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
     with warnings.catch_warnings():

@@ -97,7 +97,7 @@ def script(name: str):
 
 
 def test_custom_model_code_is_refused_by_every_program_without_reading_standard_input(own_model, marker, yes, capsys):
-    refused = rf"{own_model} brings Python code of its own .* --trust_remote_code"
+    refused = rf"{own_model} has custom Python code .* --trust_remote_code"
     with pytest.raises(ValueError, match=refused):
         load_causal_lm(own_model, dtype=torch.float32)
     with pytest.raises(ValueError, match=refused):
@@ -105,7 +105,7 @@ def test_custom_model_code_is_refused_by_every_program_without_reading_standard_
     with pytest.raises(ValueError, match=refused):
         has_scalar_head(own_model)
     (problem,) = model_problems("--model_name_or_path", str(own_model), tokens=8, lengths="--max_seq_len 8")
-    assert problem.startswith(f"--model_name_or_path: {own_model} brings") and problem.endswith("wrote it")
+    assert problem.startswith(f"--model_name_or_path: {own_model} has") and problem.endswith("its author")
     assert script("chat").main([str(own_model)]) == 2
     assert script("serve_reward_model").main([str(own_model)]) == 2
     assert capsys.readouterr().err.count("--trust_remote_code") == 2
@@ -113,10 +113,10 @@ def test_custom_model_code_is_refused_by_every_program_without_reading_standard_
 
 
 def test_custom_tokenizer_code_is_refused(own_tokenizer, marker, yes):
-    with pytest.raises(ValueError, match=rf"{own_tokenizer} brings Python code of its own .* --trust_remote_code"):
+    with pytest.raises(ValueError, match=rf"{own_tokenizer} has custom Python code .* --trust_remote_code"):
         load_tokenizer(own_tokenizer)
     (problem,) = model_problems("--model_name_or_path", str(own_tokenizer), tokens=8, lengths="--max_seq_len 8")
-    assert "brings Python code of its own" in problem
+    assert "has custom Python code" in problem
     assert not marker.exists() and yes.tell() == 0
 
 

@@ -136,7 +136,7 @@ def test_a_step_over_packed_rows_has_the_loss_and_gradient_of_its_conversations_
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_mixes_conversations_is_refused_before_training(name):
-    with pytest.raises(ValueError, match="--packing: .* see each other.*leave --packing out"):
+    with pytest.raises(ValueError, match="--packing: .* attends across .*remove --packing"):
         choose_packing(engine_of(network_of(name)))
 
 
@@ -146,7 +146,7 @@ def test_choose_packing_selects_positions_or_mask_for_each_architecture_and_prec
     for name in ("llama", "gpt2", "opt", "mpt"):
         network = network_of(name).to(dtype)
         choose_packing(engine_of(network))
-        ways[name] = network.packs_by_mask
+        ways[name] = network.uses_packing_mask
     assert ways == {"llama": False, "gpt2": False, "opt": True, "mpt": True}
 
 

@@ -34,7 +34,7 @@ def test_a_rollout_that_would_change_the_frequencies_of_other_rows_is_refused():
     model = tiny_architecture("phi3", **LONGROPE)
     settings = {"eos_token_ids": None, "pad_token_id": 0}
     assert Decoder(model).generate([[5] * 8], max_new_tokens=9, **settings).response_mask.all()
-    with pytest.raises(ValueError, match="max_new_tokens 10 that is 18.*16 positions until longrope.*copy long_factor"):
+    with pytest.raises(ValueError, match="18 with max_new_tokens 10.*16 positions until longrope.*copy long_factor"):
         Decoder(model).generate([[5] * 8], max_new_tokens=10, **settings)
 
 
@@ -65,11 +65,11 @@ def test_padding_decides_between_the_tied_scores_of_a_sparse_indexer():
     assert (beside - alone).abs().max() > 0.1
 
 
-@pytest.mark.filterwarnings("ignore:.*decoded by a plain loop")
+@pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
 def test_a_sparse_indexer_is_served_while_it_chooses_all_tokens(kind):
     latent = {"num_key_value_heads": 4}
-    with pytest.raises(ValueError, match="that is 10, but the model has 8 tokens until its sparse indexer.*index_topk"):
+    with pytest.raises(ValueError, match="10 with max_new_tokens 7, .* 8 tokens until its sparse indexer.*index_topk"):
         assert_equals_generate(tiny_architecture(kind, index_topk=8, **latent), [[5, 6, 7], [9, 4]], 7)
     assert_equals_generate(tiny_architecture(kind, index_topk=40, **latent), [[5, 6, 7] * 6, [9, 4], [30]], 20)
 
@@ -82,7 +82,7 @@ def test_lengths_are_checked_against_the_text_part_before_anything_is_loaded(tmp
 
 def test_ids_that_the_model_does_not_have_are_refused_before_the_device_faults():
     model = tiny_causal_lm("llama").eval()
-    with pytest.raises(ValueError, match="the ids 5 to 67, but the model's vocabulary has 67.*own tokenizer"):
+    with pytest.raises(ValueError, match="ids from 5 to 67, but the model's vocabulary has 67.*own tokenizer"):
         Decoder(model).generate([[5], [66, 67]], max_new_tokens=2, eos_token_ids=None, pad_token_id=0)
 
 
@@ -96,5 +96,5 @@ def test_a_tokenizer_larger_than_a_model_that_does_not_grow_is_refused(tmp_path,
 def test_a_folder_with_a_sentencepiece_model_alone_names_the_way_out(tmp_path):
     transformers.LlamaConfig().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
-    with pytest.raises(ValueError, match="tokenizer.model alone: pip install sentencepiece.*save_pretrained"):
+    with pytest.raises(ValueError, match="only tokenizer.model: pip install sentencepiece.*save_pretrained"):
         load_tokenizer(tmp_path)

@@ -113,7 +113,7 @@ def test_a_classifier_exports_with_its_head(tmp_path):
 
 
 def test_mistakes_are_named(tmp_path):
-    with pytest.raises(ValueError, match="Linear holds no Hugging Face model"):
+    with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         pretrained_model(torch.nn.Linear(1, 1))
     (tmp_path / "taken").write_text("")
     with pytest.raises(RuntimeError, match="could not be written"):

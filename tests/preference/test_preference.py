@@ -25,7 +25,7 @@ from dschat.arguments import PreferenceArguments
 from dschat.data.collators import collate_preferences
 from dschat.data.datasets import DataSplits
 from dschat.data.encoding import FEATURES
-from dschat.data.mismatched import next_other, with_mismatched
+from dschat.data.mismatched import next_different, with_mismatched
 from dschat.preference.objective import configured_pair_loss
 
 LOSSES = ["dpo", "ipo", "hinge", "robust", "simpo", "orpo", "kto"]
@@ -258,7 +258,7 @@ def test_contradictory_flags_are_reported_together(run, materials):
         assert output.count(part) == 1, output
     one_prompt = [{"prompt": "What?", "response": f"{i}.", "label": 1} for i in range(20)]
     output = run("run", code=2, preference_loss="kto", data_path=write_rows(materials / "one.jsonl", one_prompt))
-    assert "all rows have one prompt" in output and "Traceback" not in output
+    assert "all rows have the same prompt" in output and "Traceback" not in output
 
 
 def test_a_reference_with_another_vocabulary_is_refused(run, materials, tmp_path):
@@ -284,10 +284,10 @@ def test_settings_without_effect_or_outside_the_usual_range_warn(run, materials)
 
 
 def test_the_mismatched_row_is_the_next_one_with_another_prompt():
-    assert next_other([b"a", b"a", b"b", b"c", b"a"]) == [2, 2, 3, 4, 2]
-    assert next_other([b"a", b"b"]) == [1, 0]
+    assert next_different([b"a", b"a", b"b", b"c", b"a"]) == [2, 2, 3, 4, 2]
+    assert next_different([b"a", b"b"]) == [1, 0]
     with pytest.raises(ValueError, match="one prompt"):
-        next_other([b"a", b"a"])
+        next_different([b"a", b"a"])
 
 
 def test_mismatched_ids_join_the_prompt_with_the_next_other_response_truncated_to_the_limit():

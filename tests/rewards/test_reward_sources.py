@@ -362,7 +362,8 @@ def test_pauses_double_up_to_a_limit_and_the_last_retry_is_at_the_timeout():
     assert pause_before_retry(None, 3, remaining=0.25) == 0.25 and pause_before_retry(None, 3, remaining=0.0) is None
     assert pause_before_retry(None, 3, remaining=math.inf) == 4
     # The Retry-After of the service, bounded; no retry if it exceeds the remaining time.
-    assert [pause_before_retry(retry_after, 9, remaining=40.0) for retry_after in (0.0, 7.0, 3600.0)] == [0.5, 7.0, 30.0]
+    pauses = [pause_before_retry(retry_after, 9, remaining=40.0) for retry_after in (0.0, 7.0, 3600.0)]
+    assert pauses == [0.5, 7.0, 30.0]
     assert pause_before_retry(7.0, 0, remaining=6.9) is None
 
 

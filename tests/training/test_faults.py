@@ -454,7 +454,7 @@ BAD_WEIGHTS = {
         lambda folder: (folder / "model.safetensors.index.json").write_text(
             json.dumps({"weight_map": {"a": "../model.safetensors"}})
         ),
-        "names files that do not lie beside it",
+        "names files outside its folder",
     ),
 }
 
@@ -539,10 +539,8 @@ def test_zero_1_and_2_resume_each_other(saved_stage, stage, run, whole, tmp_path
 def test_a_resume_with_another_zero_stage_is_refused_and_names_the_right_one(saved_stage, stage, run, tmp_path):
     run("sft", zero=saved_stage, fail="update:TERM#2", code=SAVED)
     printed = run("sft", zero=stage, resume="auto", code=2)
-    assert (
-        f"contains the model of ZeRO stage {saved_stage}, but this run has stage {stage}: resume with stage {saved_stage}"
-        in printed
-    )
+    assert f"contains the model of ZeRO stage {saved_stage}, but this run has stage {stage}" in printed
+    assert f"resume with stage {saved_stage}" in printed
 
 
 def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp_path):

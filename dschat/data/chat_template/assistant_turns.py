@@ -1,6 +1,6 @@
 """Locates the start of each assistant turn in the token ids of a conversation.
 
-By definition, `ids(prompt of the messages before an answer)` must be a prefix of the ids of the whole. Rendering and
+By definition, `ids(prompt of the messages before an answer)` must be a prefix of the conversation's ids. Rendering and
 encoding that prompt for every answer takes quadratic time, so in long conversations it is done for a few answers only.
 The others rely on two conditions, checked for each: the text between the preceding content and the answer is the same
 as for those few, and control tokens split a text into segments that a tokenizer encodes independently. Answers that
@@ -24,7 +24,7 @@ from .rendering import ChatRenderer, Message
 
 logger = logging.getLogger(__name__)
 
-RENDERED_TURNS = 8  # up to this many answers, every prompt is rendered
+RENDERED_TURNS = 8  # up to this many answers, the prompt of each is rendered
 COSTLY_RENDERINGS = 100  # from this many in one conversation on, their cost is logged
 _warned: WeakSet[PreTrainedTokenizerBase] = WeakSet()
 _NONCE = secrets.token_hex(8)
@@ -33,59 +33,60 @@ _NONCE = secrets.token_hex(8)
 def answer_starts(
     renderer: ChatRenderer, messages: Sequence[Message], turns: Sequence[int], text: str, ids: Sequence[int]
 ) -> list[int] | None:
-    """Index of the first token of each answer; None where the prompt of one is no prefix of the whole.
+    """Index of the first token of each answer; None where the prompt of one is not a prefix of the conversation.
 
     Args:
         messages: the whole conversation.
         turns: indices of the answers in `messages`, ascending.
-        text, ids: of the whole, as `renderer` produces them.
+        text, ids: of the conversation, from `renderer`.
     """
-    whole = _Whole(renderer, messages, text, list(ids))
+    conversation = _RenderedConversation(renderer, messages, text, list(ids))
     if len(turns) <= RENDERED_TURNS:
-        return whole.rendered_starts(turns)
-    whole.align_control_tokens()
-    ends = whole.content_ends(before=turns)
-    alike: dict[tuple, list[int]] = defaultdict(list)
+        return conversation.rendered_starts(turns)
+    conversation.align_control_tokens()
+    ends = conversation.content_ends(before=turns)
+    by_context: dict[tuple, list[int]] = defaultdict(list)
     for turn in turns:
-        alike[whole.context(turn, ends)].append(turn)
+        by_context[conversation.context(turn, ends)].append(turn)
     starts: dict[int, int] = {}
-    for context, members in alike.items():
+    for context, same_context in by_context.items():
         # Each kind of turn is rendered at its first, middle and last occurrence.
-        shown = sorted({members[0], members[len(members) // 2], members[-1]})
-        found = whole.rendered_starts(shown)
-        if found is None:
+        sampled = sorted({same_context[0], same_context[len(same_context) // 2], same_context[-1]})
+        sampled_starts = conversation.rendered_starts(sampled)
+        if sampled_starts is None:
             return None
-        starts |= dict(zip(shown, found, strict=True))
-        opening = whole.common_opening({turn: (ends[turn - 1], starts[turn]) for turn in shown}) if context else None
-        for turn in members:
+        starts |= dict(zip(sampled, sampled_starts, strict=True))
+        rendered = {turn: (ends[turn - 1], starts[turn]) for turn in sampled}
+        opening = conversation.common_opening(rendered) if context else None
+        for turn in same_context:
             if turn in starts:
                 continue
-            start = None if opening is None else whole.start_after(ends[turn - 1], opening)
-            start = whole.rendered_start(turn) if start is None else start
+            start = None if opening is None else conversation.start_after(ends[turn - 1], opening)
+            start = conversation.rendered_start(turn) if start is None else start
             if start is None:
                 return None
             starts[turn] = start
-    whole.warn_of_cost(len(messages))
+    conversation.warn_of_cost(len(messages))
     return [starts[turn] for turn in turns]
 
 
-class _Whole:
+class _RenderedConversation:
     """A rendered conversation: its text, its ids, and the spans of message contents in the text."""
 
     def __init__(self, renderer: ChatRenderer, messages: Sequence[Message], text: str, ids: list[int]) -> None:
         self.renderer, self.messages, self.text, self.ids = renderer, messages, text, ids
         self._prompts: dict[int, str] = {}  # answer → prompt
-        self._rendered_alone, self._began = 0, time.perf_counter()
+        self._prompts_rendered, self._start_time = 0, time.perf_counter()
         # For each control token, its character offset and its index in the ids; the start of the text counts as one.
-        self._places: list[int] = []
+        self._offsets: list[int] = []
         self._indices: list[int] = []
 
     def align_control_tokens(self) -> None:
         """Locate every control token in text and ids; none if the two disagree."""
-        places, indices = self.renderer.control_places(self.text), self.renderer.control.indices(self.ids)
-        aligned = [token_id for _, token_id in places] == [token_id for _, token_id in indices]
+        offsets, indices = self.renderer.control_offsets(self.text), self.renderer.control.indices(self.ids)
+        aligned = [token_id for _, token_id in offsets] == [token_id for _, token_id in indices]
         if aligned:
-            self._places = [0, *(place for place, _ in places)]
+            self._offsets = [0, *(offset for offset, _ in offsets)]
             self._indices = [0, *(index for index, _ in indices)]
 
     def rendered_starts(self, turns: Sequence[int]) -> list[int] | None:
@@ -102,7 +103,7 @@ class _Whole:
     def rendered_start(self, turn: int) -> int | None:
         """As `rendered_starts` for one answer, but only the text after the last control token is encoded."""
         prompt = self.renderer.prompt(self.messages[:turn])
-        self._rendered_alone += 1
+        self._prompts_rendered += 1
         start = self.start_after(0, prompt)
         if start is not None:
             return start
@@ -111,14 +112,14 @@ class _Whole:
 
     def warn_of_cost(self, messages: int) -> None:
         """Warn once per tokenizer if the template made the time grow with the square of the conversation."""
-        if self._rendered_alone < COSTLY_RENDERINGS or self.renderer.tokenizer in _warned:
+        if self._prompts_rendered < COSTLY_RENDERINGS or self.renderer.tokenizer in _warned:
             return
         _warned.add(self.renderer.tokenizer)
         logger.warning(
-            "the chat template changes user messages or what opens an answer, so the prompts of %d answers of a "
+            "the chat template changes user messages or the text before an answer, so the prompts of %d answers of a "
             "conversation of %d messages were rendered one by one in %.1f s; the time grows with the square of the "
             "number of messages: split such conversations, or use a template that writes user messages unchanged",
-            self._rendered_alone, messages, time.perf_counter() - self._began,
+            self._prompts_rendered, messages, time.perf_counter() - self._start_time,
         )  # fmt: skip
 
     def content_ends(self, *, before: Sequence[int]) -> list[int | None]:
@@ -128,25 +129,25 @@ class _Whole:
         whitespace. It may change the answers, as templates do that drop earlier thoughts.
         """
         unknown: list[int | None] = [None] * len(self.messages)
-        read = {turn - 1 for turn in before if turn > 0 and (self.messages[turn - 1].get("content") or "").strip()}
-        names = {f"Xq{_NONCE}m{n:07d}x": n for n in sorted(read)}
-        named = list(self.messages)
-        for name, number in names.items():
-            named[number] = named[number] | {"content": name}
-        parts = re.split(rf"(Xq{_NONCE}m\d{{7}}x)", self.renderer.conversation(named))
-        gaps, shown = parts[::2], parts[1::2]
-        if shown != list(names) or not self.text.startswith(gaps[0]):
+        preceding = {turn - 1 for turn in before if turn > 0 and (self.messages[turn - 1].get("content") or "").strip()}
+        markers = {f"Xq{_NONCE}m{n:07d}x": n for n in sorted(preceding)}
+        marked = list(self.messages)
+        for name, number in markers.items():
+            marked[number] = marked[number] | {"content": name}
+        parts = re.split(rf"(Xq{_NONCE}m\d{{7}}x)", self.renderer.conversation(marked))
+        texts_between, found_markers = parts[::2], parts[1::2]
+        if found_markers != list(markers) or not self.text.startswith(texts_between[0]):
             return unknown
-        ends, place = list(unknown), len(gaps[0])
-        for name, gap in zip(shown, gaps[1:], strict=True):
-            content = self.messages[names[name]]["content"]
-            forms = (content, content.strip(), content.lstrip(), content.rstrip())
-            form = next((x for x in forms if self.text.startswith(x + gap, place)), None)
-            if form is None:
+        ends, offset = list(unknown), len(texts_between[0])
+        for name, text_between in zip(found_markers, texts_between[1:], strict=True):
+            content = self.messages[markers[name]]["content"]
+            variants = (content, content.strip(), content.lstrip(), content.rstrip())
+            variant = next((x for x in variants if self.text.startswith(x + text_between, offset)), None)
+            if variant is None:
                 return unknown
-            ends[names[name]] = place + len(form)
-            place += len(form) + len(gap)
-        return ends if place == len(self.text) else unknown
+            ends[markers[name]] = offset + len(variant)
+            offset += len(variant) + len(text_between)
+        return ends if offset == len(self.text) else unknown
 
     def context(self, turn: int, ends: Sequence[int | None]) -> tuple | None:
         """The key that determines how the template opens this answer; None if the preceding content was not located."""
@@ -173,10 +174,10 @@ class _Whole:
 
         The control token before it starts a segment whose ids do not depend on the preceding text.
         """
-        if not self._places or not self.text.startswith(opening, end):
+        if not self._offsets or not self.text.startswith(opening, end):
             return None
         stop = end + len(opening)
-        nearest = bisect.bisect_left(self._places, stop) - 1
-        place, index = self._places[nearest], self._indices[nearest]
-        ids = self.renderer.ids(self.text[place:stop])
+        nearest = bisect.bisect_left(self._offsets, stop) - 1
+        offset, index = self._offsets[nearest], self._indices[nearest]
+        ids = self.renderer.ids(self.text[offset:stop])
         return index + len(ids) if self.ids[index : index + len(ids)] == ids else None

@@ -33,55 +33,57 @@ class ControlTokens:
     Args:
         ids: token → its id.
         unk_id: the unknown token, which any text may produce; not counted as a control token.
-        normalize: the tokenizer's text normalisation; None: nothing.
+        normalize: the tokenizer's text normalisation, if any.
     """
 
     def __init__(self, ids: Mapping[str, int], *, unk_id: int | None, normalize: Callable[[str], str] | None) -> None:
         self.ids, self.normalize = dict(ids), normalize
         self.private = {token: f"<|{_NONCE}{number:04d}|>" for number, token in enumerate(ids)}  # token → its name
         self._placeholders = {token: f"Xq{_NONCE}{number:04d}x" for number, token in enumerate(ids)}
-        self._counted = set(self.ids.values()) - {unk_id}
-        self._spelled = _any_of(self.ids)
-        self._written = _any_of([*self.ids, *self._placeholders.values()])
-        self._private = _any_of(self.private.values())
+        self._control_ids = set(self.ids.values()) - {unk_id}
+        self._token_pattern = _any_of(self.ids)
+        self._token_or_placeholder_pattern = _any_of([*self.ids, *self._placeholders.values()])
+        self._private_name_pattern = _any_of(self.private.values())
         self._encode: Encode | None = None  # of the renamed tokenizer copy, created on first use
 
     def found_in(self, texts: Iterable[str]) -> list[str]:
         """The control tokens whose strings occur in these texts, each once."""
         if not self.ids:
             return []
-        found: dict[str, None] = {}
+        present: dict[str, None] = {}
         for text in texts:
-            found |= dict.fromkeys(self._spelled.findall(text))
+            present |= dict.fromkeys(self._token_pattern.findall(text))
             if self.normalize is not None:
-                found |= dict.fromkeys(self._spelled.findall(self.normalize(text)))
-        return list(found)
+                present |= dict.fromkeys(self._token_pattern.findall(self.normalize(text)))
+        return list(present)
 
-    def hide(self, value: Any) -> Any:
+    def insert_placeholders(self, value: Any) -> Any:
         """A copy of messages or tools with control-token strings replaced by placeholders."""
         if isinstance(value, str):
-            return self._spelled.sub(lambda found: self._placeholders[found[0]], value)
+            return self._token_pattern.sub(lambda match: self._placeholders[match[0]], value)
         if isinstance(value, Mapping):
-            return {self.hide(name): self.hide(item) for name, item in value.items()}
-        return [self.hide(item) for item in value] if isinstance(value, (list, tuple)) else value
+            return {self.insert_placeholders(name): self.insert_placeholders(item) for name, item in value.items()}
+        return [self.insert_placeholders(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def reveal(self, rendered: str) -> str:
+    def resolve_placeholders(self, rendered: str) -> str:
         """Rendered text of hidden messages, with the template's tokens by private names and contents restored."""
-        spelled = {placeholder: token for token, placeholder in self._placeholders.items()}
-        return self._written.sub(lambda found: spelled.get(found[0]) or self.private[found[0]], rendered)
+        tokens = {placeholder: token for token, placeholder in self._placeholders.items()}
+        return self._token_or_placeholder_pattern.sub(
+            lambda match: tokens.get(match[0]) or self.private[match[0]], rendered
+        )
 
-    def places(self, text: str, *, private: bool) -> list[tuple[int, int]]:
+    def offsets(self, text: str, *, private: bool) -> list[tuple[int, int]]:
         """(character offset, id) of every control token that the tokenizer recognises in a text, in order."""
         if not self.ids:
             return []
         ids = {name: self.ids[token] for token, name in self.private.items()} if private else self.ids
-        pattern = self._private if private else self._spelled
-        found = ((match.start(), ids[match[0]]) for match in pattern.finditer(text))
-        return [(start, token_id) for start, token_id in found if token_id in self._counted]
+        pattern = self._private_name_pattern if private else self._token_pattern
+        matches = ((match.start(), ids[match[0]]) for match in pattern.finditer(text))
+        return [(start, token_id) for start, token_id in matches if token_id in self._control_ids]
 
     def indices(self, ids: Iterable[int]) -> list[tuple[int, int]]:
         """(index, id) of every control token among ids."""
-        return [(index, token_id) for index, token_id in enumerate(ids) if token_id in self._counted]
+        return [(index, token_id) for index, token_id in enumerate(ids) if token_id in self._control_ids]
 
     def encode(self, tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         """Ids of a text in which only private names are control tokens; no BOS or EOS is added.
@@ -91,15 +93,15 @@ class ControlTokens:
         if self._encode is None:
             self._encode = _encoder_by_private_names(tokenizer, self.private)
         ids = self._encode(text)
-        if [token_id for _, token_id in self.indices(ids)] != [x for _, x in self.places(text, private=True)]:
+        if [token_id for _, token_id in self.indices(ids)] != [x for _, x in self.offsets(text, private=True)]:
             raise ValueError(
-                "it spells a control token of the chat template, which this tokenizer cannot encode as plain text: "
-                "take it out, or give --parse_special_tokens if it is meant as the token"
+                "it contains the string of a control token, which this tokenizer cannot encode as plain text: "
+                "remove it, or pass --parse_special_tokens if it is meant as the token"
             )
         return ids
 
 
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, ControlTokens]] = WeakKeyDictionary()
+_cache: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[tuple, ControlTokens]] = WeakKeyDictionary()
 
 
 def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
@@ -108,11 +110,11 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
     Thinking tags (<think>) are excluded: answers may contain them.
     """
     state = (tokenizer.chat_template, len(tokenizer), str(tokenizer.special_tokens_map))
-    before, found = _known.get(tokenizer, (None, None))
-    if found is None or before != state:
-        found = _control_tokens(tokenizer)
-        _known[tokenizer] = (state, found)
-    return found
+    cached_state, tokens = _cache.get(tokenizer, (None, None))
+    if tokens is None or cached_state != state:
+        tokens = _control_tokens(tokenizer)
+        _cache[tokenizer] = (state, tokens)
+    return tokens
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -139,13 +141,13 @@ def _control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
             ids[token.content] = token_id
             normalized |= token.normalized
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast and normalized else None
-    kept = {
+    tokens = {
         token: token_id
         for token, token_id in sorted(ids.items())
         if token_id is not None and token.strip() and not _THOUGHT.fullmatch(token)
     }
     return ControlTokens(
-        kept,
+        tokens,
         unk_id=tokenizer.unk_token_id,
         normalize=None if normalizer is None else normalizer.normalize_str,
     )
@@ -197,8 +199,8 @@ def _renamed(state: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     if model.get("merges"):  # drop merges that produce or use a renamed token
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         model["merges"] = [list(pair) for pair in pairs if not names.keys() & {*pair, "".join(pair)}]
-    nothing = {"post_processor": None, "truncation": None, "padding": None}
-    return state | {"added_tokens": added, "model": model} | nothing
+    disabled = {"post_processor": None, "truncation": None, "padding": None}
+    return state | {"added_tokens": added, "model": model} | disabled
 
 
 def _named(token: AddedToken | str, names: Mapping[str, str]) -> AddedToken:

@@ -15,7 +15,7 @@ from .assistant_turns import answer_starts
 from .control_tokens import control_tokens
 from .rendering import ChatRenderer, Message, Tools
 from .stop_tokens import PROBE, end_of_turn_id
-from .thoughts import begun_thought, generated_text, goes_on_with
+from .thoughts import closes_thought, generated_text, opened_thought
 
 
 def encode_prompt(
@@ -46,7 +46,7 @@ def encode_conversation(
 ) -> tuple[list[int], list[bool]]:
     """Ids and loss mask of a conversation that ends with an assistant message.
 
-    Every assistant turn is trained where the template allows it: each prompt must be a prefix of the whole in ids,
+    Every assistant turn is trained where the template allows it: each prompt's ids must be a prefix of the whole,
     and the template must close turns with a special token. Otherwise (a template without an end token, one that
     rewrites earlier turns, a tokenizer that merges across the boundary) the ids are those of the prompt, of the last
     response as plain text, and EOS; then only the last response is trained.
@@ -119,8 +119,8 @@ def encode_text(
     if parse_special_tokens or not control.found_in([text]):
         ids = list(tokenizer(text).input_ids)
     else:
-        around = tokenizer("a").input_ids
-        begins_with_bos = tokenizer.bos_token_id is not None and around[0] == tokenizer.bos_token_id
+        probe_ids = tokenizer("a").input_ids
+        begins_with_bos = tokenizer.bos_token_id is not None and probe_ids[0] == tokenizer.bos_token_id
         ids = [tokenizer.bos_token_id] * begins_with_bos + control.encode(tokenizer, text)
     if ids[-1:] != [tokenizer.eos_token_id]:  # some tokenizers append it themselves
         ids.append(tokenizer.eos_token_id)
@@ -142,8 +142,8 @@ def _with_responses(
     starts = None if end_id is None else answer_starts(renderer, messages, turns, text, ids)
     spans = None if starts is None else _response_spans(ids, starts, end_id)
     opening = renderer.prompt(messages[:-1])
-    thought = begun_thought(opening)
-    if spans and all(thought is None or goes_on_with(thought, tokenizer.decode(ids[i:j])) for i, j in spans):
+    thought = opened_thought(opening)
+    if spans and all(thought is None or closes_thought(thought, tokenizer.decode(ids[i:j])) for i, j in spans):
         return ids[: spans[-1][1]], spans  # text after the last end token ("\n" in ChatML) is never generated
     if messages[-1].get("tool_calls"):
         raise ValueError("the chat template writes tool calls where they cannot be separated from the prompt")
@@ -172,6 +172,6 @@ def _last_response_text(renderer: ChatRenderer, messages: Sequence[Message]) -> 
     if not content:  # an actor may generate an empty response
         return ""
     opening, rendered = renderer.prompt(messages[:-1]), renderer.conversation(messages)
-    before, found, _ = rendered.removeprefix(opening).partition(content)
-    lead = before if found and rendered.startswith(opening) else ""
-    return generated_text(begun_thought(opening), content, lead=lead)
+    before, match, _ = rendered.removeprefix(opening).partition(content)
+    lead = before if match and rendered.startswith(opening) else ""
+    return generated_text(opened_thought(opening), content, lead=lead)

@@ -22,14 +22,14 @@ class ChatRenderer:
     Args:
         tools: JSON schemas of callable functions, passed to the template.
         control: the tokenizer's control tokens.
-        protects: contents contain control-token strings that must stay text: in what `render` returns, the template's
-            own control tokens have private names.
+        escapes_control_tokens: contents contain control-token strings that must stay text: in the text that `render`
+            returns, the template's own control tokens have private names.
     """
 
     tokenizer: PreTrainedTokenizerBase
     tools: Tools | None
     control: ControlTokens
-    protects: bool
+    escapes_control_tokens: bool
     _last_prompt: dict[int, str] = field(default_factory=dict, repr=False)  # number of messages → text
 
     @classmethod
@@ -43,28 +43,28 @@ class ChatRenderer:
             parse_special_tokens: encode control-token strings inside contents as control tokens.
         """
         control = control_tokens(tokenizer)
-        protects = not parse_special_tokens and bool(control.found_in(strings_in([messages, tools])))
-        return cls(tokenizer, tools, control, protects)
+        escapes_control_tokens = not parse_special_tokens and bool(control.found_in(strings_in([messages, tools])))
+        return cls(tokenizer, tools, control, escapes_control_tokens)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         """Raises ValueError: the chat template rejects these messages."""
         messages, tools = list(messages), self.tools
-        if self.protects:
-            messages, tools = self.control.hide(messages), self.control.hide(tools)
+        if self.escapes_control_tokens:
+            messages, tools = self.control.insert_placeholders(messages), self.control.insert_placeholders(tools)
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateError as error:
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-        return self.control.reveal(text) if self.protects else text
+            raise ValueError(f"the chat template rejects these messages: {error}") from error
+        return self.control.resolve_placeholders(text) if self.escapes_control_tokens else text
 
     def ids(self, text: str) -> list[int]:
         """No BOS is added beyond the template's own, as in `apply_chat_template(tokenize=True)`.
 
         Raises: ValueError: the tokenizer cannot encode a control-token string inside a content as plain text.
         """
-        if self.protects:
+        if self.escapes_control_tokens:
             return self.control.encode(self.tokenizer, text)
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -78,6 +78,6 @@ class ChatRenderer:
     def conversation(self, messages: Sequence[Message]) -> str:
         return self.render(messages, add_generation_prompt=False)
 
-    def control_places(self, text: str) -> list[tuple[int, int]]:
+    def control_offsets(self, text: str) -> list[tuple[int, int]]:
         """(character offset, id) of every control token in a rendered text."""
-        return self.control.places(text, private=self.protects)
+        return self.control.offsets(text, private=self.escapes_control_tokens)

@@ -17,12 +17,12 @@ from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from dschat.arguments.strict_json import read_json_object
 
 from .files import SUFFIXES, SourceRow, file_rows
-from .hub_datasets import HubDataset, NothingToLearn, hub_dataset, our_fields
+from .hub_datasets import HubDataset, UnusableRow, hub_dataset, mapped_fields
 from .reasoning_gym import PREFIX, ReasoningTask, reasoning_task
 
 EVAL_NAMES = ("eval", "evaluation", "validation", "valid", "val", "dev", "test")  # in order of preference
 _LARGEST_WEIGHT = 1e9
-_NOT_ROWS = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
+_METADATA_FILES = {"dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Source:
     Args:
         splits: "train" and optionally "eval" → files, datasets or a generated task.
         dataset: the supported hub dataset (see hub_datasets) that the rows belong to, if any.
-        columns: our field → the column that the user named for it.
+        columns: field of records.py → the user's column for it.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)
 
     def rows(self, split: str) -> Iterator[SourceRow]:
-        """All rows of the split with our fields, in a fixed order.
+        """All rows of the split, mapped to the fields of records.py, in a fixed order.
 
         Raises:
             ValueError: a file is empty or cannot be read at all.
@@ -51,7 +51,7 @@ class Source:
                 yield row if row.fields is None else self._mapped(row)
 
     def identity(self) -> list[list[Any]]:
-        """Changes when the rows may have changed: name, size, mtime of files; dataset fingerprints; mapping."""
+        """Changes when rows may have changed: name, size, mtime of files; dataset fingerprints; mapping."""
         parts = [(split, part) for split in sorted(self.splits) for part in self.splits[split]]
         mapping = ["mapping", "" if self.dataset is None else self.name, sorted(self.columns.items())]
         return [*([split, *self._identity_of(part)] for split, part in parts), mapping]
@@ -63,11 +63,11 @@ class Source:
 
     def _mapped(self, row: SourceRow) -> SourceRow:
         try:
-            return row._replace(fields=our_fields(row.fields, self.dataset, self.columns))
-        except NothingToLearn as reason:
+            return row._replace(fields=mapped_fields(row.fields, self.dataset, self.columns))
+        except UnusableRow as reason:
             return SourceRow(None, row.where, "", dropped=str(reason))
-        except ValueError as fault:
-            return SourceRow(None, row.where, str(fault))
+        except ValueError as error:
+            return SourceRow(None, row.where, str(error))
 
     def _identity_of(self, part: Path | Dataset | ReasoningTask) -> list[str | int]:
         if isinstance(part, Path):
@@ -81,7 +81,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tup
     """["a:0.7", "b:0.3"] → (["a", "b"], [0.7, 0.3]); without weights (["a", "b"], None).
 
     Raises:
-        ValueError: no entry, one without a path, a weight that is no positive number, or weights on some entries only.
+        ValueError: no entry, one without a path, a weight that is not positive, or weights on some entries only.
     """
     paths: list[str] = []
     weights: list[float | None] = []
@@ -90,7 +90,7 @@ def parse_data_path(entries: Sequence[str], *, flag: str = "--data_path") -> tup
         if not colon or Path(entry).exists() or not re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?", weight):
             path, weight = entry, ""
         if not path.strip():
-            raise ValueError(f"{flag} {entry!r}: is empty, which is no path; name a file, folder or hub data set.")
+            raise ValueError(f"{flag} {entry!r}: has an empty path; name a file, folder or hub data set.")
         paths.append(path)
         weights.append(_weight(weight, entry, flag) if weight else None)
     if not paths:
@@ -119,23 +119,23 @@ def load_source(path: str, *, for_eval: bool = False, columns: Mapping[str, str]
 
     Args:
         for_eval: an entry of --eval_data_path, for which an "eval" split alone is enough.
-        columns: our field → the column that the user named for it.
+        columns: field of records.py → the user's column for it.
 
     Raises:
         ValueError: missing path, empty file, unsupported suffix, or a folder without data or train rows.
     """
     if path.startswith(PREFIX):
         return Source(path, {"train": [reasoning_task(path)]}, columns=columns or {})
-    dataset, place = hub_dataset(path)
-    if not place.strip():
+    dataset, target = hub_dataset(path)
+    if not target.strip():
         raise ValueError(f"--data_path {path!r}: no file or folder is named; write its path.")
-    folder = Path(place).expanduser()
+    folder = Path(target).expanduser()
     if folder.is_file():
-        source = _file_source(place, folder)
+        source = _file_source(target, folder)
     elif folder.is_dir():
-        source = _folder_source(place, folder, dataset, for_eval)
-    elif place != path:
-        raise ValueError(f"--data_path {path}: there is no file or folder {place}; write NAME=PATH, or the name alone.")
+        source = _folder_source(target, folder, dataset, for_eval)
+    elif target != path:
+        raise ValueError(f"--data_path {path}: there is no file or folder {target}; write NAME=PATH or only the name.")
     else:
         source = _hub_source(path, dataset, for_eval)
     return replace(source, name=path, dataset=dataset, columns=columns or {})
@@ -165,7 +165,7 @@ def _folder_source(path: str, folder: Path, dataset: HubDataset | None, for_eval
 
 
 def _is_saved_table(folder: Path) -> bool:
-    """Whether save_to_disk has written it; other programs have a state.json too."""
+    """Whether save_to_disk wrote the folder; other programs write a state.json too."""
     files = [(folder / name).is_file() for name in ("state.json", "dataset_info.json")]
     return (folder / "dataset_dict.json").is_file() or all(files) or (any(files) and any(folder.glob("*.arrow")))
 
@@ -194,7 +194,7 @@ def _saved_table(path: str, folder: Path) -> Dataset | DatasetDict:
 
 def _is_data(file: Path, folder: Path) -> bool:
     hidden = any(part.startswith((".", "_")) for part in file.relative_to(folder).parts)
-    return file.is_file() and file.suffix in SUFFIXES and file.name not in _NOT_ROWS and not hidden
+    return file.is_file() and file.suffix in SUFFIXES and file.name not in _METADATA_FILES and not hidden
 
 
 def _hub_source(path: str, dataset: HubDataset | None, for_eval: bool) -> Source:
@@ -208,7 +208,7 @@ def _hub_source(path: str, dataset: HubDataset | None, for_eval: bool) -> Source
         raise ValueError(
             f"--data_path {path}: there is no such file or folder, and as a name on the hub it could not be loaded "
             f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason given'}). Check the "
-            "spelling; without network, bring the data as a local file or `save_to_disk` folder."
+            "spelling; without network, provide the data as a local file or `save_to_disk` folder."
         ) from error
     return _table_source(path, table, dataset, for_eval)
 
@@ -235,8 +235,8 @@ def _split_names(names: Sequence[str], dataset: HubDataset | None) -> list[str]:
     For a supported dataset with its own splits, names that match none of them are "unused".
     """
     own = {} if dataset is None else dataset.splits
-    if any(theirs in name for theirs in own.values() for name in names):
-        return [next((ours for ours, theirs in own.items() if theirs in name), "unused") for name in names]
+    if any(split in name for split in own.values() for name in names):
+        return [next((split_name for split_name, split in own.items() if split in name), "unused") for name in names]
     words = [re.split(r"[^a-z]+", name.lower()) for name in names]
     return ["train" if "train" in w else next((x for x in EVAL_NAMES if x in w), "train") for w in words]
 
@@ -257,7 +257,7 @@ def _table_rows(table: Dataset, name: str) -> Iterator[SourceRow]:
     while True:
         try:
             row = next(rows, None)
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text in it may be no UTF-8
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text may be invalid UTF-8
             raise ValueError(f"{name}:row {number}: not readable ({error}); save the data set again.") from error
         if row is None:
             return

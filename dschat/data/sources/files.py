@@ -28,7 +28,7 @@ class RepeatedColumn(ValueError):
 class SourceRow(NamedTuple):
     fields: dict[str, Any] | None  # None: the row could not be parsed
     where: str  # "file:line" of a text file, "file:row N" (from 0) of a table
-    fault: str  # "" or why it could not be parsed
+    error: str  # "" or why it could not be parsed
     dropped: str = ""  # "" or why a valid row is skipped
 
 
@@ -74,29 +74,29 @@ def _json_array_rows(file: Path) -> Iterator[SourceRow]:
     """Items of one big array, with the line number of each."""
     try:
         text = file.read_bytes().decode("utf-8-sig")
-        decoder, place, line = json_decoder(constants=True), text.index("[") + 1, 1
-        counted = 0
-        while text[(place := _skip(text, place))] != "]":
-            line, counted = line + text.count("\n", counted, place), place
-            begin = place
-            item, place = decoder.raw_decode(text, begin)
-            yield _checked_item(item, text[begin:place], f"{file}:{line}")
-            place = _skip(text, place)
-            if text[place] not in ",]":
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, place)
-            place += text[place] == ","
-        if text[place + 1 :].strip():
-            raise json.JSONDecodeError("Extra data after it", text, place + 1)
+        decoder, position, line = json_decoder(constants=True), text.index("[") + 1, 1
+        counted_until = 0
+        while text[(position := _skip_whitespace(text, position))] != "]":
+            line, counted_until = line + text.count("\n", counted_until, position), position
+            start = position
+            item, position = decoder.raw_decode(text, start)
+            yield _checked_item(item, text[start:position], f"{file}:{line}")
+            position = _skip_whitespace(text, position)
+            if text[position] not in ",]":
+                raise json.JSONDecodeError("Expecting ',' or ']'", text, position)
+            position += text[position] == ","
+        if text[position + 1 :].strip():
+            raise json.JSONDecodeError("Extra data after it", text, position + 1)
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not valid UTF-8 at byte {error.start + 1}; save the file as UTF-8.") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{file}:{error.lineno}: not a valid JSON array ({error.msg}); mend it there.") from error
+        raise ValueError(f"{file}:{error.lineno}: not a valid JSON array ({error.msg}); fix it there.") from error
     except RecursionError as error:
         raise ValueError(f"{file}:{line}: {TOO_DEEP}.") from error
     except NumberTooLarge as error:
         raise ValueError(f"{file}:{line}: {error}.") from error
     except IndexError:
-        raise ValueError(f"{file}: the JSON array has no end (`]`): was the file cut off?") from None
+        raise ValueError(f"{file}: the JSON array has no end (`]`): the file is probably truncated.") from None
 
 
 def _checked_item(item: Any, text: str, where: str) -> SourceRow:
@@ -107,16 +107,16 @@ def _checked_item(item: Any, text: str, where: str) -> SourceRow:
     return _object_row(item, where)
 
 
-def _skip(text: str, place: int) -> int:
-    match = re.compile(r"\s*").match(text, place)
-    return match.end() if match else place
+def _skip_whitespace(text: str, position: int) -> int:
+    match = re.compile(r"\s*").match(text, position)
+    return match.end() if match else position
 
 
 def _csv_rows(file: Path) -> Iterator[SourceRow]:
     csv.field_size_limit(2**31 - 1)  # the default limit of 128 KiB is too small for long texts
     # surrogateescape, so that an invalid byte does not stop the rows after it
     with file.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as lines:
-        reader = csv.DictReader(lines, strict=True)  # else an open quote takes in the rows after it
+        reader = csv.DictReader(lines, strict=True)  # otherwise an unclosed quote swallows the following rows
         try:
             names = list(reader.fieldnames or [])
             if any(re.search("[\udc80-\udcff]", name) for name in names):
@@ -135,7 +135,7 @@ def _csv_rows(file: Path) -> Iterator[SourceRow]:
 
 
 def _refuse_repeated(columns: Sequence[str], where: str) -> None:
-    """Of two columns of one name, the last would be read."""
+    """Raise if a column name occurs twice: only the last one would be read."""
     if repeated := [name for name in dict.fromkeys(columns) if columns.count(name) > 1]:
         raise RepeatedColumn(f"{where}: the column {repeated[0]!r} occurs twice; rename one of them.")
 
@@ -149,7 +149,7 @@ def _parquet_rows(file: Path) -> Iterator[SourceRow]:
                 yield SourceRow(row, f"{file}:row {number}", "")
     except RepeatedColumn:
         raise
-    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text in it may be no UTF-8
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:  # a text may be invalid UTF-8
         raise ValueError(f"{file}: not a readable parquet file ({error}).") from error
 
 

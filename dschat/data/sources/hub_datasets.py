@@ -17,20 +17,20 @@ from dschat.data.marked_answers import last_boxed
 Row = Mapping[str, Any]
 
 
-class NothingToLearn(ValueError):
+class UnusableRow(ValueError):
     """A valid row that cannot be used for training; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class HubDataset:
-    """How the rows of one dataset map to our fields.
+    """How the rows of one dataset map to the fields of records.py.
 
     Args:
         columns: what a row must have to be mapped; one that lacks them is used unchanged (mapped and saved before).
-        fields: row → our fields. Raises NothingToLearn.
+        fields: row → fields of records.py. Raises UnusableRow.
         config: configuration of the data set on the hub.
         splits: "train" and "eval" → the dataset's own splits, where their names do not imply it.
-        hub: its name on the hub, where it differs from ours.
+        hub: its name on the hub, where it differs from the key in HUB_DATASETS.
     """
 
     columns: Sequence[str]
@@ -46,9 +46,9 @@ def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
     "openai/gsm8k" is on the hub; a folder ".../openai/gsm8k" and the files in it are local copies;
     "openai/gsm8k=PATH" reads any other file or folder as rows of that data set.
     """
-    name, equals, place = path.partition("=")
+    name, equals, target = path.partition("=")
     if equals and name in HUB_DATASETS:
-        return HUB_DATASETS[name], place
+        return HUB_DATASETS[name], target
     for folder in (Path(path), Path(path).parent):
         for name, dataset in HUB_DATASETS.items():
             if f"/{folder.as_posix()}".endswith(f"/{name}"):
@@ -56,13 +56,13 @@ def hub_dataset(path: str) -> tuple[HubDataset | None, str]:
     return None, path
 
 
-def our_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The row with our fields added to its own columns.
+def mapped_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row's own columns plus the fields of records.py.
 
     Args:
-        columns: our field → the column that the user chose for it, which takes precedence where the row has it.
+        columns: field of records.py → the user's column for it, which takes precedence where the row has it.
 
-    Raises: NothingToLearn; ValueError for a row of the data set that is damaged.
+    Raises: UnusableRow; ValueError for a row of the data set that is damaged.
     """
     fields = dict(row)
     if dataset is not None and all(row.get(name) is not None for name in dataset.columns):
@@ -70,42 +70,42 @@ def our_fields(row: Row, dataset: HubDataset | None, columns: Mapping[str, str])
             fields |= dataset.fields(row)
         except (TypeError, LookupError, AttributeError) as error:
             raise ValueError(f"not a row of this data set ({type(error).__name__}: {error})") from error
-    return fields | {ours: row[theirs] for ours, theirs in columns.items() if theirs in row}
+    return fields | {name: row[column] for name, column in columns.items() if column in row}
 
 
-def _columns(**theirs: str) -> HubDataset:
-    """Our field = its column; text is stripped, because templates add their own whitespace."""
+def _columns(**columns: str) -> HubDataset:
+    """Field of records.py = column of the dataset; text is stripped, because templates add their own whitespace."""
 
     def fields(row: Row) -> dict[str, Any]:
-        values = {ours: row[name] for ours, name in theirs.items()}
+        values = {name: row[column] for name, column in columns.items()}
         return {name: value.strip() if isinstance(value, str) else value for name, value in values.items()}
 
-    return HubDataset(tuple(theirs.values()), fields)
+    return HubDataset(tuple(columns.values()), fields)
 
 
-def _preferred(prompt: Any, first: Any, second: Any, *, first_wins: float) -> dict[str, Any]:
+def _preference(prompt: Any, first: Any, second: Any, *, first_wins: float) -> dict[str, Any]:
     """first_wins: above 0, the first answer is chosen; below 0, the second; 0: a tie."""
     if first_wins == 0:
-        raise NothingToLearn("no answer is preferred")
+        raise UnusableRow("no answer is preferred")
     chosen, rejected = (first, second) if first_wins > 0 else (second, first)
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def _webgpt(row: Row) -> dict[str, Any]:
     first_wins = float(row["score_0"]) - float(row["score_1"])
-    return _preferred(row["question"]["full_text"], row["answer_0"], row["answer_1"], first_wins=first_wins)
+    return _preference(row["question"]["full_text"], row["answer_0"], row["answer_1"], first_wins=first_wins)
 
 
 def _shp(row: Row) -> dict[str, Any]:
     """labels: 1 if A is preferred. score_ratio: votes of the better answer over those of the other, 1 for a tie."""
     first_wins = (1 if int(row["labels"]) == 1 else -1) if float(row["score_ratio"]) > 1 else 0
-    return _preferred(row["history"], row["human_ref_A"], row["human_ref_B"], first_wins=first_wins)
+    return _preference(row["history"], row["human_ref_A"], row["human_ref_B"], first_wins=first_wins)
 
 
 def _helpsteer3(row: Row) -> dict[str, Any]:
     """overall_preference: from -3 (response 1 is much better) to 3."""
     first_wins = -row["overall_preference"]
-    return _preferred(row["context"], row["response1"], row["response2"], first_wins=first_wins)
+    return _preference(row["context"], row["response1"], row["response2"], first_wins=first_wins)
 
 
 def _yitingxie(row: Row) -> dict[str, Any]:
@@ -122,24 +122,24 @@ def _sharegpt(row: Row) -> dict[str, Any]:
     contents = [text.removesuffix("</s>").strip() for text in parts[1::2]]
     prompt = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True) if text]
     if not prompt:
-        raise NothingToLearn("no question")
+        raise UnusableRow("no question")
     prompt = [{"role": "system", "content": system.strip()}, *prompt] if system.strip() else prompt
     return {"prompt": prompt, "response": row["label"].removesuffix("</s>").strip()}
 
 
 def _miracl(row: Row) -> dict[str, Any]:
     if not row["positive_passages"]:
-        raise NothingToLearn("no passage answers it")
+        raise UnusableRow("no passage answers it")
     answer = row["positive_passages"][0]["text"]
-    other = {"rejected": row["negative_passages"][0]["text"]} if row["negative_passages"] else {}
-    return {"prompt": row["query"], "response": answer, "chosen": answer, **other}
+    rejected = {"rejected": row["negative_passages"][0]["text"]} if row["negative_passages"] else {}
+    return {"prompt": row["query"], "response": answer, "chosen": answer, **rejected}
 
 
 def _mkqa(language: str) -> Callable[[Row], dict[str, Any]]:
     def fields(row: Row) -> dict[str, Any]:
         question, answers = row["queries"].get(language), row["answers"].get(language)
         if not question or not answers or not answers[0]["text"]:
-            raise NothingToLearn("no answer in this language")
+            raise UnusableRow("no answer in this language")
         return {"prompt": question, "response": answers[0]["text"]}
 
     return fields
@@ -147,7 +147,7 @@ def _mkqa(language: str) -> Callable[[Row], dict[str, Any]]:
 
 def _hc3(row: Row) -> dict[str, Any]:
     if not row["human_answers"]:
-        raise NothingToLearn("no human answer")
+        raise UnusableRow("no human answer")
     return {"prompt": row["question"], "response": row["human_answers"][0]}
 
 
@@ -161,7 +161,7 @@ def _gsm8k(row: Row) -> dict[str, Any]:
 def _math(row: Row) -> dict[str, Any]:
     answer = last_boxed(row["solution"])
     if answer is None:
-        raise NothingToLearn("no boxed answer")
+        raise UnusableRow("no boxed answer")
     return {"prompt": row["problem"], "response": row["solution"], "answer": answer.strip()}
 
 

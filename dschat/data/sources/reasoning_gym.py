@@ -52,7 +52,7 @@ class ReasoningTask:
             try:
                 for number, line in enumerate(child.stdout):
                     row = json.loads(line)
-                    yield SourceRow(row.get("fields"), f"{self.name}:row {number}", row.get("fault", ""))
+                    yield SourceRow(row.get("fields"), f"{self.name}:row {number}", row.get("error", ""))
             except GeneratorExit:  # the consumer stopped early
                 child.kill()
                 raise
@@ -82,27 +82,28 @@ def task_of(path: str) -> Any:
     task, _, query = path.removeprefix(PREFIX).partition("?")
     if task not in DATASETS:
         raise ValueError(f"--data_path {path}: reasoning-gym has no task {task!r}{_nearest(task, DATASETS)}")
-    config = {"seed": 0, **_parsed(path, query, typing.get_type_hints(DATASETS[task][1]))}
+    config = {"seed": 0, **_parse_config(path, query, typing.get_type_hints(DATASETS[task][1]))}
     try:
         return create_dataset(task, **config)
     except (AssertionError, ValueError) as error:
-        raise ValueError(f"--data_path {path}: the task refuses this configuration ({error}).") from error
+        raise ValueError(f"--data_path {path}: the task rejects this configuration ({error}).") from error
 
 
 def row_of(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry of the task as a JSON-serialisable row."""
     answer = entry["answer"]
     expected = {} if answer is None else {"response": str(answer)}
-    kept = {"answer": None if answer is None else str(answer), "reasoning_task": name, "reasoning_entry": _plain(entry)}
-    return {"prompt": entry["question"], **expected, **kept}
+    metadata = {"reasoning_task": name, "reasoning_entry": _to_json(entry)}
+    answer = None if answer is None else str(answer)
+    return {"prompt": entry["question"], **expected, "answer": answer, **metadata}
 
 
 def entry_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `row_of`; restores tuples and numeric keys, whose types the scorers compare."""
-    return _original(row["reasoning_entry"])
+    return _from_json(row["reasoning_entry"])
 
 
-def _parsed(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_config(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query))
     except ValueError as error:
@@ -115,25 +116,25 @@ def _parsed(path: str, query: str, hints: Mapping[str, Any]) -> dict[str, Any]:
             values[name] = _value(text, hints[name])
         except (ValueError, TypeError) as error:
             kind = getattr(hints[name], "__name__", hints[name])
-            raise ValueError(f"--data_path {path}: {name}={text} is no {kind} ({error}).") from error
+            raise ValueError(f"--data_path {path}: {name}={text} is not a valid {kind} ({error}).") from error
     return values
 
 
 def _value(text: Any, hint: Any) -> Any:
     """Convert text (or an item of a JSON list) to the type of the hint."""
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        plain = [kind for kind in inside if kind is not type(None)]
-        return None if len(plain) < len(inside) and text in ("none", "None", None) else _value(text, plain[0])
+        plain = [kind for kind in arguments if kind is not type(None)]
+        return None if len(plain) < len(arguments) and text in ("none", "None", None) else _value(text, plain[0])
     if origin is typing.Literal:
-        if text not in inside:
-            raise ValueError(f"choose one of {', '.join(inside)}")
+        if text not in arguments:
+            raise ValueError(f"choose one of {', '.join(arguments)}")
         return text
     if (origin or hint) in (list, tuple, Sequence):
         items = parse_json(text) if isinstance(text, str) else text
         if not isinstance(items, list):
             raise ValueError("write a JSON list, such as [1, 2]")
-        of = [kind for kind in inside if kind is not Ellipsis]
+        of = [kind for kind in arguments if kind is not Ellipsis]
         values = [_value(x, of[min(i, len(of) - 1)]) if of else x for i, x in enumerate(items)]
         return tuple(values) if (origin or hint) is tuple else values
     if hint is bool:
@@ -155,23 +156,23 @@ def _nearest(word: str, names: Mapping[str, Any]) -> str:
     return f"; the choices are {', '.join(first)}{f' and {more} more' if more > 0 else ''}."
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A value as JSON; {"tuple": [...]} and {"items": [[key, value], ...]} encode tuples and other dicts."""
     if isinstance(value, Mapping):
-        return {"items": [[_plain(key), _plain(item)] for key, item in value.items()]}
+        return {"items": [[_to_json(key), _to_json(item)] for key, item in value.items()]}
     if isinstance(value, tuple):
-        return {"tuple": [_plain(item) for item in value]}
+        return {"tuple": [_to_json(item) for item in value]}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     return value.item() if type(value).__module__ == "numpy" else value
 
 
-def _original(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     if isinstance(value, list):
-        return [_original(item) for item in value]
+        return [_from_json(item) for item in value]
     if isinstance(value, dict):
         ((kind, items),) = value.items()
-        originals = [_original(item) for item in items]
+        originals = [_from_json(item) for item in items]
         return tuple(originals) if kind == "tuple" else dict(originals)
     return value
 
@@ -183,7 +184,7 @@ def _print_rows(name: str) -> None:
         try:
             line = json.dumps({"fields": row_of(name, task[index])})
         except Exception as error:  # third-party generators may raise anything
-            line = json.dumps({"fault": f"the task raises {type(error).__name__}: {error}"})
+            line = json.dumps({"error": f"the task raises {type(error).__name__}: {error}"})
         print(line)
 
 

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels with g++ on first use, which takes seconds, into a folder that others cannot write."""
+"""Compiles the C++ kernels with g++ on first use, which takes seconds, into a private folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-m
 
 
 def built_library() -> Path:
-    """The compiled kernels, which are compiled first where they are missing or others could have written them.
+    """The path of the compiled kernels; compiles them if missing or writable by other users.
 
     Raises:
         OSError, subprocess.SubprocessError: they cannot be compiled.
@@ -30,10 +30,10 @@ def built_library() -> Path:
 
 def _folder() -> Path:
     """A private folder below torch's extension directory (see distributed.launch), or below the temporary directory."""
-    chosen = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if chosen is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
-        chosen = os.path.join(sys.prefix, "torch_extensions")
-    return private_folder([*([chosen] if chosen else []), tempfile.gettempdir()])
+    root = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if root is None and sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK):
+        root = os.path.join(sys.prefix, "torch_extensions")
+    return private_folder([*([root] if root else []), tempfile.gettempdir()])
 
 
 def _identity() -> str:

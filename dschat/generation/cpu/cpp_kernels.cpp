@@ -127,7 +127,7 @@ inline void prefetch(const T* from, int64_t count) {
 // One row's attention for adjacent key-value heads, which are contiguous per token and read in one stream.
 // WIDTH is the head width if fixed at compile time, else 0.
 template <typename T, int WIDTH>
-void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_heads, std::vector<float>& room) {
+void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_heads, std::vector<float>& buffer) {
     const int64_t width = WIDTH ? WIDTH : a.width, value_width = WIDTH ? WIDTH : a.value_width;
     const int64_t group = a.heads / a.kv_heads, heads = kv_heads * group;
     const int64_t* span = a.spans + 4 * row;
@@ -138,8 +138,8 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
     const T* keys = static_cast<const T*>(a.keys) + first_head * width;
     const T* values = static_cast<const T*>(a.values) + first_head * value_width;
     const int64_t padded = (length + 15) / 16 * 16;
-    room.resize(heads * (padded + width + value_width));
-    float* scores = room.data();               // [heads, padded]
+    buffer.resize(heads * (padded + width + value_width));
+    float* scores = buffer.data();             // [heads, padded]
     float* queries = scores + heads * padded;  // [heads, width]
     float* sums = queries + heads * width;     // [heads, value_width]
     for (int64_t h = 0; h < heads; ++h) {
@@ -232,7 +232,7 @@ void attend_row(const Attention& a, int64_t row, int64_t first_head, int64_t kv_
 
 // Write the newest token of a row to the pool.
 template <typename T>
-void keep_row(const Attention& a, int64_t row) {
+void write_row(const Attention& a, int64_t row) {
     const int64_t* span = a.spans + 4 * row;
     const int64_t newest = span[2] + span[3] - 1;
     T* keys = static_cast<T*>(a.keys) + newest * a.kv_heads * a.width;
@@ -253,11 +253,11 @@ void attend(const Attention& a, int threads) {
     {
         // Write all tokens before attending: rows of a packed prompt attend to each other.
 #pragma omp for schedule(static)
-        for (int64_t row = 0; row < a.rows; ++row) keep_row<T>(a, row);
-        std::vector<float> room;
+        for (int64_t row = 0; row < a.rows; ++row) write_row<T>(a, row);
+        std::vector<float> buffer;
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < a.rows * parts; ++task)
-            attend_row<T, WIDTH>(a, task / parts, task % parts * heads, heads, room);
+            attend_row<T, WIDTH>(a, task / parts, task % parts * heads, heads, buffer);
     }
 }
 
@@ -301,8 +301,8 @@ inline void tile(uint16_t* out, const uint16_t* x, const uint16_t* panel, const 
     for (int c = 0; c < 4; ++c) {
         __m512 start = _mm512_setzero_ps();
         if (bias) {
-            const __mmask16 there = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
-            const __m256i bits = _mm256_maskz_loadu_epi16(there, bias + 16 * c);
+            const __mmask16 column_mask = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
+            const __m256i bits = _mm256_maskz_loadu_epi16(column_mask, bias + 16 * c);
             start = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
         }
         for (int r = 0; r < ROWS; ++r) sum[r][c] = start;
@@ -327,8 +327,8 @@ inline void tile(uint16_t* out, const uint16_t* x, const uint16_t* panel, const 
     if (in_features % 2) step(pairs, [&](int r) { return int32_t(x[r * x_row + in_features - 1]); });
     for (int r = 0; r < ROWS; ++r)
         for (int c = 0; c < 4; ++c) {
-            const __mmask16 there = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
-            _mm256_mask_storeu_epi16(out + r * out_row + 16 * c, there, (__m256i)_mm512_cvtneps_pbh(sum[r][c]));
+            const __mmask16 column_mask = _cvtu32_mask16((1u << std::clamp<int64_t>(columns - 16 * c, 0, 16)) - 1);
+            _mm256_mask_storeu_epi16(out + r * out_row + 16 * c, column_mask, (__m256i)_mm512_cvtneps_pbh(sum[r][c]));
         }
 }
 
@@ -396,8 +396,8 @@ void gated_rows(T* out, const T* gate, const T* up, int64_t rows, int64_t width,
 #pragma omp simd
         for (int64_t i = 0; i < width; ++i) {
             const float x = load(g + i);
-            const float bend = gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
-            store(to + i, x * sigmoid(bend) * load(u + i));
+            const float argument = gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
+            store(to + i, x * sigmoid(argument) * load(u + i));
         }
     }
 }
@@ -447,7 +447,7 @@ struct Draw {
 constexpr int64_t BLOCK = 1024;  // logits whose probabilities are summed in float32 before double takes over
 
 // The smallest scaled logit kept under top-k and top-p; ties with it are kept too.
-float border(const std::vector<float>& scaled, const Draw& draw, std::vector<float>& order) {
+float cutoff(const std::vector<float>& scaled, const Draw& draw, std::vector<float>& order) {
     order.assign(scaled.begin(), scaled.end());
     float least = -std::numeric_limits<float>::infinity();
     auto end = order.end();
@@ -484,20 +484,20 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
     const float factor = greedy ? 1.0f : 1.0f / draw.temperature;
     scaled.resize(size);
     float largest = -std::numeric_limits<float>::infinity();
-    int strange = 0;
-#pragma omp simd reduction(max : largest) reduction(| : strange)
+    int has_nan = 0;
+#pragma omp simd reduction(max : largest) reduction(| : has_nan)
     for (int64_t i = 0; i < size; ++i) {
         scaled[i] = load(logits + i) * factor;
         largest = std::max(largest, scaled[i]);
-        strange |= scaled[i] != scaled[i];
+        has_nan |= scaled[i] != scaled[i];
     }
-    if (strange) {  // NaN cannot be ordered, so nothing may be sorted
+    if (has_nan) {  // NaN cannot be ordered, so nothing may be sorted
         draw.tokens[row] = 0;
         draw.logprobs[row] = std::numeric_limits<float>::quiet_NaN();
         return;
     }
     const bool truncates = !greedy && (draw.top_p < 1 || (draw.top_k > 0 && draw.top_k < size));
-    const float least = truncates ? border(scaled, draw, order) : -std::numeric_limits<float>::infinity();
+    const float least = truncates ? cutoff(scaled, draw, order) : -std::numeric_limits<float>::infinity();
     order.resize(size);  // probabilities, not yet normalised
     std::vector<double> blocks((size + BLOCK - 1) / BLOCK);
     double total = 0;

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16)
 # Logits per call below which sampling runs in a single thread, as waking others would cost more than it saves.
 SINGLE_THREAD_LOGITS = 1 << 15
-# The same for the numbers of an elementwise kernel, and for the weights of a linear layer.
-SINGLE_THREAD_NUMBERS = 1 << 15
+# The same for the elements of an elementwise kernel, and for the weights of a linear layer.
+SINGLE_THREAD_ELEMENTS = 1 << 15
 
 
 class CPUKernels:
@@ -121,7 +121,7 @@ class CPUKernels:
         size = self._packed_size(*weight.shape)
         packed = weight.new_empty(size) if packed is None else packed
         if packed.shape != (size,) or packed.dtype != torch.bfloat16:
-            raise ValueError(f"pack: {tuple(weight.shape)} takes {size} numbers, but there is room for {packed.shape}")
+            raise ValueError(f"pack: {tuple(weight.shape)} needs {size} elements, not {tuple(packed.shape)}")
         weight = weight.contiguous()
         self._pack(packed.data_ptr(), weight.data_ptr(), *weight.shape, torch.get_num_threads())
         return packed
@@ -137,7 +137,7 @@ class CPUKernels:
         self._run(
             self._linear, out.data_ptr(), x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(),
             rows, in_features, out_features, in_features,
-            torch.get_num_threads() if in_features * out_features > SINGLE_THREAD_NUMBERS else 1,
+            torch.get_num_threads() if in_features * out_features > SINGLE_THREAD_ELEMENTS else 1,
         )  # fmt: skip
         return out
 
@@ -183,7 +183,7 @@ class CPUKernels:
             x.dtype == cos.dtype == sin.dtype and x.dtype in DTYPES and cos.shape == sin.shape and width % 2 == 0
             and cos.shape in ((rows, tokens, width), (1, tokens, width))
         ):  # fmt: skip
-            shapes = [(tuple(given.shape), given.dtype) for given in (x, cos, sin)]
+            shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in (x, cos, sin)]
             raise ValueError(f"rotate: shapes and dtypes do not fit together: {shapes}")
         x = x if x.stride(-1) == 1 else x.contiguous()
         cos, sin = cos.contiguous(), sin.contiguous()
@@ -203,9 +203,9 @@ class CPUKernels:
             self.recorder.append(functools.partial(function, *arguments))
 
 
-def _threads(numbers: int) -> int:
+def _threads(elements: int) -> int:
     """Number of threads for an elementwise kernel over this many elements."""
-    return torch.get_num_threads() if numbers > SINGLE_THREAD_NUMBERS else 1
+    return torch.get_num_threads() if elements > SINGLE_THREAD_ELEMENTS else 1
 
 
 @functools.cache

@@ -21,8 +21,8 @@ from dschat.generation.cpu.cpp_kernels import CPUKernels
 class FusedLinears:
     """Linear layers with the same input, computed as one product; each layer's `forward` returns its part.
 
-    The first layer called with an input computes all parts; each part is returned once, so that a repeated input is
-    computed again.
+    The first layer called with an input computes all parts; each part is returned once, so that a repeated input
+    is computed again.
 
     Attributes:
         packed: the packed weights, at a fixed address.
@@ -43,8 +43,8 @@ class FusedLinears:
         if self.layers[0].bias is not None:
             bias = torch.cat([layer.bias for layer in self.layers])
             self.bias = bias if self.bias is None else self.bias.copy_(bias)
-        for place, layer in enumerate(self.layers):
-            layer.forward = self._forward_of(place)
+        for index, layer in enumerate(self.layers):
+            layer.forward = self._forward_of(index)
 
     def release(self, *, keep: bool = False) -> None:
         """Restore the layers' own forwards; keep: keep the buffers for the next `pack_weights`."""
@@ -54,20 +54,20 @@ class FusedLinears:
         for layer in self.layers:
             vars(layer).pop("forward", None)
 
-    def _forward_of(self, place: int) -> Callable[[Tensor], Tensor]:
-        layer = self.layers[place]
-        usual = partial(type(layer).forward, layer)
+    def _forward_of(self, index: int) -> Callable[[Tensor], Tensor]:
+        layer = self.layers[index]
+        original = partial(type(layer).forward, layer)
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             if len(args) != 1 or kwargs or args[0].dtype != self.packed.dtype or not args[0].numel():
-                return usual(*args, **kwargs)
+                return original(*args, **kwargs)
             (x,) = args
-            if x is not self.input or place not in self.parts:
+            if x is not self.input or index not in self.parts:
                 out = self.library.linear(x, self.packed, self.bias, sum(self.sizes))
                 if len(self.sizes) == 1:
                     return out
                 self.input, self.parts = x, dict(enumerate(out.split(self.sizes, dim=-1)))
-            part = self.parts.pop(place)
+            part = self.parts.pop(index)
             if not self.parts:
                 self.input = None
             return part
@@ -75,7 +75,7 @@ class FusedLinears:
         return forward
 
 
-def fusable(model: PreTrainedModel) -> CPUKernels | None:
+def bf16_kernels(model: PreTrainedModel) -> CPUKernels | None:
     """The kernels if the model has bf16 weights on a CPU with bf16 instructions, else None."""
     weight = model.get_input_embeddings().weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
@@ -85,7 +85,7 @@ def fusable(model: PreTrainedModel) -> CPUKernels | None:
 
 
 @torch.inference_mode()
-def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
+def layers_by_input(model: PreTrainedModel) -> list[list[nn.Linear]]:
     """The nn.Linear layers of a model, grouped by the input tensor they receive in a traced forward."""
     calls: list[tuple[nn.Linear, Any]] = []  # inputs are kept alive, so that ids are unique
 
@@ -102,5 +102,5 @@ def shared_inputs(model: PreTrainedModel) -> list[list[nn.Linear]]:
     groups: dict[tuple[int, bool], list[nn.Linear]] = {}
     for layer, x in calls:
         groups.setdefault((id(x), layer.bias is None), []).append(layer)
-    once = {layer for layer in layers if sum(other is layer for other, _ in calls) == 1}  # layers called once
-    return [group for group in groups.values() if once.issuperset(group)]
+    called_once = {layer for layer in layers if sum(other is layer for other, _ in calls) == 1}
+    return [group for group in groups.values() if called_once.issuperset(group)]

@@ -19,32 +19,33 @@ from torch import Tensor, nn
 from dschat.generation.cpu import cpp_kernels
 from dschat.generation.cpu.cpp_kernels import CPUKernels
 
-ROTARY = "apply_rotary_pos_emb"  # name of the rotary function in transformers' modelling files
+ROTARY_FUNCTION = "apply_rotary_pos_emb"  # name of the rotary function in transformers' modelling files
 TRIAL_ROWS = 3
 
 
 @torch.inference_mode()
-def faster_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
+def fused_forwards(model: nn.Module) -> dict[nn.Module, Callable]:
     """Replacement forwards equal to the modules' own up to rounding; empty if there are no kernels."""
     if model.device.type != "cpu" or model.dtype not in cpp_kernels.DTYPES or (library := cpp_kernels.load()) is None:
         return {}
-    found = {}
+    forwards = {}
     rotations: dict[type, Rotary] = {}  # one per layer class, so that each is tested once
     for module in model.modules():
-        forward = _norm(module, library) or _gated(module, library) or _rotating(module, library, rotations)
+        forward = _norm_forward(module, library) or _gated_forward(module, library)
+        forward = forward or _rotary_forward(module, library, rotations)
         if forward is not None:
-            found[module] = forward
-    return found
+            forwards[module] = forward
+    return forwards
 
 
-def _norm(module: nn.Module, library: CPUKernels) -> Callable | None:
+def _norm_forward(module: nn.Module, library: CPUKernels) -> Callable | None:
     """Forward for an RMS norm that multiplies by weight or by 1 + weight; None for other modules."""
     weight = module._parameters.get("weight")
     if len(module._parameters) != 1 or module._modules or weight is None or weight.dim() != 1:
         return None
     if weight.dtype not in cpp_kernels.DTYPES:
         return None
-    plain, random = module.forward, _random(TRIAL_ROWS + 1, len(weight), like=weight)
+    original, random = module.forward, _random(TRIAL_ROWS + 1, len(weight), like=weight)
     x = random[1:]
     epsilons = {value for value in vars(module).values() if isinstance(value, float)}
     for eps, shift in product(epsilons, (0.0, 1.0)):
@@ -52,20 +53,20 @@ def _norm(module: nn.Module, library: CPUKernels) -> Callable | None:
         def kernel(x: Tensor, eps: float = eps, shift: float = shift) -> Tensor:
             return library.rms_norm(x, module.weight, eps=eps, shift=shift)
 
-        with _weight(module, random[0]):  # weights of zeros or ones would hide the shift
+        with _replaced_weight(module, random[0]):  # weights of zeros or ones would hide the shift
             # With small inputs, eps is as large as the mean square, so a wrong eps is detected.
-            same = all(_same(plain, kernel, scale * x) for scale in (1.0, 4 * eps**0.5))
+            same = all(_matches(original, kernel, scale * x) for scale in (1.0, 4 * eps**0.5))
         if same:
-            return OneInput(plain, kernel, width=len(weight), dtype=weight.dtype)
+            return SingleInputForward(original, kernel, width=len(weight), dtype=weight.dtype)
     return None
 
 
-def _gated(module: nn.Module, library: CPUKernels) -> Callable | None:
+def _gated_forward(module: nn.Module, library: CPUKernels) -> Callable | None:
     """Forward for down(act(gate(x)) * up(x)) with SiLU or the tanh form of GELU; None for other modules."""
     linears = [child for child in module.children() if isinstance(child, nn.Linear)]
     if len(linears) != 3 or any(linear.weight.dtype not in cpp_kernels.DTYPES for linear in linears):
         return None
-    plain = module.forward
+    original = module.forward
     for gate, up, down in permutations(linears):
         same_shape = gate.weight.shape == up.weight.shape == down.weight.shape[::-1]
         if not same_shape:
@@ -76,38 +77,40 @@ def _gated(module: nn.Module, library: CPUKernels) -> Callable | None:
             def kernel(x: Tensor, gate=gate, up=up, down=down, gelu: bool = gelu) -> Tensor:
                 return down(library.gated(gate(x), up(x), gelu=gelu))
 
-            if _same(plain, kernel, x):
-                return OneInput(plain, kernel, width=gate.in_features, dtype=gate.weight.dtype)
+            if _matches(original, kernel, x):
+                return SingleInputForward(original, kernel, width=gate.in_features, dtype=gate.weight.dtype)
     return None
 
 
-class OneInput:
+class SingleInputForward:
     """A module's forward: the kernel for calls like the trial's, with one tensor; else the module's own code.
 
     For example a norm may also get a gate, or an input of another dtype than its weight: the trial covers neither.
     """
 
-    def __init__(self, plain: Callable, kernel: Callable[[Tensor], Tensor], *, width: int, dtype: torch.dtype) -> None:
-        """plain, kernel: [..., width] → a tensor; dtype: of the input that the kernel takes."""
-        self.plain, self.kernel, self.width, self.dtype = plain, kernel, width, dtype
+    def __init__(
+        self, original: Callable, kernel: Callable[[Tensor], Tensor], *, width: int, dtype: torch.dtype
+    ) -> None:
+        """original, kernel: [..., width] → a tensor; dtype: of the input that the kernel takes."""
+        self.original, self.kernel, self.width, self.dtype = original, kernel, width, dtype
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if len(args) == 1 and not kwargs:
             (x,) = args
             if isinstance(x, Tensor) and x.dtype == self.dtype and x.shape[-1:] == (self.width,) and x.numel():
                 return self.kernel(x)
-        return self.plain(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
-def _rotating(module: nn.Module, library: CPUKernels, rotations: dict[type, Rotary]) -> Callable | None:
+def _rotary_forward(module: nn.Module, library: CPUKernels, rotations: dict[type, Rotary]) -> Callable | None:
     """For attention that calls apply_rotary_pos_emb: its forward with that name bound to Rotary; else None."""
     forward = type(module).forward
     code = getattr(forward, "__code__", None)
-    if code is None or ROTARY not in code.co_names or ROTARY not in forward.__globals__:
+    if code is None or ROTARY_FUNCTION not in code.co_names or ROTARY_FUNCTION not in forward.__globals__:
         return None
     if type(module) not in rotations:
-        rotations[type(module)] = Rotary(forward.__globals__[ROTARY], library)
-    names = {**forward.__globals__, ROTARY: rotations[type(module)]}
+        rotations[type(module)] = Rotary(forward.__globals__[ROTARY_FUNCTION], library)
+    names = {**forward.__globals__, ROTARY_FUNCTION: rotations[type(module)]}
     copied = types.FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copied.__kwdefaults__ = forward.__kwdefaults__
     return partial(copied, module)
@@ -117,40 +120,40 @@ class Rotary:
     """Replaces a model's rotary function: the kernel for kinds of calls that pass a trial; else the function itself.
 
     Architectures call functions of this name with one tensor or two, real or complex angles, or extra positions: the
-    kernel is used only for the four tensors described in `_rotates`.
+    kernel is used only for the four tensors described in `_is_rotary_call`.
     """
 
-    def __init__(self, plain: Callable, library: CPUKernels) -> None:
-        self.plain, self.library = plain, library
-        self._same: dict[tuple[int, torch.dtype], bool] = {}  # per (head width, dtype)
+    def __init__(self, original: Callable, library: CPUKernels) -> None:
+        self.original, self.library = original, library
+        self._matches: dict[tuple[int, torch.dtype], bool] = {}  # per (head width, dtype)
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        if kwargs or not _rotates(*args):
-            return self.plain(*args, **kwargs)
+        if kwargs or not _is_rotary_call(*args):
+            return self.original(*args, **kwargs)
         q, k, cos, sin = args
         kind = q.shape[-1], q.dtype
-        if kind not in self._same:
+        if kind not in self._matches:
             # Tested on random cos and sin, not the call's own: at position 0 every variant gives the same.
-            self._same[kind] = self._agrees(*kind)
-        if not self._same[kind]:
-            return self.plain(q, k, cos, sin)
+            self._matches[kind] = self._passes_trial(*kind)
+        if not self._matches[kind]:
+            return self.original(q, k, cos, sin)
         return self.library.rotate(q, cos, sin), self.library.rotate(k, cos, sin)
 
-    def _agrees(self, width: int, dtype: torch.dtype) -> bool:
+    def _passes_trial(self, width: int, dtype: torch.dtype) -> bool:
         like = torch.empty(0, dtype=dtype)
         q, k = _random(2, 3, 5, width, like=like), _random(2, 1, 5, width, like=like)
         cos, sin = _random(2, 5, width, like=like), _random(2, 5, width, like=like)
         try:
-            expected = self.plain(q, k, cos, sin)
+            expected = self.original(q, k, cos, sin)
         except Exception:  # the model's function may not accept these inputs: any error
             return False
         if not isinstance(expected, tuple | list) or len(expected) != 2:
             return False
-        found = [self.library.rotate(x, cos, sin) for x in (q, k)]
-        return all(_close(a, b) for a, b in zip(found, expected, strict=True))
+        rotated = [self.library.rotate(x, cos, sin) for x in (q, k)]
+        return all(_close(a, b) for a, b in zip(rotated, expected, strict=True))
 
 
-def _rotates(*args: object) -> bool:
+def _is_rotary_call(*args: object) -> bool:
     """Whether these are q, k [R, H, T, D] and cos, sin [R or 1, T, D] in one dtype."""
     if len(args) != 4 or not all(isinstance(x, Tensor) and x.dtype == args[0].dtype for x in args):
         return False
@@ -168,27 +171,27 @@ def _random(*shape: int, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _weight(module: nn.Module, values: Tensor) -> Iterator[None]:
-    """Inside, the module's weight is replaced by `values`."""
-    own = module.weight
+def _replaced_weight(module: nn.Module, values: Tensor) -> Iterator[None]:
+    """Replace the module's weight by `values` for the duration of the context."""
+    saved = module.weight
     module._parameters["weight"] = nn.Parameter(values, requires_grad=False)
     try:
         yield
     finally:
-        module._parameters["weight"] = own
+        module._parameters["weight"] = saved
 
 
-def _same(plain: Callable, kernel: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+def _matches(original: Callable, kernel: Callable[[Tensor], Tensor], x: Tensor) -> bool:
     try:
-        expected = plain(x)
+        expected = original(x)
     except Exception:  # the module may not take a single tensor: any error of its own code
         return False
     return isinstance(expected, Tensor) and _close(kernel(x), expected)
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
+def _close(actual: Tensor, expected: Tensor) -> bool:
     """Equal within a relative L2 error of 1e-5 (float32) or 1e-2 (bfloat16); all-zero outputs do not count."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return False
-    off, size = (found.double() - expected.double()).norm(), expected.double().norm()
-    return bool(off <= (1e-5 if expected.dtype == torch.float32 else 1e-2) * size) and bool(size > 0)
+    error, norm = (actual.double() - expected.double()).norm(), expected.double().norm()
+    return bool(error <= (1e-5 if expected.dtype == torch.float32 else 1e-2) * norm) and bool(norm > 0)

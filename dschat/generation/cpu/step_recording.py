@@ -18,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dschat.generation.cpu import cpp_kernels
 
-# Most tensor memory kept per recording: above this, arithmetic dominates the call overhead.
-MOST_BYTES = 256 << 20
+# Maximum tensor memory kept per recording: above this, arithmetic dominates the call overhead.
+MAX_BYTES = 256 << 20
 
 
 def record(run: Callable[[], None]) -> Recording | None:
     """Run a function and record its tensor operations, for replay on the same tensors.
 
     Returns None if a replay could differ, because the function reads values of a tensor into Python, or if it creates
-    more than MOST_BYTES of tensors.
+    more than MAX_BYTES of tensors.
     """
     library, recorder = cpp_kernels.load(), Recorder()
     if library is not None:
@@ -37,7 +37,7 @@ def record(run: Callable[[], None]) -> Recording | None:
     finally:
         if library is not None:
             library.recorder = None
-    if recorder.reads or recorder.bytes > MOST_BYTES:
+    if recorder.reads or recorder.bytes > MAX_BYTES:
         return None
     return Recording(recorder.calls, recorder.kept, recorder.bytes)
 
@@ -74,27 +74,27 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.reads |= _reads(func) or any(tensor.dtype == torch.bool for tensor in _indices(func, args))
+        self.reads |= _reads_values(func) or any(tensor.dtype == torch.bool for tensor in _indices(func, args))
         out = func(*args, **kwargs)
-        if self.bytes > MOST_BYTES:  # the recording will be discarded, so free it
+        if self.bytes > MAX_BYTES:  # the recording will be discarded, so free it
             self.calls.clear()
             self.kept.clear()
             return out
-        made = tensors(out)
-        self.kept += made
+        created = tensors(out)
+        self.kept += created
         if func._schema.is_mutable:
             self.calls.append(partial(func, *args, **kwargs))
             return out
-        given = {_place(tensor) for tensor in tensors((*args, *kwargs.values()))}
-        if any(_place(tensor) not in given for tensor in made):
-            self.bytes += sum(tensor.nbytes for tensor in made)
+        inputs = {_storage_address(tensor) for tensor in tensors((*args, *kwargs.values()))}
+        if any(_storage_address(tensor) not in inputs for tensor in created):
+            self.bytes += sum(tensor.nbytes for tensor in created)
             if not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
-                self.calls.append(_again(func, args, kwargs, out))
+                self.calls.append(_replay_call(func, args, kwargs, out))
         return out
 
 
 @functools.cache
-def _reads(func: OpOverload) -> bool:
+def _reads_values(func: OpOverload) -> bool:
     """Whether an operation exposes values to Python: as a number, a shape, or a list (tolist calls resolve_neg)."""
     if func is torch.ops.aten.index.Tensor:
         return False  # except with a boolean mask as index, which is checked per call
@@ -107,28 +107,28 @@ def _indices(func: OpOverload, args: tuple) -> list[Tensor]:
     return tensors(args[1]) if func is torch.ops.aten.index.Tensor else []
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     """Start address of a tensor's storage."""
     return tensor.untyped_storage().data_ptr()
 
 
-def tensors(given: Any) -> list[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
     """The tensors in an operation's arguments or results, lists and tuples flattened."""
-    if isinstance(given, Tensor):
-        return [given]
-    if isinstance(given, list | tuple):
-        return [tensor for one in given for tensor in tensors(one)]
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in tensors(item)]
     return []
 
 
-def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[], Any]:
+def _replay_call(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[], Any]:
     """A call that repeats an operation and writes the result to its original output tensors."""
-    if isinstance(out, Tensor) and (writes := _out_variant(func)) is not None:
-        return partial(writes, *args, **kwargs, out=out)
-    made = tensors(out)
+    if isinstance(out, Tensor) and (out_variant := _out_variant(func)) is not None:
+        return partial(out_variant, *args, **kwargs, out=out)
+    created = tensors(out)
 
     def copy() -> None:
-        for old, new in zip(made, tensors(func(*args, **kwargs)), strict=True):
+        for old, new in zip(created, tensors(func(*args, **kwargs)), strict=True):
             old.copy_(new)
 
     return copy
@@ -137,12 +137,12 @@ def _again(func: OpOverload, args: tuple, kwargs: dict, out: Any) -> Callable[[]
 @functools.cache
 def _out_variant(func: OpOverload) -> OpOverload | None:
     """The overload with the same arguments plus `out`, or None."""
-    wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
+    expected = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     packet = func.overloadpacket
     for name in packet.overloads():
         arguments = getattr(packet, name)._schema.arguments
         same = [(argument.name, str(argument.type)) for argument in arguments if not argument.is_out]
         outs = [argument.name for argument in arguments if argument.is_out]
-        if outs == ["out"] and same == wanted:
+        if outs == ["out"] and same == expected:
             return getattr(packet, name)
     return None

@@ -20,14 +20,14 @@ from dschat.generation.cuda.kv_writes import require_contiguous_vectors
 from dschat.generation.kv_pool.attention import Contexts, Scoring
 
 # Elements per block of keys, by element size. In half precision, two blocks in flight of keys and values use 64 KiB of
-# shared memory, which every GPU since Ampere has (an H100 three times). Float32 uses no tensor cores; its products stay
-# in registers, which larger blocks would spill.
-TILE_NUMBERS = {2: 8192, 4: 2048}
+# shared memory, which every GPU since Ampere has (an H100 has three times as much). Float32 uses no tensor cores; its
+# products stay in registers, which larger blocks would spill.
+TILE_ELEMENTS = {2: 8192, 4: 2048}
 # Programs per streaming multiprocessor: several, so that processors stay busy while the first programs finish.
 PROGRAMS_PER_PROCESSOR = 4
-# A split writes and reads a partial result (one float32 value vector), so it must cover enough tokens to pay for it.
-SMALLEST_SPLIT = 128
-MOST_SPLITS = 64
+# A split writes and reads a partial result (one float32 value vector), so it must cover enough tokens to be worth it.
+MIN_SPLIT_TOKENS = 128
+MAX_SPLITS = 64
 UNLIMITED = 2**31 - 1
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -113,7 +113,7 @@ class Tiles:
             width=key_tile,
             value_width=value_tile,
             heads=32 if group > 16 and widest <= 128 and element_size == 2 else 16,
-            tokens=min(128, max(16, TILE_NUMBERS[element_size] // widest)),
+            tokens=min(128, max(16, TILE_ELEMENTS[element_size] // widest)),
             stages=3 if widest <= 256 else 2,
         )
 
@@ -123,9 +123,9 @@ def choose_splits(rows: int, kv_heads: int, *, longest: int, processors: int) ->
 
     longest: maximum number of attended tokens; processors: number of streaming multiprocessors.
     """
-    wanted = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, max(1, rows * kv_heads))
+    splits_to_fill = triton.cdiv(PROGRAMS_PER_PROCESSOR * processors, max(1, rows * kv_heads))
     # A power of two, because each value compiles a separate kernel.
-    return min(triton.next_power_of_2(min(wanted, triton.cdiv(longest, SMALLEST_SPLIT))), MOST_SPLITS)
+    return min(triton.next_power_of_2(min(splits_to_fill, triton.cdiv(longest, MIN_SPLIT_TOKENS))), MAX_SPLITS)
 
 
 def _check(query: Tensor, contexts: Contexts, out: Tensor, window: int | None, splits: int | None) -> None:
@@ -142,12 +142,12 @@ def _check(query: Tensor, contexts: Contexts, out: Tensor, window: int | None, s
         problems.append(f"spans has shape {tuple(spans.shape)}, but every row has 4 numbers: ({rows}, 4), contiguous")
     if out.shape != (rows, heads, values.shape[2]):
         problems.append(f"out has shape {tuple(out.shape)}, but the result has {(rows, heads, values.shape[2])}")
-    if keys.dtype != values.dtype or keys.element_size() not in TILE_NUMBERS:
-        problems.append(f"keys are {keys.dtype}, values {values.dtype}, but both must be float32, or one half type")
+    if keys.dtype != values.dtype or keys.element_size() not in TILE_ELEMENTS:
+        problems.append(f"keys are {keys.dtype}, values {values.dtype}, but both must be float32 or one half type")
     if window is not None and window < 1:
-        problems.append(f"window is {window}, but it counts tokens, the query's own too: use ≥ 1, or None for all")
+        problems.append(f"window is {window}, but it counts the query's own token: use ≥ 1, or None for all")
     if splits is not None and splits < 1:
-        problems.append(f"splits is {splits}, but it counts the parts of a context: use ≥ 1, or None to choose")
+        problems.append(f"splits is {splits}, but it must be ≥ 1, or None to choose")
     if problems:
         raise ValueError("; ".join(problems) + ".")
     require_contiguous_vectors(query=query, keys=keys, values=values, out=out)
@@ -158,7 +158,7 @@ def _processors(device: torch.device) -> int:
 
 
 @triton.jit
-def _attended(spans, span_stride, row, window, SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr):
+def _attended_range(spans, span_stride, row, window, SPLITS: tl.constexpr, TOKEN_TILE: tl.constexpr):
     """The attended range [first, context) of a row's context, and the number of tokens per split."""
     prompt_length = tl.load(spans + row * span_stride + 1).to(tl.int32)
     context = prompt_length + tl.load(spans + row * span_stride + 3).to(tl.int32)
@@ -189,17 +189,17 @@ def _attend(
     TILES: tl.constexpr = (GROUP + HEAD_TILE - 1) // HEAD_TILE
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     kv_head = (tl.program_id(1) // TILES).to(tl.int64)
-    first, context, part, prompt_length = _attended(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
+    first, context, part, prompt_length = _attended_range(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
     begin = first + split * part
     end = tl.minimum(begin + part, context)
     if (SPLITS > 1) & (begin >= end):
         return
 
     in_group = tl.program_id(1) % TILES * HEAD_TILE + tl.arange(0, HEAD_TILE)  # [G]
-    heads, real_head = kv_head * GROUP + in_group, in_group < GROUP
+    heads, valid_head = kv_head * GROUP + in_group, in_group < GROUP
     d, dv = tl.arange(0, KEY_TILE), tl.arange(0, VALUE_TILE)
-    place = row * query_row_stride + heads[:, None] * query_head_stride + d[None, :]
-    q = tl.load(query + place, mask=real_head[:, None] & (d[None, :] < WIDTH), other=0.0).to(keys.dtype.element_ty)
+    offset = row * query_row_stride + heads[:, None] * query_head_stride + d[None, :]
+    q = tl.load(query + offset, mask=valid_head[:, None] & (d[None, :] < WIDTH), other=0.0).to(keys.dtype.element_ty)
 
     # Position p of the context is token start + p of the pool, with one start for the prompt and one for the response.
     prompt_start = tl.load(spans + row * span_stride)
@@ -211,34 +211,34 @@ def _attend(
     weighted = tl.zeros([HEAD_TILE, VALUE_TILE], tl.float32)
     for start in range(begin, end, TOKEN_TILE):
         position = start + tl.arange(0, TOKEN_TILE)
-        real = position < end
+        valid = position < end
         token = tl.where(position < prompt_length, prompt_start, response_start) + position  # [T] int64
-        key_place = token[None, :] * key_stride + d[:, None]
-        k = tl.load(keys + key_place, mask=real[None, :] & (d[:, None] < WIDTH), other=0.0)  # [D, T]
+        key_offset = token[None, :] * key_stride + d[:, None]
+        k = tl.load(keys + key_offset, mask=valid[None, :] & (d[:, None] < WIDTH), other=0.0)  # [D, T]
         logits = _dot(q, k, tl.zeros([HEAD_TILE, TOKEN_TILE], tl.float32)) * scale  # [G, T]
         if SOFTCAP > 0:
             # tanh(x) = 1 − 2 / (e²ˣ + 1), which saturates where the exponential overflows.
             logits = SOFTCAP * (1.0 - 2.0 / (tl.exp(logits * (2.0 / SOFTCAP)) + 1.0))
-        logits = tl.where(real[None, :], logits * LOG2_E, float("-inf"))
+        logits = tl.where(valid[None, :], logits * LOG2_E, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, axis=1))
         correction = tl.exp2(top - new_top)
         weights = tl.exp2(logits - new_top[:, None])
-        value_place = token[:, None] * value_stride + dv[None, :]
-        v = tl.load(values + value_place, mask=real[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [T, Dv]
+        value_offset = token[:, None] * value_stride + dv[None, :]
+        v = tl.load(values + value_offset, mask=valid[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [T, Dv]
         total = total * correction + tl.sum(weights, axis=1)
         weighted = _dot(weights.to(v.dtype), v, weighted * correction[:, None])
         top = new_top
 
-    real_value = real_head[:, None] & (dv[None, :] < VALUE_WIDTH)
+    valid_value = valid_head[:, None] & (dv[None, :] < VALUE_WIDTH)
     if SPLITS == 1:
         result = weighted / (total + (total == 0.0))[:, None]  # a row without tokens gets zeros
-        place = row * out_row_stride + heads[:, None] * out_head_stride + dv[None, :]
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=real_value)
+        offset = row * out_row_stride + heads[:, None] * out_head_stride + dv[None, :]
+        tl.store(out + offset, result.to(out.dtype.element_ty), mask=valid_value)
     else:
-        place = (row * (tl.num_programs(1) // TILES * GROUP) + heads) * SPLITS + split  # [G]
-        tl.store(partial + place[:, None] * VALUE_WIDTH + dv[None, :], weighted, mask=real_value)
-        tl.store(statistics + place * 2, top, mask=real_head)
-        tl.store(statistics + place * 2 + 1, total, mask=real_head)
+        offset = (row * (tl.num_programs(1) // TILES * GROUP) + heads) * SPLITS + split  # [G]
+        tl.store(partial + offset[:, None] * VALUE_WIDTH + dv[None, :], weighted, mask=valid_value)
+        tl.store(statistics + offset * 2, top, mask=valid_head)
+        tl.store(statistics + offset * 2 + 1, total, mask=valid_head)
 
 
 @triton.jit
@@ -249,17 +249,17 @@ def _combine(
 ):  # fmt: skip
     """Rescale the splits of one row and head to their common maximum and add them."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    first, context, part, _ = _attended(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
+    first, context, part, _ = _attended_range(spans, span_stride, row, window, SPLITS, TOKEN_TILE)
     split, dv = tl.arange(0, SPLIT_TILE), tl.arange(0, VALUE_TILE)
     # Splits beyond the context wrote nothing: their entries are uninitialised.
-    real = split * part < context - first
-    place = (row * tl.num_programs(1) + head) * SPLITS + split  # [S]
-    top = tl.load(statistics + place * 2, mask=real, other=float("-inf"))
-    total = tl.load(statistics + place * 2 + 1, mask=real, other=0.0)
-    place = place[:, None] * VALUE_WIDTH + dv[None, :]
-    weighted = tl.load(partial + place, mask=real[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [S, Dv]
-    factor = tl.where(real, tl.exp2(top - tl.max(top, axis=0)), 0.0)
+    valid = split * part < context - first
+    offset = (row * tl.num_programs(1) + head) * SPLITS + split  # [S]
+    top = tl.load(statistics + offset * 2, mask=valid, other=float("-inf"))
+    total = tl.load(statistics + offset * 2 + 1, mask=valid, other=0.0)
+    offset = offset[:, None] * VALUE_WIDTH + dv[None, :]
+    weighted = tl.load(partial + offset, mask=valid[:, None] & (dv[None, :] < VALUE_WIDTH), other=0.0)  # [S, Dv]
+    factor = tl.where(valid, tl.exp2(top - tl.max(top, axis=0)), 0.0)
     total = tl.sum(total * factor, axis=0)
     result = tl.sum(weighted * factor[:, None], axis=0) / (total + (total == 0.0))
-    place = row * out_row_stride + head * out_head_stride + dv
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=dv < VALUE_WIDTH)
+    offset = row * out_row_stride + head * out_head_stride + dv
+    tl.store(out + offset, result.to(out.dtype.element_ty), mask=dv < VALUE_WIDTH)

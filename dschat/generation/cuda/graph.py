@@ -39,7 +39,7 @@ def capture(run: Callable[[], None], *, memory: Any, cuda: Any = torch.cuda) -> 
     cuda.empty_cache()  # as torch.cuda.graph does; the difference below is then the graph's memory
     reserved = cuda.memory_reserved()
     try:
-        with _current_stream_kept(cuda), cuda.graph(graph, pool=memory):
+        with _restored_stream(cuda), cuda.graph(graph, pool=memory):
             run()
     except RuntimeError as error:
         if isinstance(error.__context__, torch.OutOfMemoryError):  # masked by the error of ending the broken capture
@@ -49,7 +49,7 @@ def capture(run: Callable[[], None], *, memory: Any, cuda: Any = torch.cuda) -> 
 
 
 @contextmanager
-def _current_stream_kept(cuda: Any) -> Iterator[None]:
+def _restored_stream(cuda: Any) -> Iterator[None]:
     """Restore the current stream: torch.cuda.graph leaves its own current if a capture fails to begin or end."""
     stream = cuda.current_stream()
     try:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def write_kv(keys: Tensor, values: Tensor, new_keys: Tensor, new_values: Tensor, destination: Tensor) -> None:
-    """Write one token of each row into the pool, in place: keys[destination[r]] = new_keys[r], likewise the values.
+    """Write one token of each row into the pool, in offset: keys[destination[r]] = new_keys[r], likewise the values.
 
     Args:
         keys: [N, KVH, D], values: [N, KVH, Dv]: the pool of a layer.
@@ -59,5 +59,5 @@ def _write(
     key = tl.load(new_keys + row * new_key_stride + head * new_key_head_stride + d, mask=d < WIDTH)
     value = tl.load(new_values + row * new_value_stride + head * new_value_head_stride + d, mask=d < VALUE_WIDTH)
     tl.store(keys + token * key_stride + head * key_head_stride + d, key.to(keys.dtype.element_ty), mask=d < WIDTH)
-    place = token * value_stride + head * value_head_stride + d
-    tl.store(values + place, value.to(values.dtype.element_ty), mask=d < VALUE_WIDTH)
+    offset = token * value_stride + head * value_head_stride + d
+    tl.store(values + offset, value.to(values.dtype.element_ty), mask=d < VALUE_WIDTH)

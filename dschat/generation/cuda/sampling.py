@@ -42,7 +42,7 @@ def sample(logits: Tensor, uniform: Tensor | None, *, temperature: float) -> tup
         problems.append(f"temperature is {temperature}, but it must be ≥ 0 (0 decodes greedily)")
     if not greedy and (uniform is None or uniform.shape != (rows,)):
         shape = None if uniform is None else tuple(uniform.shape)
-        problems.append(f"uniform is {shape}, but {rows} rows draw with one number each: ({rows},)")
+        problems.append(f"uniform is {shape}, but it needs one number per row: ({rows},)")
     if logits.stride(1) != 1:
         problems.append(f"logits have stride {logits.stride(1)} along the vocabulary, but it must be 1: .contiguous()")
     if problems:
@@ -79,12 +79,12 @@ def _weights(x, top):
 
 
 @triton.jit
-def _first(wanted, weights, COUNT: tl.constexpr):
-    """The first index with `wanted` and a positive weight; if rounding or NaN leave none, the last with a positive
+def _first(condition, weights, COUNT: tl.constexpr):
+    """The first index with `condition` and a positive weight; if rounding or NaN leave none, the last with a positive
     weight; else 0."""
     index = tl.arange(0, COUNT)
     last = tl.max(tl.where(weights > 0, index, 0), axis=0)
-    return tl.minimum(tl.min(tl.where(wanted & (weights > 0), index, COUNT), axis=0), last)
+    return tl.minimum(tl.min(tl.where(condition & (weights > 0), index, COUNT), axis=0), last)
 
 
 @triton.jit
@@ -94,9 +94,9 @@ def _measure_blocks(logits, tops, sums, row_stride, temperature, VOCABULARY: tl.
     block = tl.program_id(1)
     x = _tempered(logits, row_stride, row, block, temperature, VOCABULARY, TILE)
     top = tl.max(x, axis=0)
-    place = row * tl.num_programs(1) + block
-    tl.store(tops + place, top)
-    tl.store(sums + place, tl.sum(_weights(x, top), axis=0))
+    offset = row * tl.num_programs(1) + block
+    tl.store(tops + offset, top)
+    tl.store(sums + offset, tl.sum(_weights(x, top), axis=0))
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 # Ampere: the first generation with bfloat16 tensor cores.
-OLDEST_CAPABILITY = (8, 0)
+MIN_CAPABILITY = (8, 0)
 
 
 def available(*tensors: Tensor) -> bool:
@@ -37,7 +37,7 @@ def available(*tensors: Tensor) -> bool:
         return False
     if os.environ.get("TRITON_INTERPRET") == "1":
         return True
-    return all(x.is_cuda and torch.cuda.get_device_capability(x.device) >= OLDEST_CAPABILITY for x in tensors)
+    return all(x.is_cuda and torch.cuda.get_device_capability(x.device) >= MIN_CAPABILITY for x in tensors)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from dschat.generation.cuda import triton_kernels
 
 @dataclass(frozen=True)
 class Contexts:
-    """Where the contexts of R rows lie in the pool of one layer.
+    """Location of the contexts of R rows in the pool of one layer.
 
     The context of a row is two runs of the pool: its prompt, which other rows may share, and its own response, which
     ends with the newest token.
@@ -37,7 +37,7 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How attention scores the tokens of a context.
+    """Attention parameters: how the tokens of a context are scored.
 
     Attributes:
         scale: multiplies query · key.
@@ -84,7 +84,7 @@ def decode_attention(
 
 
 def plain_attention(query: Tensor, contexts: Contexts, scoring: Scoring) -> Tensor:
-    """The same in plain torch, by gathering padded contexts: for any device, and the reference for the kernels."""
+    """decode_attention without the write, in plain torch on gathered, padded contexts: for any device, and tests."""
     keys, values, spans = contexts.keys, contexts.values, contexts.spans
     prompt_start, prompt_length, response_start, response_length = spans.T.unsqueeze(-1)  # each [R, 1]
     position = torch.arange(contexts.longest, device=spans.device)  # [L]

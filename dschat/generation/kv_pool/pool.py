@@ -11,8 +11,8 @@ from transformers import AttentionInterface, Cache
 from dschat.generation.kv_pool.allocator import KVAllocator
 from dschat.generation.kv_pool.attention import Contexts, Scoring, decode_attention
 
-DECODING = "dschat_decoding"  # the name under which `attend` is registered with transformers
-UNUSED_TOKEN = 0  # index of the pool that belongs to no row
+ATTENTION_NAME = "dschat_decoding"  # the name under which `attend` is registered with transformers
+UNUSED_INDEX = 0  # index of the pool that belongs to no row
 
 
 @dataclass(frozen=True)
@@ -42,35 +42,35 @@ class KVPool(Cache):
         """Create a pool of `size` tokens, allocated on first use; kernels: see kv_pool.attention."""
         super().__init__(layers=[])
         self.size, self.kernels = size, kernels
-        self.runs = KVAllocator(UNUSED_TOKEN + 1, size)
+        self.allocator = KVAllocator(UNUSED_INDEX + 1, size)
         self.shapes: dict[int, LayerShape] = {}
         self.windows: dict[int, int | None] = {}
-        self._stored: dict[int, tuple[Tensor, Tensor]] = {}
-        self._prompt_places: Tensor | None = None
-        self._real: Tensor | None = None
+        self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._prompt_indices: Tensor | None = None
+        self._token_columns: Tensor | None = None
         self._spans: Tensor | None = None
         self._longest = 0
         self._index: Tensor | None = None
 
     def clear(self) -> None:
         """Free all runs."""
-        self.runs = KVAllocator(UNUSED_TOKEN + 1, self.size)
+        self.allocator = KVAllocator(UNUSED_INDEX + 1, self.size)
 
-    def fill_in(self, places: Tensor, real: Tensor | None) -> None:
+    def begin_prefill(self, indices: Tensor, columns: Tensor | None) -> None:
         """Set the next forward passes to prefill prompts [U, P] and store their keys and values.
 
         Args:
-            places: [tokens] long, pool indices of the prompt tokens.
-            real: [tokens] long, their indices in the flattened [U·P] batch; None: all, there is no padding.
+            indices: [tokens] long, pool indices of the prompt tokens.
+            columns: [tokens] long, their indices in the flattened [U·P] batch; None: all, there is no padding.
         """
-        self._prompt_places, self._real, self._spans, self._index = places, real, None, None
+        self._prompt_indices, self._token_columns, self._spans, self._index = indices, columns, None, None
 
-    def extend(self, spans: Tensor, *, longest: int) -> None:
-        """Set the next forward passes to run the newest token of each row; arguments: see decode_attention."""
-        self._spans, self._longest, self._prompt_places, self._index = spans, longest, None, None
+    def begin_step(self, spans: Tensor, *, longest: int) -> None:
+        """Set the next forward passes to run the newest token of each row; arguments: see Contexts."""
+        self._spans, self._longest, self._prompt_indices, self._index = spans, longest, None, None
 
-    def extend_gathered(self, spans: Tensor) -> Tensor:
-        """As `extend`, for the model's own attention, which gets each row's gathered context, left-padded.
+    def begin_gathered_step(self, spans: Tensor) -> Tensor:
+        """As `begin_step`, for the model's own attention, which gets each row's gathered context, left-padded.
 
         Returns:
             The mask [R, L] bool of the contexts; L is the longest context.
@@ -78,21 +78,22 @@ class KVPool(Cache):
         prompt_start, prompt_length, response_start, response_length = spans.T.unsqueeze(-1)  # each [R, 1]
         context = prompt_length + response_length
         columns = int(context.max())
-        place = torch.arange(columns, device=spans.device) - columns + context  # [R, L], below 0 on padding
-        index = torch.where(place < prompt_length, prompt_start + place, response_start + place - prompt_length)
-        real = place >= 0
-        self.extend(spans, longest=columns)
-        self._index = torch.where(real, index, UNUSED_TOKEN)
-        return real
+        position = torch.arange(columns, device=spans.device) - columns + context  # [R, L], below 0 on padding
+        in_response = response_start + position - prompt_length
+        index = torch.where(position < prompt_length, prompt_start + position, in_response)
+        is_token = position >= 0
+        self.begin_step(spans, longest=columns)
+        self._index = torch.where(is_token, index, UNUSED_INDEX)
+        return is_token
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [R, heads, new tokens, width]. A decoding step's result is for `attend` only."""
-        if layer_idx not in self._stored:
+        """key_states, value_states: [R, heads, new tokens, width]. Decoding results are for `attend` only."""
+        if layer_idx not in self._buffers:
             shape = LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
             self.shapes[layer_idx] = shape
-            self._stored[layer_idx] = (
+            self._buffers[layer_idx] = (
                 key_states.new_zeros(self.size, shape.heads, shape.width),
                 value_states.new_zeros(self.size, shape.heads, shape.value_width),
             )
@@ -100,18 +101,19 @@ class KVPool(Cache):
             return self._gathered(layer_idx, key_states, value_states)
         if self._spans is not None:
             return NewTokens(self, layer_idx, key_states), value_states
-        for store, states in zip(self._stored[layer_idx], (key_states, value_states), strict=True):
-            columns = states.transpose(1, 2).flatten(0, 1)  # [U·P, heads, width]
+        for store, states in zip(self._buffers[layer_idx], (key_states, value_states), strict=True):
+            tokens = states.transpose(1, 2).flatten(0, 1)  # [U·P, heads, width]
             # By index: boolean masks would synchronise with the device, twice per layer.
-            store.index_copy_(0, self._prompt_places, columns if self._real is None else columns[self._real])
+            tokens = tokens if self._token_columns is None else tokens[self._token_columns]
+            store.index_copy_(0, self._prompt_indices, tokens)
         return key_states, value_states
 
     def _gathered(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store the newest keys and values [R, heads, 1, width]; returns all contexts', [R, heads, L, width]."""
         newest = self._spans[:, 2] + self._spans[:, 3] - 1
-        for store, states in zip(self._stored[layer], new, strict=True):
+        for store, states in zip(self._buffers[layer], new, strict=True):
             store.index_copy_(0, newest, states[:, :, 0])
-        return tuple(store[self._index].transpose(1, 2) for store in self._stored[layer])
+        return tuple(store[self._index].transpose(1, 2) for store in self._buffers[layer])
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [R, H, 1, D], key [R, G, 1, D], value [R, G, 1, Dv] → [R, 1, H, Dv]; packed prompts of R tokens in all
@@ -119,7 +121,7 @@ class KVPool(Cache):
         self.windows[layer] = scoring.window
         packed = query.shape[2] > 1
         newest = [x[0].transpose(0, 1) if packed else x[:, :, 0] for x in (query, key, value)]
-        contexts = Contexts(*self._stored[layer], self._spans, longest=self._longest)
+        contexts = Contexts(*self._buffers[layer], self._spans, longest=self._longest)
         return decode_attention(*newest, contexts, scoring, kernels=self.kernels).unsqueeze(0 if packed else 1)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -158,14 +160,14 @@ def attend(
     """Decoding attention over the pool, with the signature of transformers' AttentionInterface.
 
     Raises:
-        NotImplementedError: the model passes an argument that changes attention and is not supported.
+        NotImplementedError: the model passes an unsupported argument that changes attention.
     """
-    unknown = [name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None]
-    if unknown:
-        raise NotImplementedError(f"attention with {', '.join(unknown)}")
+    unsupported = [name for name in ("s_aux", "position_bias", "sinks", "head_mask") if kwargs.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"attention with {', '.join(unsupported)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scoring = Scoring(scale=scale, window=sliding_window, softcap=softcap)
     return key.pool.attend(key.layer, query, key.keys, value, scoring), None
 
 
-AttentionInterface.register(DECODING, attend)
+AttentionInterface.register(ATTENTION_NAME, attend)

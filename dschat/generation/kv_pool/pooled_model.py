@@ -1,4 +1,4 @@
-"""Runs a model's prefill and decoding forwards over a KV pool, after a trial that this gives the model's own logits."""
+"""A model's prefill and decoding forwards over a KV pool, validated by a trial run against the plain model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from dschat.generation.host_tensors import to_device
-from dschat.generation.kv_pool.pool import DECODING, KVPool, LayerShape
+from dschat.generation.kv_pool.pool import ATTENTION_NAME, KVPool, LayerShape
 from dschat.generation.rollout import left_pad
-from dschat.generation.trial import TRIAL_TOKENS, distance, takes
+from dschat.generation.trial import TRIAL_TOKENS, accepts_argument, relative_error
 from dschat.models.windows import short_windows
 from dschat.tensors import position_ids
 
@@ -24,23 +24,24 @@ class PooledModel:
     """Runs a model's prefill and decoding forwards over a KV pool.
 
     Attributes:
-        packs: short prompts can be prefilled packed, without padding; set by `mismatch`.
-        gathers: each step gathers the rows' contexts from the pool for the model's own attention, where the pool's
-            attention does not apply (ALiBi, latent or chunked attention, sliding masks); set by `mismatch`.
+        can_pack: short prompts can be prefilled packed, without padding; set by `mismatch`.
+        gathers_contexts: each step gathers the rows' contexts from the pool for the model's own attention, where the
+            pool's attention does not apply (ALiBi, latent or chunked attention, sliding masks); set by `mismatch`.
         capture_failure: why capturing a decoding step failed; it is not tried again.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.shapes: dict[int, LayerShape] = {}
-        self.packs = self.gathers = False
+        self.can_pack = self.gathers_contexts = False
         self.capture_failure: str | None = None
-        self._takes = {name: takes(model, name) for name in ("position_ids", "logits_to_keep", "past_key_values")}
+        arguments = ("position_ids", "logits_to_keep", "past_key_values")
+        self._accepts = {name: accepts_argument(model, name) for name in arguments}
 
     @property
-    def captures(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether steps can be captured: gathered contexts change shape at every step."""
-        return not self.gathers
+        return not self.gathers_contexts
 
     def prefill(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
         """Prefill prompts, left-padded, storing keys and values from `starts` on; returns the last logits, [U, V].
@@ -50,21 +51,21 @@ class PooledModel:
         device = self.model.get_input_embeddings().weight.device
         ids, mask = left_pad(prompts, pad_token_id=0, device=torch.device("cpu"))  # [U, P]
         positions = position_ids(mask)
-        places = (torch.tensor(starts).unsqueeze(1) + positions)[mask]  # [tokens]
-        whole = bool(mask.all())
-        real = None if whole else to_device(mask.flatten().nonzero().squeeze(1), device)
-        pool.fill_in(to_device(places, device), real)
-        attention_mask = None if whole else to_device(mask.long(), device)
+        indices = (torch.tensor(starts).unsqueeze(1) + positions)[mask]  # [tokens]
+        unpadded = bool(mask.all())
+        columns = None if unpadded else to_device(mask.flatten().nonzero().squeeze(1), device)
+        pool.begin_prefill(to_device(indices, device), columns)
+        attention_mask = None if unpadded else to_device(mask.long(), device)
         return self._forward(to_device(ids, device), attention_mask, to_device(positions, device), pool)
 
     def _forward(self, ids: Tensor, mask: Tensor | None, positions: Tensor, pool: KVPool | None) -> Tensor:
         """The logits [R, V] after the last column."""
         inputs = {"position_ids": positions, "logits_to_keep": 1, "past_key_values": pool}
-        taken = {name: value for name, value in inputs.items() if self._takes[name]}
-        if pool is not None and "past_key_values" not in taken:
-            raise NotImplementedError("it keeps no keys and values")
+        accepted = {name: value for name, value in inputs.items() if self._accepts[name]}
+        if pool is not None and "past_key_values" not in accepted:
+            raise NotImplementedError("its forward accepts no key-value cache")
         use_cache = pool is not None
-        out = self.model(input_ids=ids, attention_mask=mask, use_cache=use_cache, return_dict=True, **taken)
+        out = self.model(input_ids=ids, attention_mask=mask, use_cache=use_cache, return_dict=True, **accepted)
         return out.logits[:, -1]
 
     def prefill_packed(self, pool: KVPool, prompts: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
@@ -79,7 +80,7 @@ class PooledModel:
         ends = lengths.cumsum(0)
         positions = torch.arange(len(ids), device=device) - (ends - lengths).repeat_interleave(lengths)
         spans = torch.stack([first, positions, first + positions, torch.ones_like(first)], dim=1)
-        pool.extend(spans, longest=max(map(len, prompts)))
+        pool.begin_step(spans, longest=max(map(len, prompts)))
         with self._decoding_attention():
             return self.model(
                 input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0), past_key_values=pool, use_cache=True,
@@ -89,18 +90,18 @@ class PooledModel:
     @contextmanager
     def _decoding_attention(self) -> Iterator[None]:
         config = self.model.config
-        usual, config._attn_implementation = config._attn_implementation, DECODING
+        original, config._attn_implementation = config._attn_implementation, ATTENTION_NAME
         try:
             yield
         finally:
-            config._attn_implementation = usual
+            config._attn_implementation = original
 
     def decode(self, pool: KVPool, tokens: Tensor, spans: Tensor, *, longest: int) -> Tensor:
         """Run the newest token of each row, tokens [R]; returns the next logits, [R, V]."""
         positions = (spans[:, 1] + spans[:, 3] - 1).unsqueeze(1)
-        if self.gathers:
-            return self._forward(tokens.unsqueeze(1), pool.extend_gathered(spans).long(), positions, pool)
-        pool.extend(spans, longest=longest)
+        if self.gathers_contexts:
+            return self._forward(tokens.unsqueeze(1), pool.begin_gathered_step(spans).long(), positions, pool)
+        pool.begin_step(spans, longest=longest)
         with self._decoding_attention():
             return self._forward(tokens.unsqueeze(1), None, positions, pool)
 
@@ -116,21 +117,21 @@ class PooledModel:
         Support is tested rather than listed by architecture: any difference in attention changes the logits.
         """
         problems = []
-        for self.gathers in (False, True):
+        for self.gathers_contexts in (False, True):
             with short_windows(self.model) as has_windows:
-                problem = self._mismatch(has_windows)
+                problem = self._trial_mismatch(has_windows)
             if problem is None:
-                if self.gathers:
+                if self.gathers_contexts:
                     logger.info(
-                        "%s: contexts are gathered out of the pool for its own attention at every step, which costs a "
-                        "copy of keys and values: %s", type(self.model).__name__, problems[0],
+                        "%s: contexts are gathered from the pool for the model's own attention at every step, which "
+                        "copies keys and values: %s", type(self.model).__name__, problems[0],
                     )  # fmt: skip
                 return None
             problems.append(problem)
-        self.gathers = False
+        self.gathers_contexts = False
         return problems[0]
 
-    def _mismatch(self, has_windows: bool) -> str | None:
+    def _trial_mismatch(self, has_windows: bool) -> str | None:
         embeddings = self.model.get_input_embeddings()
         vocabulary, device = embeddings.num_embeddings, embeddings.weight.device
         ids = torch.arange(2 * TRIAL_TOKENS, device=device).view(2, -1) * 7919 % vocabulary
@@ -139,7 +140,7 @@ class PooledModel:
         positions = position_ids(mask)
         pool = KVPool(2 * TRIAL_TOKENS + 3)
         starts = torch.tensor([[1], [1 + TRIAL_TOKENS]], device=device)
-        prompts = [row[real].tolist() for row, real in zip(ids[:, :-1], mask[:, :-1], strict=True)]
+        prompts = [row[is_token].tolist() for row, is_token in zip(ids[:, :-1], mask[:, :-1], strict=True)]
         try:
             expected = self._forward(ids, mask.long(), positions, None)
             self.prefill(pool, prompts, [1, 1 + TRIAL_TOKENS])
@@ -152,30 +153,31 @@ class PooledModel:
         except Exception as error:  # anything the model's own code raises when given this cache
             if unsupported := self._unsupported_layers():
                 return f"it has layers of {unsupported}, whose state is not only keys and values"
-            return f"its attention does not go through transformers' AttentionInterface as we know it ({error})"
+            return f"its attention does not use transformers' AttentionInterface ({error})"
         self.shapes = pool.shapes
-        most = 1e-2 if expected.dtype == torch.float32 else 0.1
-        off = distance(logits, expected)
-        if not off < most:
-            return f"over the pool its logits are off by {off:.2g} of their spread"
-        self.packs = device.type == "cpu" and not self.gathers and self._packs(ids, mask, expected, most)
+        tolerance = 1e-2 if expected.dtype == torch.float32 else 0.1
+        error = relative_error(logits, expected)
+        if not error < tolerance:
+            return f"over the pool its logits have a relative error of {error:.2g}"
+        on_cpu = device.type == "cpu"
+        self.can_pack = on_cpu and not self.gathers_contexts and self._packing_matches(ids, mask, expected, tolerance)
         return self._window_mismatch(pool.windows, has_windows)
 
-    def _packs(self, ids: Tensor, mask: Tensor, expected: Tensor, most: float) -> bool:
+    def _packing_matches(self, ids: Tensor, mask: Tensor, expected: Tensor, tolerance: float) -> bool:
         """Whether packed prompts give the same logits, which holds if only attention mixes tokens."""
-        prompts = [row[real].tolist() for row, real in zip(ids, mask, strict=True)]
+        prompts = [row[is_token].tolist() for row, is_token in zip(ids, mask, strict=True)]
         pool = KVPool(2 * TRIAL_TOKENS + 1)
         try:
             logits = self.prefill_packed(pool, prompts, [1, 1 + TRIAL_TOKENS])
         except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
             return False
-        return distance(logits, expected) < most
+        return relative_error(logits, expected) < tolerance
 
     def _window_mismatch(self, windows: dict[int, int | None], has_windows: bool) -> str | None:
-        """Reports layers with other state than keys and values, and windows that the trial could not test, or None."""
+        """Describes layers with state other than keys and values, or windows that the trial did not test; else None."""
         if unsupported := self._unsupported_layers():
             return f"it has layers of {unsupported}"
-        if has_windows or self.gathers:
+        if has_windows or self.gathers_contexts:
             return None
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
         differ = [
@@ -186,5 +188,6 @@ class PooledModel:
     def _unsupported_layers(self) -> str:
         """The layer types that the pool does not support, even if a few tokens give equal logits."""
         kinds = getattr(self.model.config.get_text_config(), "layer_types", None) or []
-        supported = {"full_attention", "sliding_attention"} | ({"chunked_attention"} if self.gathers else set())
+        supported = {"full_attention", "sliding_attention"}
+        supported |= {"chunked_attention"} if self.gathers_contexts else set()
         return ", ".join(sorted(set(kinds) - supported))
