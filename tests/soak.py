@@ -34,16 +34,16 @@ def command(run: Path, output: Path) -> list[str]:
         "data_output_path": str(output.parent / "data"), "enable_tensorboard": False,
     }  # fmt: skip
     values.pop("local_rank", None)
-    words = []
+    argv = []
     for name, value in values.items():
         if value is not None and value != []:
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return [sys.executable, str(MAIN), *words]
+            argv += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return [sys.executable, str(MAIN), *argv]
 
 
-def start(words: list[str], log: Path) -> subprocess.Popen:
+def start(argv: list[str], log: Path) -> subprocess.Popen:
     with log.open("a") as file:
-        return subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
+        return subprocess.Popen(argv, cwd=ROOT, stdout=file, stderr=file, start_new_session=True)
 
 
 def progress(output: Path) -> int:
@@ -52,7 +52,7 @@ def progress(output: Path) -> int:
 
 
 def run_with_kills(
-    words: list[str], output: Path, log: Path, *, kills: int, longest_delay: float, generator: random.Random
+    argv: list[str], output: Path, log: Path, *, kills: int, longest_delay: float, generator: random.Random
 ) -> tuple[int, int]:
     """Run a command again and again, killing it this many times; returns the number of kills and the last exit status.
 
@@ -64,7 +64,7 @@ def run_with_kills(
     killed = 0
     while True:
         before, started = progress(output), time.monotonic()
-        process = start(words, log)
+        process = start(argv, log)
         while process.poll() is None and progress(output) == before:
             time.sleep(0.05)
         deadline = time.monotonic() + generator.uniform(0, longest_delay)
@@ -92,13 +92,13 @@ def main() -> None:
     start_time = time.monotonic()
     if start(command(options.run, output / "uninterrupted"), output / "uninterrupted.log").wait():
         sys.exit(f"the uninterrupted run failed: {output / 'uninterrupted.log'}")
-    whole = time.monotonic() - start_time
-    print(f"uninterrupted: {whole:.0f} s", flush=True)
+    run_seconds = time.monotonic() - start_time
+    print(f"uninterrupted: {run_seconds:.0f} s", flush=True)
 
     interrupted = output / "interrupted"
     kills, status = run_with_kills(
         command(options.run, interrupted), interrupted, output / "interrupted.log", kills=options.kills,
-        longest_delay=0.5 * whole / max(options.kills, 1), generator=random.Random(options.seed),
+        longest_delay=0.5 * run_seconds / max(options.kills, 1), generator=random.Random(options.seed),
     )  # fmt: skip
     if status:
         sys.exit(f"the interrupted run failed: {output / 'interrupted.log'}")

@@ -40,17 +40,17 @@ def test_last_scores_equal_transformers_pooled_logits_under_either_padding(name)
     model = tiny_classifier(name).eval()
     tokens, mask = left_and_right_padded()
     tokens = tokens.clamp(min=1)  # the pad id is 0: here the text has none, as transformers pools by id
-    ours = last_token_scores(TokenScores(model)(tokens, mask), mask)
+    last_scores = last_token_scores(TokenScores(model)(tokens, mask), mask)
     alone = torch.stack([model(input_ids=tokens[r, mask[r]][None]).logits[0, 0] for r in range(3)])
-    torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
-    assert len(ours.unique()) == 3
+    torch.testing.assert_close(last_scores, alone, atol=1e-4, rtol=1e-4)
+    assert len(last_scores.unique()) == 3
     right_padded = tokens[1:].masked_fill(~mask[1:], 0)
     pooled = model(input_ids=right_padded, attention_mask=mask[1:].long()).logits[:, 0]
-    torch.testing.assert_close(ours[1:], pooled, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(last_scores[1:], pooled, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_a_score_judges_its_prefix_and_nothing_after_it(name):
+def test_a_score_depends_on_its_prefix_only(name):
     scores = TokenScores(tiny_classifier(name).eval())
     tokens, mask = left_and_right_padded()
     every = scores(tokens, mask)
@@ -63,8 +63,8 @@ def test_scores_do_not_depend_on_ids_under_the_padding_and_pad_ids_in_the_text_c
     scores = TokenScores(tiny_classifier("llama").eval())
     tokens, mask = left_and_right_padded()
     tokens[:, 6] = 0  # the last real token of row 1 is the pad id
-    rubbish = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
-    torch.testing.assert_close(scores.sequence_scores(rubbish, mask), scores.sequence_scores(tokens, mask))
+    other_padding = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
+    torch.testing.assert_close(scores.sequence_scores(other_padding, mask), scores.sequence_scores(tokens, mask))
     cut = scores.sequence_scores(tokens[1:2, :6], mask[1:2, :6])
     assert (scores.sequence_scores(tokens, mask)[1] - cut).abs() > 1e-3
 
@@ -112,8 +112,8 @@ def test_gradients_reach_head_and_backbone_of_the_scored_tokens_only():
     model = tiny_classifier("llama")
     tokens, mask = left_and_right_padded()
     last_token_scores(TokenScores(model)(tokens, mask), mask)[1].backward()
-    seen = model.get_input_embeddings().weight.grad.abs().sum(1).nonzero().squeeze(1)
-    assert set(seen.tolist()) <= set(tokens[1, :7].tolist()) and len(seen)
+    embedded_ids = model.get_input_embeddings().weight.grad.abs().sum(1).nonzero().squeeze(1)
+    assert set(embedded_ids.tolist()) <= set(tokens[1, :7].tolist()) and len(embedded_ids)
     assert model.score.weight.grad.any()
 
 
