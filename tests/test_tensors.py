@@ -92,7 +92,7 @@ def whiten_a_share(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_whiten_as_one_batch_and_a_group_of_one_alone(tmp_path):
+def test_two_ranks_whiten_as_one_batch_and_groups_of_one_separately(tmp_path):
     x, mask = ragged_batch()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -18,7 +18,7 @@ def flip_a_byte(folder: Path) -> None:
     (folder / "model.bin").write_bytes(content)
 
 
-DAMAGES = {
+DAMAGE = {
     "flipped byte": (flip_a_byte, "model.bin has another checksum"),
     "truncated": (lambda folder: os.truncate(folder / "model.bin", 10), "model.bin has 10 bytes instead of 400"),
     "missing": (lambda folder: (folder / "model.bin").unlink(), "model.bin is missing"),
@@ -75,7 +75,7 @@ def test_an_intact_checkpoint_passes_verification_and_is_found(tmp_path):
     assert verify_checkpoint(tmp_path / "checkpoints-before-1" / folder.name) == []
 
 
-@pytest.mark.parametrize("damage, message", DAMAGES.values(), ids=DAMAGES.keys())
+@pytest.mark.parametrize("damage, message", DAMAGE.values(), ids=DAMAGE.keys())
 def test_a_damaged_checkpoint_is_reported_and_the_previous_one_is_used(damage, message, tmp_path, capsys):
     older, newer = save(tmp_path, 2), save(tmp_path, 4)
     damage(newer)

@@ -19,7 +19,7 @@ ONE_LINE = [content for content in INVALID_JSON if b"\n" not in content and cont
 
 
 @pytest.mark.parametrize("content", ONE_LINE, ids=lambda content: repr(content[:20]))
-def test_a_bad_row_is_named_by_file_and_line_and_the_next_is_read(content, tmp_path):
+def test_a_bad_row_is_reported_with_file_and_line_and_the_next_is_parsed(content, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"n": 1}\n' + content.replace(b"\n", b" ") + b'\n{"n": NaN}\n')
     rows = list(file_rows(file))
@@ -37,7 +37,7 @@ ARRAYS = {  # content of an array → part of the message, whether the whole fil
 
 
 @pytest.mark.parametrize("content", ARRAYS, ids=lambda content: repr(content[10:40]))
-def test_a_bad_item_of_an_array_is_named_by_file_and_line(content, tmp_path):
+def test_a_bad_item_of_an_array_is_reported_with_file_and_line(content, tmp_path):
     part, file_is_refused = ARRAYS[content]
     file = tmp_path / "rows.json"
     file.write_bytes(content)

@@ -15,7 +15,7 @@ def flat(batches):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("group_by_length", [True, False])
-def test_every_row_comes_once_or_is_counted_as_dropped(shuffle, group_by_length):
+def test_every_row_occurs_once_or_is_counted_as_dropped(shuffle, group_by_length):
     options = {"global_batch_size": 10, "seed": 1, "shuffle": shuffle, "group_by_length": group_by_length}
     complete = GlobalBatches(LENGTHS, drop_last=False, **options)
     assert sorted(flat(complete.epoch(0))) == list(range(103))

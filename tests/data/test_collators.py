@@ -47,7 +47,7 @@ def test_preferences_are_chosen_then_rejected_in_one_batch():
     assert batch["pair_mask"].tolist() == [True, True]
 
 
-def test_unpaired_responses_come_with_the_mismatched_ones():
+def test_unpaired_batches_include_the_mismatched_responses():
     rows = [
         {"input_ids": [1, 2, 3], "mismatched_ids": [1, 2, PAD, 4], "prompt_length": 2, "desirable": True},
         {"input_ids": [5, PAD], "mismatched_ids": [5, 6], "prompt_length": 1, "desirable": False,

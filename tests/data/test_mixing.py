@@ -58,7 +58,7 @@ def test_positions_are_spread_evenly_over_zero_to_one():
     assert counts.min() >= 97 and counts.max() <= 103
 
 
-def test_without_weights_every_row_comes_once():
+def test_without_weights_every_row_occurs_once():
     rows = mixed_rows([3, 2], None, seed=0)
     assert [r.tolist() for r in rows] == [[0, 1, 2], [0, 1]]
 

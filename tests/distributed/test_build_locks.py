@@ -51,7 +51,7 @@ def test_a_machine_registered_long_ago_is_ignored(no_waiting, tmp_path):
     assert not lock.exists()
 
 
-def test_a_lock_that_another_machine_may_hold_is_waited_for(tmp_path, monkeypatch, capfd):
+def test_a_run_waits_for_a_lock_that_another_machine_may_hold(tmp_path, monkeypatch, capfd):
     lock = make_lock(tmp_path, "remote")
     register_another_machine(tmp_path)
     pauses = []
@@ -78,7 +78,7 @@ def test_the_wait_ends_after_the_longest_build_time(age, tmp_path, monkeypatch, 
     assert not lock.exists() and "waiting for another machine" in capfd.readouterr().err
 
 
-def test_a_lock_of_another_user_is_waited_for_before_it_is_removed(tmp_path, monkeypatch):
+def test_a_run_waits_for_a_lock_of_another_user_before_it_removes_it(tmp_path, monkeypatch):
     monkeypatch.setattr(build_locks, "LONGEST_BUILD_SECONDS", 0.2)
     monkeypatch.setattr(build_locks, "PAUSE_SECONDS", 0.05)
     monkeypatch.setattr(os, "getuid", lambda: lock.stat().st_uid + 1)

@@ -149,7 +149,7 @@ def test_other_architectures_pass_verification_in_any_precision(kind):
         verify_head(tiny_architecture(kind).to(dtype))
 
 
-def test_a_decoder_that_ignores_the_mask_is_refused_though_one_row_alone_is_right():
+def test_a_decoder_that_ignores_the_mask_is_refused_although_unpadded_rows_are_correct():
     """A single unpadded row would not reveal that the model ignores masks."""
     model = tiny_architecture("llama")
     body, original = model.model, model.model.forward

@@ -93,7 +93,7 @@ def test_a_new_head_is_small_and_a_function_of_the_seed_alone(causal_folder, cap
     assert all(value.equal(backbone[name]) for name, value in model.model.state_dict().items())
 
 
-def test_a_saved_head_is_loaded_and_serves_plain_transformers(causal_folder, tmp_path, caplog):
+def test_a_saved_head_is_loaded_here_and_by_plain_transformers(causal_folder, tmp_path, caplog):
     model = load_scalar_head(causal_folder, dtype=torch.float32, tokenizer=tiny_tokenizer())
     export_model(TokenScores(model), tmp_path / "reward", tiny_tokenizer())
     assert has_scalar_head(tmp_path / "reward")
@@ -125,7 +125,7 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path):
         load_scalar_head(tmp_path, dtype=torch.float32)
 
 
-def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_no_critic(tmp_path):
+def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_refused_as_critic(tmp_path):
     bert = tiny_bert()
     bert.save_pretrained(tmp_path)
     scores = TokenScores(load_scalar_head(tmp_path, dtype=torch.float32).eval())
@@ -136,7 +136,7 @@ def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_no_critic
         scores(tokens, mask)
 
 
-def test_bfloat16_scores_come_as_float32(causal_folder):
+def test_scores_of_a_bfloat16_model_are_float32(causal_folder):
     model = load_scalar_head(causal_folder, dtype=torch.bfloat16, gradient_checkpointing=True)
     tokens, mask = left_and_right_padded()
     scores = TokenScores(model)(tokens, mask)

@@ -57,7 +57,7 @@ def test_persistent_buffers_are_included_and_others_are_not():
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt", "gpt-neox", "gemma2"])
-def test_an_export_with_adapters_answers_as_the_model_did_and_leaves_training_weights_alone(name, tmp_path):
+def test_an_export_with_adapters_has_the_logprobs_of_the_model_and_does_not_change_its_weights(name, tmp_path):
     model = with_adapters(name)
     tokens, mask = left_and_right_padded()
     expected = TokenLogprobs(model)(tokens, mask, mask)

@@ -79,7 +79,7 @@ def check_causal_lm(folder: Path, name: str, *, lora: bool, checkpointing: bool)
     assert_equal_weights({key: value.detach().clone() for key, value in full_weights(engine)}, expected, case)
     partitioned = [p.ds_tensor.clone() for p in engine.parameters()]
     export_model(engine, folder / "out", tokenizer)
-    assert all(p.ds_tensor.equal(kept) for p, kept in zip(engine.parameters(), partitioned, strict=True)), case
+    assert all(p.ds_tensor.equal(before) for p, before in zip(engine.parameters(), partitioned, strict=True)), case
     plain = hf.AutoModelForCausalLM.from_pretrained(folder / "out")
     assert_equal_weights(dict(plain.named_parameters()), expected, case)
     # The engine still works after parameters came and went.
