@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # on a machine with GPUs too; tests marked gpu choose for themselves
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # on a machine with GPUs too; tests marked gpu set their own
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 SUPPORT = ROOT / "tests" / "support"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH")]))

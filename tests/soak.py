@@ -92,13 +92,13 @@ def main() -> None:
     start_time = time.monotonic()
     if start(command(options.run, output / "uninterrupted"), output / "uninterrupted.log").wait():
         sys.exit(f"the uninterrupted run failed: {output / 'uninterrupted.log'}")
-    whole = time.monotonic() - start_time
-    print(f"uninterrupted: {whole:.0f} s", flush=True)
+    run_seconds = time.monotonic() - start_time
+    print(f"uninterrupted: {run_seconds:.0f} s", flush=True)
 
     interrupted = output / "interrupted"
     kills, status = run_with_kills(
         command(options.run, interrupted), interrupted, output / "interrupted.log", kills=options.kills,
-        longest_delay=0.5 * whole / max(options.kills, 1), generator=random.Random(options.seed),
+        longest_delay=0.5 * run_seconds / max(options.kills, 1), generator=random.Random(options.seed),
     )  # fmt: skip
     if status:
         sys.exit(f"the interrupted run failed: {output / 'interrupted.log'}")

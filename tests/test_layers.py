@@ -38,18 +38,18 @@ def level(module: str) -> int:
 def imports_of(path: Path) -> set[str]:
     """Full names of the modules that a file imports anywhere, also inside functions."""
     package = path.parent
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             above = package.parts[: len(package.parts) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
             folder = ROOT.joinpath(*base.split("."))
             for alias in node.names:
                 is_module = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
-                found.add(f"{base}.{alias.name}" if is_module else base)
-    return found
+                modules.add(f"{base}.{alias.name}" if is_module else base)
+    return modules
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -72,8 +72,8 @@ def test_pure_modules_import_torch_and_other_pure_modules(path):
 
 def test_collators_need_torch_alone():
     """They run in the workers of a data loader."""
-    ours = {name for name in imports_of(Path("dschat/data/collators.py")) if name.startswith("dschat")}
-    assert ours <= {"dschat.tensors"}
+    own_modules = {name for name in imports_of(Path("dschat/data/collators.py")) if name.startswith("dschat")}
+    assert own_modules <= {"dschat.tensors"}
 
 
 def test_importing_the_losses_loads_no_other_part_of_the_suite():

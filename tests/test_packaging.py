@@ -43,10 +43,10 @@ def test_the_extras_are_pinned_too(python):
 
 
 def test_an_installed_wheel_would_hold_every_module_of_dschat():
-    """setup.py's own answer, against a walk over the folder that knows nothing of find_packages."""
+    """The packages that setup.py finds equal the folders that hold Python files."""
     query = "from setuptools import find_packages; print(*find_packages(include=['dschat', 'dschat.*']))"
-    found = subprocess.run([sys.executable, "-c", query], cwd=ROOT, capture_output=True, text=True, check=True)
-    packages = set(found.stdout.split())
+    completed = subprocess.run([sys.executable, "-c", query], cwd=ROOT, capture_output=True, text=True, check=True)
+    packages = set(completed.stdout.split())
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "dschat").rglob("*.py")}
     assert packages == {".".join(folder.parts) for folder in folders}
 
@@ -68,7 +68,7 @@ def test_every_shell_script_parses():
         assert outcome.returncode == 0, outcome.stderr
 
 
-def test_an_unknown_extra_is_refused_before_anything_is_made(tmp_path):
+def test_an_unknown_extra_is_refused_before_anything_is_created(tmp_path):
     outcome = subprocess.run(
         ["bash", ROOT / "scripts" / "install.sh", "tests"],
         env={"PATH": "/usr/bin:/bin", "VENV": str(tmp_path / "venv")},

@@ -1,4 +1,4 @@
-"""Everything that dschat imports is installed by requirements.txt, directly or with something that is."""
+"""Everything that dschat imports is installed by requirements.txt, directly or as a dependency."""
 
 import ast
 import sys
@@ -13,18 +13,18 @@ OPTIONAL = {"reasoning_gym", "triton"}  # an extra of setup.py; comes with torch
 
 def installed_with(names: list[str]) -> set[str]:
     """Names of these distributions and of everything that they require."""
-    found: set[str] = set()
+    installed: set[str] = set()
     while names:
         name = canonicalize_name(names.pop())
-        if name in found:
+        if name in installed:
             continue
         try:
             required = [Requirement(line) for line in metadata.requires(name) or []]
-        except metadata.PackageNotFoundError:  # for another system
+        except metadata.PackageNotFoundError:  # required on another platform only
             continue
-        found.add(name)
+        installed.add(name)
         names += [line.name for line in required if line.marker is None or line.marker.evaluate({"extra": ""})]
-    return found
+    return installed
 
 
 def imported() -> set[str]:
@@ -40,9 +40,9 @@ def imported() -> set[str]:
 
 def test_imports_come_with_the_requirements():
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    there = installed_with([Requirement(line).name for line in lines if line.strip() and not line.startswith("#")])
+    installed = installed_with([Requirement(line).name for line in lines if line.strip() and not line.startswith("#")])
     distributions = metadata.packages_distributions()
     names = imported()
     assert {"torch", "math_verify"} <= names
-    missing = {name for name in names if not {canonicalize_name(d) for d in distributions.get(name, [])} & there}
+    missing = {name for name in names if not {canonicalize_name(d) for d in distributions.get(name, [])} & installed}
     assert missing == set()

@@ -92,7 +92,7 @@ def whiten_a_share(rank: int, port: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_whiten_as_one_batch_and_a_group_of_one_alone(tmp_path):
+def test_two_ranks_whiten_as_one_batch_and_groups_of_one_separately(tmp_path):
     x, mask = ragged_batch()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -136,11 +136,11 @@ def test_logprobs_of_a_batch_are_those_of_each_of_its_positions():
 
 def test_logprobs_are_float32_and_exact_for_large_half_precision_logits():
     logits = torch.tensor([[[30000.0, 29984.0]]]).half()
-    untouched = logits.clone()
+    original = logits.clone()
     logprobs = logprobs_of(logits, torch.tensor([[1]]))
     assert logprobs.dtype == torch.float32 and logprobs.shape == (1, 1)
     assert logprobs.item() == pytest.approx(-16 - math.log1p(math.exp(-16)), rel=1e-6)
-    assert torch.equal(logits, untouched)
+    assert torch.equal(logits, original)
 
 
 def head(n: int = 11, h: int = 6, v: int = 13, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -184,9 +184,9 @@ def test_linear_logprobs_and_entropy_equal_softmax_over_full_logits_forward_and_
     torch.testing.assert_close(entropy, distribution.entropy())
 
     weights = torch.randn(2, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    ours = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), leaves)
+    gradients = torch.autograd.grad((weights[0] * logprobs + weights[1] * entropy).sum(), leaves)
     reference = (weights[0] * distribution.log_prob(labels) + weights[1] * distribution.entropy()).sum()
-    torch.testing.assert_close(ours, torch.autograd.grad(reference, leaves))
+    torch.testing.assert_close(gradients, torch.autograd.grad(reference, leaves))
 
 
 def test_linear_logprobs_without_entropy_returns_one_tensor_with_the_same_gradient():
@@ -208,21 +208,21 @@ def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size():
 def test_tokens_with_a_bias_of_minus_infinity_do_not_affect_log_probs_or_entropy(dtype, chunk_size):
     """Log-probs, entropies and gradients equal those of a head without these rows."""
     inputs = head(dtype=dtype)
-    kept = torch.tensor([i not in (3, 7, 12) for i in range(13)])
-    labels = (inputs["labels"] % int(kept.sum())).clone()
-    excluded = inputs["bias"].detach().masked_fill(~kept, -INF).requires_grad_()
+    included = torch.tensor([i not in (3, 7, 12) for i in range(13)])
+    labels = (inputs["labels"] % int(included.sum())).clone()
+    excluded = inputs["bias"].detach().masked_fill(~included, -INF).requires_grad_()
     options = {"with_entropy": True, "chunk_size": chunk_size, "temperature": 0.7, "scale": 1.5}
     whole = [inputs["hidden"], inputs["weight"], excluded]
-    found = linear_logprobs(*whole[:2], kept.nonzero().squeeze(1)[labels], bias=whole[2], **options)
-    small = [inputs["hidden"], inputs["weight"][kept].detach().requires_grad_(),
-             inputs["bias"][kept].detach().requires_grad_()]  # fmt: skip
+    actual = linear_logprobs(*whole[:2], included.nonzero().squeeze(1)[labels], bias=whole[2], **options)
+    small = [inputs["hidden"], inputs["weight"][included].detach().requires_grad_(),
+             inputs["bias"][included].detach().requires_grad_()]  # fmt: skip
     expected = linear_logprobs(*small[:2], labels, bias=small[2], **options)
-    torch.testing.assert_close(found, expected)
-    ours = torch.autograd.grad(found[0].sum() + 2 * found[1].sum(), whole)
-    theirs = torch.autograd.grad(expected[0].sum() + 2 * expected[1].sum(), small)
-    for name, mine, other in zip(("hidden", "weight", "bias"), ours, theirs, strict=True):
-        torch.testing.assert_close(mine if name == "hidden" else mine[kept], other)
-        assert name == "hidden" or (mine[~kept] == 0).all()
+    torch.testing.assert_close(actual, expected)
+    gradients = torch.autograd.grad(actual[0].sum() + 2 * actual[1].sum(), whole)
+    expected_gradients = torch.autograd.grad(expected[0].sum() + 2 * expected[1].sum(), small)
+    for name, gradient, other in zip(("hidden", "weight", "bias"), gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(gradient if name == "hidden" else gradient[included], other)
+        assert name == "hidden" or (gradient[~included] == 0).all()
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
@@ -254,13 +254,13 @@ def test_a_float32_head_over_half_precision_states_computes_in_float32():
     torch.testing.assert_close(logprobs, torch.distributions.Categorical(logits=logits).log_prob(inputs["labels"]))
 
 
-def test_no_more_than_one_chunk_of_logits_is_kept_for_backward():
+def test_at_most_one_chunk_of_logits_is_saved_for_backward():
     n, h, v, chunk = 512, 4, 64, 32
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         result = linear_logprobs(hidden, weight, torch.zeros(n).long(), with_entropy=True, chunk_size=chunk)
-    distinct = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in kept}
+    distinct = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in saved}
     assert sum(distinct.values()) <= n * h + v * h + 2 * n < n * v  # hidden, weight, labels (8 bytes each)
     assert result[0].requires_grad
 
@@ -286,7 +286,7 @@ def test_invalid_temperatures_and_chunk_sizes_are_refused(option, message):
         ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
     ],
 )
-def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
+def test_philox_gives_the_test_vectors_of_random123(counter, key, expected):
     words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
     low, high = (int(word, 16) for word in key.split())
     assert [f"{word.item():08x}" for word in philox(words, (low, high))] == expected.split()
@@ -295,11 +295,11 @@ def test_philox_gives_the_known_answers_of_random123(counter, key, expected):
 def philox_in_python(counter: list[int], key: list[int]) -> int:
     """First output word, in unbounded Python integers, written from the paper's round function."""
     left0, right0, left1, right1 = counter
-    for turn in range(10):
-        bump0, bump1 = (key[0] + turn * 0x9E3779B9) % 2**32, (key[1] + turn * 0xBB67AE85) % 2**32
+    for round_index in range(10):
+        key0, key1 = (key[0] + round_index * 0x9E3779B9) % 2**32, (key[1] + round_index * 0xBB67AE85) % 2**32
         high0, low0 = divmod(left0 * 0xD2511F53, 2**32)
         high1, low1 = divmod(left1 * 0xCD9E8D57, 2**32)
-        left0, right0, left1, right1 = high1 ^ right0 ^ bump0, low1, high0 ^ right1 ^ bump1, low0
+        left0, right0, left1, right1 = high1 ^ right0 ^ key0, low1, high0 ^ right1 ^ key1, low0
     return left0
 
 
@@ -313,7 +313,7 @@ def test_uniforms_are_a_function_of_seed_iteration_sample_and_position(seed, ite
         assert u == ((word >> 9) + 0.5) / 2**23
 
 
-def test_uniforms_do_not_depend_on_batch_order_batch_size_or_how_positions_are_given():
+def test_uniforms_do_not_depend_on_batch_order_batch_size_or_the_shape_of_positions():
     ids = torch.tensor([3, 1, 4, 15])
     together = seeded_uniform(1, 2, ids, 6)
     assert together.dtype == torch.float32 and together.shape == (4,)

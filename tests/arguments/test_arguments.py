@@ -19,13 +19,13 @@ PROGRAMS = (
 STEPS = {"sft": arguments.SFTSettings, "reward": arguments.RewardModelSettings, "ppo": arguments.RLHFSettings}
 
 
-def names(settings: type) -> list[str]:
+def flag_names(settings: type) -> list[str]:
     return [field.name for group in group_types(settings).values() for field in dataclasses.fields(group)]
 
 
 @pytest.mark.parametrize("settings", PROGRAMS)
 def test_no_flag_of_a_program_is_declared_twice(settings):
-    flags = names(settings)
+    flags = flag_names(settings)
     assert len(flags) == len(set(flags)) > 0
 
 
@@ -35,12 +35,12 @@ def test_a_flag_without_a_resume_policy_is_an_error():
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
-def test_every_flag_has_a_help_sentence_a_resume_policy_a_default_within_bounds_and_needs_that_exist(group):
+def test_every_flag_has_a_help_sentence_a_resume_policy_a_default_within_bounds_and_existing_needs(group):
     assert out_of_bounds(group()) == []
     for field in dataclasses.fields(group):
         text, optional = field.metadata["help"], type(None) in get_args(field.type)
         assert text[0].isupper() and text[-1] in ".)" and len(text) > 10, text
-        assert not optional or field.default is not None or "Default: " in text, f"{field.name}: what does None mean?"
+        assert not optional or field.default is not None or "Default: " in text, f"{field.name}: None is unexplained"
         assert field.metadata["on_resume"] in get_args(ResumePolicy)
         for need in field.metadata["needs"]:
             name, _, value = need.partition("=")
@@ -56,7 +56,7 @@ def problems(group: type, **values) -> list[str]:
     return group(**values).problems()
 
 
-def test_values_that_cannot_work_are_refused_with_flag_value_and_way_out(tmp_path, monkeypatch):
+def test_invalid_values_are_refused_with_flag_value_and_remedy(tmp_path, monkeypatch):
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":
@@ -74,13 +74,13 @@ def test_values_that_cannot_work_are_refused_with_flag_value_and_way_out(tmp_pat
     assert "No such file" in line
 
 
-def test_an_output_folder_that_cannot_be_written_is_refused_and_no_probe_is_left(tmp_path):
+def test_an_unwritable_output_folder_is_refused_and_validation_creates_no_folder(tmp_path):
     file = tmp_path / "file"
     file.touch()
     (line,) = problems(arguments.RunArguments, output_dir=str(file / "run"))
     assert line.startswith(f"--output_dir {file}/run: cannot be written")
     assert problems(arguments.RunArguments, output_dir=str(tmp_path / "new" / "run")) == []
-    assert not (tmp_path / "new").exists(), "other settings may be wrong: nothing is made before all are good"
+    assert not (tmp_path / "new").exists(), "other settings may be invalid: validation creates nothing"
 
 
 def test_missing_required_flags_are_reported():
@@ -91,7 +91,7 @@ def test_missing_required_flags_are_reported():
     assert problems(arguments.RLHFModelArguments, actor_model_name_or_path="a") == []
 
 
-def test_flags_that_only_work_together(tmp_path):
+def test_flags_that_depend_on_each_other_are_validated_together(tmp_path):
     for values in ({"unsup_coef": 1.0}, {"unsupervised_dataset_name": "texts.jsonl"}):
         assert "both or neither" in problems(arguments.PPOArguments, **values)[0]
     assert problems(arguments.PPOArguments, unsup_coef=1.0, unsupervised_dataset_name="texts.jsonl") == []
@@ -126,32 +126,33 @@ def test_correction_flags_without_effect_warn(tmp_path, capsys):
     argv = ["--actor_model_name_or_path", "a", "--reward_model_name_or_path", "r", "--data_path", "d"]
     argv += ["--output_dir", str(tmp_path)]
 
-    def said(*more: str) -> str:
+    def stderr_of(*more: str) -> str:
         parse(STEPS["ppo"], [*argv, *more], description="")
         return capsys.readouterr().err
 
     tis = "--rollout_correction", "tis"
-    assert said(*tis, "--old_logprobs", "rollout") == (
+    assert stderr_of(*tis, "--old_logprobs", "rollout") == (
         "warning: --rollout_correction tis has no effect without --old_logprobs recompute\n"
     )
-    assert said("--rollout_correction_cap", "3") == (
+    assert stderr_of("--rollout_correction_cap", "3") == (
         "warning: --rollout_correction_cap 3.0 has no effect without --rollout_correction tis or "
         "--rollout_correction mis or --rollout_correction seq_tis or --rollout_correction seq_mis\n"
     )
-    assert said("--policy_loss", "sapo", "--clip_range", "0.1").startswith("warning: --clip_range 0.1 has no effect")
-    assert said("--policy_loss", "gspo", "--clip_range", "0.1") == ""
-    assert said(*tis, "--rollout_correction_cap", "3") == said("--old_logprobs", "rollout") == ""
+    text = stderr_of("--policy_loss", "sapo", "--clip_range", "0.1")
+    assert text.startswith("warning: --clip_range 0.1 has no effect")
+    assert stderr_of("--policy_loss", "gspo", "--clip_range", "0.1") == ""
+    assert stderr_of(*tis, "--rollout_correction_cap", "3") == stderr_of("--old_logprobs", "rollout") == ""
     with pytest.raises(SettingsError, match="--rollout_correction_cap 0.0: must be above 0"):
-        said(*tis, "--rollout_correction_cap", "0")
+        stderr_of(*tis, "--rollout_correction_cap", "0")
 
 
 def test_adapter_flags_without_adapters_warn(tmp_path, capsys):
     argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
     argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
     parse(STEPS["sft"], argv, description="")
-    said = capsys.readouterr().err
-    assert "--lora_learning_rate 0.001 has no effect without --lora_dim\n" in said
-    assert "--tensorboard_path t has no effect without --enable_tensorboard\n" in said
+    stderr = capsys.readouterr().err
+    assert "--lora_learning_rate 0.001 has no effect without --lora_dim\n" in stderr
+    assert "--tensorboard_path t has no effect without --enable_tensorboard\n" in stderr
     parse(STEPS["sft"], [*argv, "--lora_dim", "2", "--enable_tensorboard"], description="")
     assert capsys.readouterr().err == ""
     with pytest.raises(SettingsError, match="--zero_stage 4: choose one of 0, 1, 2, 3"):

@@ -1,11 +1,11 @@
-"""A --config file that cannot be used is answered by one line with file and line."""
+"""An invalid --config file is reported in one line with file and line number."""
 
 from __future__ import annotations
 
 import pytest
 from bad_input import mistakes
 
-YAML = {  # text → line of the mistake (None: of the whole file), part of the message
+YAML = {  # text → line number in the message (None: only the file), part of the message
     "seed: 1\nmax_steps: 2\nseed: 3": (3, "--seed is set a second time (first in line 1)"),
     "seed: 1\nconfig: other.yaml": (2, "--config: a file of flags cannot include another"),
     "help: true": (1, "--help is not a flag"),
@@ -68,12 +68,12 @@ YAML = {  # text → line of the mistake (None: of the whole file), part of the 
 
 
 @pytest.mark.parametrize("text", YAML, ids=lambda text: repr(text[:40]))
-def test_a_mistake_in_a_config_is_one_line_with_file_and_line(text, tmp_path):
-    place, part = YAML[text]
+def test_a_mistake_in_a_config_is_reported_in_one_line_with_file_and_line(text, tmp_path):
+    line_number, part = YAML[text]
     file = tmp_path / "flags.yaml"
     file.write_text(text, encoding="utf-8")
     (line,) = mistakes("ppo", "--config", str(file))
-    assert (f"{file}:{place}" if place else str(file)) in line and part in line, line
+    assert (f"{file}:{line_number}" if line_number else str(file)) in line and part in line, line
     assert len(line) < 600
 
 
@@ -81,20 +81,20 @@ def test_a_mistake_in_a_config_is_one_line_with_file_and_line(text, tmp_path):
     ("content", "part"),
     [(None, "is a folder"), (b"seed: \xff", "not UTF-8"), (b"\xff\xfes\x00", "not UTF-8"), (b"x" * (1 << 21), "MiB")],
 )
-def test_a_config_that_is_no_yaml_file(content, part, tmp_path):
+def test_a_config_that_is_not_a_text_file_is_refused(content, part, tmp_path):
     file = tmp_path / "flags.yaml"
     file.mkdir() if content is None else file.write_bytes(content)
     (line,) = mistakes("sft", "--config", str(file))
     assert line.startswith(f"  - --config {file}") and part in line
 
 
-def test_what_works_in_a_config(tmp_path):
+def test_valid_configs_are_accepted_and_flags_override_them(tmp_path):
     file = tmp_path / "flags.yaml"
-    working = [
+    valid = [
         "", "# nothing", "seed:", "data_path: []", "best_metric: -loss", "\ufeffseed: 1", "reward_timeout: .inf",
         "output_dir: '2024-01-01'", "kl_coef: 1e-3", "data_path: [a, b]", "data_path: a",
     ]  # fmt: skip
-    for text in working:
+    for text in valid:
         file.write_text(text, encoding="utf-8")
         assert mistakes("ppo", "--config", str(file)) == [], text
     file.write_text("seed: -1\nmax_steps: -1")

@@ -80,7 +80,7 @@ def test_defaults_types_lists_and_booleans():
         (["--config", "/nowhere/paint.yaml"], "--config /nowhere/paint.yaml: there is no such file"),
     ],
 )
-def test_a_mistake_is_named_with_the_way_out(argv, message):
+def test_a_mistake_is_reported_with_its_remedy(argv, message):
     (line,) = mistakes(*argv)
     assert line.startswith(message)
 
@@ -94,10 +94,10 @@ def test_all_mistakes_are_reported_together():
     with pytest.raises(SettingsError) as caught:
         parse(Paint, argv, description="paint", check=check)
     lines = str(caught.value).splitlines()[1:]
-    words = ["--glos is not", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
-    assert len(lines) == len(words)
-    for word in words:
-        assert sum(word in line for line in lines) == 1, (word, lines)
+    parts = ["--glos is not", "--shade red", "--depth x", "--coats 0", "--pigments: there are none", "wall is wet"]
+    assert len(lines) == len(parts)
+    for part in parts:
+        assert sum(part in line for line in lines) == 1, (part, lines)
 
 
 def test_a_missing_value_is_reported_together_with_earlier_mistakes():
@@ -147,7 +147,7 @@ def test_a_flag_may_need_a_value_of_another(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_surprising_settings_are_warned_of_on_rank_0_only(capsys, monkeypatch):
+def test_warnings_about_settings_are_printed_on_rank_0_only(capsys, monkeypatch):
     def warn(paint: Paint) -> list[str]:
         coats, width = paint.colour.coats, paint.brush.width
         return [f"{coats} coats of a brush of {width} take their time"] if coats > 2 else []
@@ -160,21 +160,21 @@ def test_surprising_settings_are_warned_of_on_rank_0_only(capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
-def test_help_names_every_flag_its_meaning_and_its_default(capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_help_lists_every_flag_with_its_help_text_and_default(capsys):
+    with pytest.raises(SystemExit) as exited:
         parsed("--help")
-    assert leaving.value.code == 0
+    assert exited.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     for field in (*dataclasses.fields(Colour), *dataclasses.fields(Brush)):
         assert f"--{field.name}" in text and field.metadata["help"] in text
     assert "(default: 0.5)" in text
 
 
-def test_only_value_errors_become_mistakes_of_the_user():
+def test_only_value_errors_become_settings_errors():
     with pytest.raises(SettingsError, match="too long"), as_settings_errors():
         raise ValueError("too long")
     with pytest.raises(SettingsError, match="^1 mistake"), as_settings_errors():
         raise_mistakes(["once"])
     with pytest.raises(KeyError), as_settings_errors():
-        raise KeyError("a fault of ours")
+        raise KeyError("an internal error")
     raise_mistakes([])

@@ -14,7 +14,7 @@ from dschat.runs.run_log import RunLog
 
 
 @pytest.mark.parametrize(
-    "address, shown",
+    "address, expected",
     [
         ("https://me:pw@host/score", "https://***@host/score"),
         ("https://token@host:80/score@0.5", "https://***@host:80/score@0.5"),
@@ -32,8 +32,8 @@ from dschat.runs.run_log import RunLog
         ("warning: the reward http://h/?key=s gave 'x'", "warning: the reward http://h/?key=*** gave 'x'"),
     ],
 )
-def test_secrets_of_addresses_are_hidden(address, shown):
-    assert redacted(address) == shown and redacted(shown) == shown
+def test_secrets_in_addresses_are_redacted(address, expected):
+    assert redacted(address) == expected and redacted(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_secrets_of_addresses_are_hidden(address, shown):
         "http://h/v1/Skywork-Reward-V2-Llama-3.1-8B", "judge.py:judge?bonus=2@2", "owner/model", "me@host.org",
     ],
 )  # fmt: skip
-def test_the_rest_of_an_address_and_other_texts_stay(text):
+def test_text_without_secrets_is_unchanged(text):
     assert redacted(text) == text
 
 
@@ -53,18 +53,18 @@ def rewards() -> RewardArguments:
     return RewardArguments(reward=["http://host/score?api_key=SECRET@0.5", "length"])
 
 
-def test_run_json_and_the_console_hold_no_key(rewards, tmp_path, capsys):
+def test_run_json_and_the_console_contain_no_key(rewards, tmp_path, capsys):
     log = RunLog(str(tmp_path), name="ppo", arguments=asdict(rewards), total_steps=1)
     log.info("asking http://host/score?api_key=SECRET")
     assert json.loads((tmp_path / "run.json").read_text())["arguments"]["reward"] == [
         "http://host/score?api_key=***@0.5", "length",
     ]  # fmt: skip
-    assert log.metadata["arguments"]["reward"][0] == "http://host/score?api_key=***@0.5", "this is what a manifest gets"
+    assert log.metadata["arguments"]["reward"][0] == "http://host/score?api_key=***@0.5", "for manifests"
     assert "SECRET" not in capsys.readouterr().out
-    assert rewards.reward[0] == "http://host/score?api_key=SECRET@0.5", "the run itself needs it"
+    assert rewards.reward[0] == "http://host/score?api_key=SECRET@0.5", "the run itself needs the key"
 
 
-def test_a_new_key_is_the_same_run_and_another_address_is_not(rewards, tmp_path):
+def test_a_run_can_be_resumed_with_a_new_key_but_not_with_another_address(rewards, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"arguments": redacted_values(asdict(rewards))}))
     rewards.reward[0] = "http://host/score?api_key=ROTATED@0.5"
     assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), resume_anyway=False) == []
@@ -74,7 +74,7 @@ def test_a_new_key_is_the_same_run_and_another_address_is_not(rewards, tmp_path)
     assert "ROTATED" not in str(caught.value)
 
 
-def test_a_manifest_of_an_earlier_version_that_holds_the_key_is_the_same_run(rewards, tmp_path):
+def test_a_manifest_of_an_earlier_version_that_contains_the_key_can_be_resumed(rewards, tmp_path):
     (tmp_path / "manifest.json").write_text(json.dumps({"arguments": {"reward": rewards.reward}}))
     assert changed_arguments(tmp_path, RLHFSettings(rewards=rewards), resume_anyway=False) == []
 

@@ -46,7 +46,7 @@ def main() -> None:
     except ValueError as error:
         assert "none of the 2 checkpoints" in str(error)
     else:
-        raise AssertionError("a damaged checkpoint was found good")
+        raise AssertionError("a damaged checkpoint was accepted")
     save_checkpoint(FOLDER, 3, engines={}, state={"step": 3}, keep=1)
 
 

@@ -15,7 +15,7 @@ from dschat.distributed.deepspeed_config import training_config
 from dschat.distributed.engines import optimizer_step, trainable_engine
 from dschat.models.weights import gathered
 
-BEFORE, AFTER = 2, 3  # steps
+BEFORE, AFTER = 2, 3  # steps before and after the resume
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ CHANGES = {
     "length of the schedule": {"total_steps": 20},
     "weight decay": {"weight_decay": 0.7},
     "betas": {"betas": (0.5, 0.6)},
-    "lower bound of the gradient norm": {"max_grad_norm": 0.02},
-    "no bound of the gradient norm": {"max_grad_norm": 0.0},
+    "smaller max_grad_norm": {"max_grad_norm": 0.02},
+    "no gradient clipping": {"max_grad_norm": 0.0},
     "all at once": {
         "learning_rate": 4e-3, "biases_rate": 1e-3, "weight_decay": 0.0, "betas": (0.7, 0.95), "max_grad_norm": 0.1,
         "total_steps": 6,
@@ -44,7 +44,7 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
+def single_rank():
     with group_of_one():
         yield
 
@@ -111,26 +111,26 @@ def plain_torch(before: Flags, after: Flags) -> tuple[list[torch.Tensor], list[f
 def test_a_resumed_run_uses_its_own_flags_from_the_first_step(change, zero_stage, tmp_path):
     before = Flags()
     after = replace(before, **CHANGES[change])
-    written = engine_of(before, zero_stage=zero_stage, dtype="fp32")
-    lines = train(written, range(BEFORE))
-    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
+    saved = engine_of(before, zero_stage=zero_stage, dtype="fp32")
+    lines = train(saved, range(BEFORE))
+    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": saved}, state={"seed": 1}, keep=1)
     resumed = engine_of(after, zero_stage=zero_stage, dtype="fp32")
     load_checkpoint(folder, engines={"model": resumed}, fingerprint={})
     lines += train(resumed, range(BEFORE, BEFORE + AFTER))
     weights, rates = plain_torch(before, after)
     assert [line["learning_rate"] for line in lines] == pytest.approx(rates)
-    for ours, theirs in zip(resumed.module.parameters(), weights, strict=True):
-        with gathered([ours]):
-            torch.testing.assert_close(ours.detach(), theirs, rtol=1e-4, atol=1e-5)
+    for parameter, expected in zip(resumed.module.parameters(), weights, strict=True):
+        with gathered([parameter]):
+            torch.testing.assert_close(parameter.detach(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("zero_stage", [0, 2, 3])
 def test_a_resumed_run_in_bf16_uses_its_own_flags(zero_stage, tmp_path: Path):
-    """DeepSpeed has another optimizer wrapper there, which keeps its own bound of the gradient norm."""
+    """DeepSpeed has another optimizer wrapper for bf16, which stores its own max_grad_norm."""
     before, after = Flags(), Flags(**CHANGES["all at once"])
-    written = engine_of(before, zero_stage=zero_stage, dtype="bf16")
-    train(written, range(BEFORE))
-    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": written}, state={"seed": 1}, keep=1)
+    saved = engine_of(before, zero_stage=zero_stage, dtype="bf16")
+    train(saved, range(BEFORE))
+    folder = save_checkpoint(tmp_path, BEFORE, engines={"model": saved}, state={"seed": 1}, keep=1)
     resumed = engine_of(after, zero_stage=zero_stage, dtype="bf16")
     load_checkpoint(folder, engines={"model": resumed}, fingerprint={})
     weights, biases = resumed.optimizer.param_groups

@@ -17,8 +17,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from dschat.checkpoints.restricted_pickle import pickle_problems, restricted_unpickling
 
 
-class Runs:
-    """A pickle of it makes a folder when it is loaded."""
+class MakesFolder:
+    """Its pickle creates a folder when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder)
@@ -27,7 +27,7 @@ class Runs:
         return os.mkdir, (self.folder,)
 
 
-class Evaluates(Runs):
+class EvaluatesCode(MakesFolder):
     def __reduce__(self):
         return eval, (f"__import__('os').mkdir({self.folder!r})",)
 
@@ -58,18 +58,18 @@ def saved(content: object, **options: bool) -> bytes:
     return buffer.getvalue()
 
 
-# A name put together on the stack, which a scan of the opcodes' arguments does not find: "nt" or "posix", "mkdir".
+# posix.mkdir, with the name computed on the stack, so that a scan of the opcodes' arguments does not find it.
 COMPUTED = b"\x80\x04\x8c\x05posix\x94\x8c\x05mkdir\x940h\x00h\x01\x93\x8c\x01x\x85R."
 
 DISGUISES = {
-    "a tensor's neighbour": lambda folder: saved({"weight": torch.ones(2), "x": Runs(folder)}),
-    "eval": lambda folder: saved([Evaluates(folder)]),
-    "the format before archives": lambda folder: saved({"x": Runs(folder)}, _use_new_zipfile_serialization=False),
-    "a tar archive": lambda folder: in_a_tar(pickle.dumps(Runs(folder))),
-    "a bare pickle": lambda folder: pickle.dumps(Runs(folder)),
-    "a bare pickle of protocol 0": lambda folder: pickle.dumps(Runs(folder), protocol=0),
-    "an archive in an archive": lambda folder: in_an_archive(saved(Runs(folder))),
-    "protocol 4 in an archive": lambda folder: in_an_archive(pickle.dumps(Runs(folder), protocol=4)),
+    "beside a tensor": lambda folder: saved({"weight": torch.ones(2), "x": MakesFolder(folder)}),
+    "eval": lambda folder: saved([EvaluatesCode(folder)]),
+    "the format before archives": lambda folder: saved([MakesFolder(folder)], _use_new_zipfile_serialization=False),
+    "a tar archive": lambda folder: in_a_tar(pickle.dumps(MakesFolder(folder))),
+    "a bare pickle": lambda folder: pickle.dumps(MakesFolder(folder)),
+    "a bare pickle of protocol 0": lambda folder: pickle.dumps(MakesFolder(folder), protocol=0),
+    "an archive in an archive": lambda folder: in_an_archive(saved(MakesFolder(folder))),
+    "protocol 4 in an archive": lambda folder: in_an_archive(pickle.dumps(MakesFolder(folder), protocol=4)),
     "a computed name": lambda folder: in_an_archive(COMPUTED),
     "a Torch Script archive": lambda folder: script_module(),
     "nothing": lambda folder: b"",
@@ -85,7 +85,7 @@ def script_module() -> bytes:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("disguise", DISGUISES.values(), ids=DISGUISES.keys())
-def test_a_pickle_that_would_run_code_is_refused_and_not_run(disguise, tmp_path):
+def test_a_pickle_that_would_run_code_is_refused_without_running_it(disguise, tmp_path):
     path = tmp_path / "model_states.pt"
     path.write_bytes(disguise(tmp_path / "was_run"))
     (problem,) = pickle_problems(path)

@@ -12,8 +12,8 @@ from dschat.checkpoints import verified_folder
 from dschat.checkpoints.verified_folder import file_problems, folder_problems, remove_unfinished, written_folder
 
 
-def write(place: Path, text: str = "content") -> None:
-    with written_folder(place) as folder:
+def write(target: Path, text: str = "content") -> None:
+    with written_folder(target) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "a.txt").write_text(text)
         (folder / "b.bin").write_bytes(bytes(range(100)))
@@ -40,8 +40,8 @@ def test_every_flipped_bit_and_every_missing_file_is_found(tmp_path):
     write(tmp_path / "x")
     for file in (tmp_path / "x" / "inner" / "a.txt", tmp_path / "x" / "b.bin"):
         content = file.read_bytes()
-        for place in range(len(content)):
-            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
+        for index in range(len(content)):
+            file.write_bytes(content[:index] + bytes([content[index] ^ 1 << index % 8]) + content[index + 1 :])
             (problem,) = folder_problems(tmp_path / "x")
             assert problem == f"{file.relative_to(tmp_path / 'x')} has a different checksum"
         file.write_bytes(content[:-1])
@@ -66,7 +66,7 @@ def test_an_exception_while_writing_leaves_no_files(tmp_path):
 def test_a_damaged_folder_is_replaced_and_an_intact_one_is_kept(tmp_path):
     write(tmp_path / "x", "first")
     write(tmp_path / "x", "second")
-    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "first", "of another process, which was faster"
+    assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "first", "another process has written it before"
     (tmp_path / "x" / "b.bin").unlink()
     write(tmp_path / "x", "second")
     assert (tmp_path / "x" / "inner" / "a.txt").read_text() == "second" and folder_problems(tmp_path / "x") == []
@@ -79,18 +79,18 @@ def test_files_are_synced_before_the_folder_is_renamed(tmp_path, monkeypatch):
         verified_folder, "sync", lambda path: (synced.append((path, (tmp_path / "x").exists())), sync(path))
     )
     write(tmp_path / "x")
-    before = {path.name for path, named in synced if not named}
+    before = {path.name for path, renamed in synced if not renamed}
     assert {"a.txt", "b.bin", "inner", "manifest.json"} <= before
-    assert synced[-1] == (tmp_path, True), "the name itself"
+    assert synced[-1] == (tmp_path, True), "the parent folder after the rename"
 
 
-def test_the_temporary_folder_of_a_killed_writer_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_the_temporary_folder_of_a_killed_writer_is_removed_by_the_next_writer(tmp_path, monkeypatch):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path / "x"], stdout=subprocess.PIPE, text=True)
     assert writer.stdout.readline() == "ready\n"
-    (left,) = tmp_path.iterdir()
+    (temporary,) = tmp_path.iterdir()
     monkeypatch.setattr(verified_folder, "_LOCKED_WITHIN", -1.0)
     remove_unfinished(tmp_path)
-    assert left.exists(), "its writer lives"
+    assert temporary.exists(), "its writer is alive"
     writer.kill()
     writer.communicate()
     assert not (tmp_path / "x").exists()
@@ -99,7 +99,7 @@ def test_the_temporary_folder_of_a_killed_writer_is_removed_by_the_next(tmp_path
 
 
 def test_an_unfinished_folder_without_lock_is_kept_for_a_day(tmp_path):
-    """It may be about to be locked or renamed; folders of earlier releases had no lock."""
+    """Its writer may be about to lock or rename it, or be an earlier release, which had no lock."""
     for path in (tmp_path / "a.unfinished", tmp_path / "b.unfinished"):
         path.mkdir()
         (path / "train.arrow").touch()

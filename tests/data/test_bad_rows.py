@@ -1,4 +1,4 @@
-"""Rows and files of data that cannot be used: one line names file and line, before anything is tokenised."""
+"""Unusable rows and data files: one line names file and line, before anything is tokenised."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from bad_input import DEEP, JSON, one_line
+from bad_input import INVALID_JSON, NESTING_DEPTH, one_line
 from datasets import Dataset, DatasetDict
 
 from dschat.data.datasets import DataOptions, data_problems
 from dschat.data.sources.files import file_rows
 
+ONE_LINE = [content for content in INVALID_JSON if b"\n" not in content and content.strip()]
 
-@pytest.mark.parametrize("content", [c for c in JSON if b"\n" not in c and c.strip()], ids=lambda c: repr(c[:20]))
-def test_a_bad_row_is_named_by_file_and_line_and_the_next_is_read(content, tmp_path):
+
+@pytest.mark.parametrize("content", ONE_LINE, ids=lambda content: repr(content[:20]))
+def test_a_bad_row_is_reported_with_file_and_line_and_the_next_is_parsed(content, tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"n": 1}\n' + content.replace(b"\n", b" ") + b'\n{"n": NaN}\n')
     rows = list(file_rows(file))
@@ -25,8 +27,8 @@ def test_a_bad_row_is_named_by_file_and_line_and_the_next_is_read(content, tmp_p
     assert rows[1].where == f"{file}:2" and rows[1].error and "\n" not in rows[1].error
 
 
-ARRAYS = {  # items of one array: what of them is reported, and for the whole file or for the row alone
-    b'[{"n": 1},\n' + b"[" * DEEP: ("nested deeper", True),
+ARRAYS = {  # content of an array → part of the message, whether the whole file is refused or only the row
+    b'[{"n": 1},\n' + b"[" * NESTING_DEPTH: ("nested deeper", True),
     b'[{"n": 1},\n{"n": ' + b"9" * 5000 + b"}]": ("beyond float64", True),
     b'[{"n": 1},\n{"n": ' + b"[" * 150 + b"]" * 150 + b"}]": ("nested deeper", False),
     b'[{"n": 1},\n{"n": "\\ud800"}]': ("lone", False),
@@ -35,11 +37,11 @@ ARRAYS = {  # items of one array: what of them is reported, and for the whole fi
 
 
 @pytest.mark.parametrize("content", ARRAYS, ids=lambda content: repr(content[10:40]))
-def test_a_bad_item_of_an_array_is_named_by_file_and_line(content, tmp_path):
-    part, whole = ARRAYS[content]
+def test_a_bad_item_of_an_array_is_reported_with_file_and_line(content, tmp_path):
+    part, file_is_refused = ARRAYS[content]
     file = tmp_path / "rows.json"
     file.write_bytes(content)
-    if whole:
+    if file_is_refused:
         with pytest.raises(ValueError) as caught:
             list(file_rows(file))
         assert f"{file}:2: " in one_line(caught) and part in str(caught.value)
@@ -48,7 +50,7 @@ def test_a_bad_item_of_an_array_is_named_by_file_and_line(content, tmp_path):
         assert row.where == f"{file}:2" and part in row.error
 
 
-def test_tables_whose_text_is_no_utf8(tmp_path):
+def test_tables_with_invalid_utf8_are_refused(tmp_path):
     file = tmp_path / "rows.csv"
     file.write_bytes("prömpt,response\na,b\n".encode("latin-1"))
     with pytest.raises(ValueError, match=r"rows\.csv:1: the names of the columns are not valid UTF-8"):
@@ -78,7 +80,7 @@ FILES = {  # name and content of a file → part of the message
     "open.csv": ((HEADER + '"a,b,c\n').encode(), "not valid CSV"),
     "twice.csv": (b"prompt,prompt,response\na,b,c\n", "twice.csv:1: the column 'prompt' occurs twice"),
     "semicolons.csv": ((HEADER + "a,b,c,d,1\n" * 20).replace(",", ";").encode(), "no usable column"),
-    "deep.json": (b"[" + b"[" * DEEP, "nested deeper than"),
+    "deep.json": (b"[" + b"[" * NESTING_DEPTH, "nested deeper than"),
     "empty.json": (b"[]", "has no rows"),
     "columns.json": (b'{"prompt": ["a", "b"], "response": ["c", "d"]}', "no row can be used"),
     "wide.json": ('[{"prompt": "a", "response": "b"}]'.encode("utf-16"), "no row can be used"),
@@ -92,7 +94,7 @@ FILES = {  # name and content of a file → part of the message
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("flag", ["--data_path", "--eval_data_path"])
-def test_a_file_without_a_usable_row_is_named_before_anything_is_tokenised(flag, name, tmp_path):
+def test_a_file_without_a_usable_row_is_refused_before_anything_is_tokenised(flag, name, tmp_path):
     content, part = FILES[name]
     (tmp_path / name).write_bytes(content)
     (tmp_path / "good.jsonl").write_text(json.dumps(PAIR))
@@ -146,27 +148,27 @@ ENTRIES = [
 
 
 @pytest.mark.parametrize(("entry", "part"), ENTRIES)
-def test_an_entry_that_names_no_data(entry, part):
+def test_an_entry_without_data_is_refused(entry, part):
     (line,) = problems(entry)
     assert line.startswith("--data_path") and part in line, line
 
 
 @pytest.mark.parametrize("shares", ["", "a,b,c", "1,2", "1,2,3,4", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1", "1e999,1,1",
                                     "1e308,1e308,1e308", "0,1,1", "1;2;3"])  # fmt: skip
-def test_shares_of_the_steps_that_leave_nothing(shares, tmp_path):
+def test_invalid_data_splits_are_refused(shares, tmp_path):
     (line,) = problems(tmp_path, data_split=shares)
     assert line.startswith("--data_split")
 
 
 @pytest.mark.parametrize("field", ["prompt", "response", "messages", "system", "tools", "text"])
-def test_a_column_that_no_row_has_is_named_at_once(field, tmp_path):
+def test_a_column_that_no_row_has_is_reported(field, tmp_path):
     (tmp_path / "rows.jsonl").write_text((json.dumps(PAIR) + "\n") * 3 + json.dumps(PAIR | {"late": "a"}))
     (line,) = problems(tmp_path / "rows.jsonl", columns={field: "none"})
     assert line.startswith(f"--{field}_column none: in no row of the data")
     assert problems(tmp_path / "rows.jsonl", columns={field: "late"}) == []
 
 
-def saved(folder: Path, name: str, content: bytes | None) -> Path:
+def damaged_table(folder: Path, name: str, content: bytes | None) -> Path:
     """A save_to_disk folder in which one file has this content, or is missing."""
     DatasetDict(train=Dataset.from_list([PAIR] * 3)).save_to_disk(folder)
     for file in folder.glob(name):
@@ -176,7 +178,7 @@ def saved(folder: Path, name: str, content: bytes | None) -> Path:
 
 SAVED = [
     *((name, content) for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json")
-      for content in (b"", b"{", b"[]", b"3", b"[" * DEEP, b'{"a": "\xff"}')),
+      for content in (b"", b"{", b"[]", b"3", b"[" * NESTING_DEPTH, b'{"a": "\xff"}')),
     ("train/state.json", None), ("train/dataset_info.json", None), ("train/*.arrow", None), ("train/*.arrow", b""),
     ("train/*.arrow", b"text" * 99), ("dataset_dict.json", b"{}"), ("dataset_dict.json", b'{"splits": 3}'),
     ("dataset_dict.json", b'{"splits": []}'), ("dataset_dict.json", b'{"splits": ["../../etc"]}'),
@@ -186,13 +188,13 @@ SAVED = [
 
 
 @pytest.mark.parametrize(("name", "content"), SAVED, ids=lambda value: repr(value)[:30])
-def test_a_broken_save_to_disk_folder_is_named(name, content, tmp_path):
-    (line,) = problems(saved(tmp_path / "table", name, content))
+def test_a_broken_save_to_disk_folder_is_refused(name, content, tmp_path):
+    (line,) = problems(damaged_table(tmp_path / "table", name, content))
     assert line.startswith(f"--data_path {tmp_path / 'table'}: not a readable `save_to_disk` folder"), line
     assert len(line) < 600 and "\n" not in line
 
 
-def test_a_state_json_of_another_program_is_no_table(tmp_path):
+def test_a_state_json_of_another_program_is_not_a_save_to_disk_folder(tmp_path):
     (tmp_path / "state.json").write_text('{"global_step": 3}')
     (line,) = problems(tmp_path)
     assert "no data file in this folder" in line
@@ -200,7 +202,7 @@ def test_a_state_json_of_another_program_is_no_table(tmp_path):
     assert problems(tmp_path) == []
 
 
-def test_parquet_with_two_columns_of_one_name(tmp_path):
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path):
     column = pyarrow.array(["a"])
     pyarrow.parquet.write_table(pyarrow.table([column, column], names=["prompt", "prompt"]), tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"rows\.parquet: the column 'prompt' occurs twice"):

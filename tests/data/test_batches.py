@@ -15,12 +15,12 @@ def flat(batches):
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("group_by_length", [True, False])
-def test_every_row_comes_once_or_is_counted_as_dropped(shuffle, group_by_length):
+def test_every_row_occurs_once_or_is_counted_as_dropped(shuffle, group_by_length):
     options = {"global_batch_size": 10, "seed": 1, "shuffle": shuffle, "group_by_length": group_by_length}
-    kept = GlobalBatches(LENGTHS, drop_last=False, **options)
-    assert sorted(flat(kept.epoch(0))) == list(range(103))
-    assert [len(batch) for batch in kept.epoch(0)] == [10] * 10 + [3]
-    assert len(kept) == 11 and kept.dropped_per_epoch == 0
+    complete = GlobalBatches(LENGTHS, drop_last=False, **options)
+    assert sorted(flat(complete.epoch(0))) == list(range(103))
+    assert [len(batch) for batch in complete.epoch(0)] == [10] * 10 + [3]
+    assert len(complete) == 11 and complete.dropped_per_epoch == 0
     dropping = GlobalBatches(LENGTHS, **options)
     assert [len(batch) for batch in dropping.epoch(0)] == [10] * 10
     assert len(dropping) == 10 and dropping.dropped_per_epoch == 3
@@ -57,7 +57,7 @@ def test_grouping_by_length_saves_padding_and_mixes_the_steps():
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
 @pytest.mark.parametrize("rows", [1, 7, 12])
-def test_ranks_share_a_step_without_loss_and_with_equal_numbers_of_forwards(world_size, micro_batch_size, rows):
+def test_ranks_share_every_row_of_a_step_in_equal_numbers_of_micro_batches(world_size, micro_batch_size, rows):
     step = [100 + i for i in range(rows)]
     shares = [
         rank_share(step, rank=rank, world_size=world_size, micro_batch_size=micro_batch_size)
@@ -66,11 +66,11 @@ def test_ranks_share_a_step_without_loss_and_with_equal_numbers_of_forwards(worl
     assert sorted(row for share in shares for micro in share for row in micro) == step
     assert len({len(share) for share in shares}) == 1
     assert max(len(micro) for share in shares for micro in share) <= micro_batch_size
-    # no rank has a micro-batch more than the fullest rank needs
+    # as few micro-batches as the rank with most rows needs
     assert len(shares[0]) == math.ceil(math.ceil(rows / world_size) / micro_batch_size)
 
 
-def test_long_rows_are_dealt_to_all_ranks():
+def test_long_rows_are_distributed_over_all_ranks():
     step = [0, 1, 2, 3]  # longest first
     assert rank_share(step, rank=0, world_size=2, micro_batch_size=2) == [[0, 2]]
     assert rank_share(step, rank=1, world_size=2, micro_batch_size=2) == [[1, 3]]
@@ -97,7 +97,7 @@ def test_ranks_and_batch_sizes_out_of_range_are_refused():
         GlobalBatches([1], global_batch_size=0, seed=0)
 
 
-def test_steps_go_through_the_epochs():
+def test_steps_number_the_batches_of_successive_epochs():
     batches = GlobalBatches(LENGTHS, global_batch_size=10, seed=1)
     assert [batches.step(step) for step in range(20)] == batches.epoch(0) + batches.epoch(1)
     assert batches.step(3) == batches.epoch(0)[3]

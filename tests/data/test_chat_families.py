@@ -7,7 +7,7 @@ from dschat.data.chat_template import encode_conversation, encode_prompt, end_of
 from dschat.data.encoding import Encoder
 from dschat.data.records import parse_record
 
-MARKS = ("{% generation %}", "{% endgeneration %}")
+GENERATION_TAGS = ("{% generation %}", "{% endgeneration %}")
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}"
@@ -27,13 +27,13 @@ GEMMA = (
     "{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] | trim + '<end_of_turn>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-MISTRAL = (  # nothing opens an answer
+MISTRAL = (  # no header before an answer
     "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ ' ' + m['content'] | trim + eos_token }}{% endgeneration %}{% elif m['role'] == 'user' %}"
     "{{ '[INST] ' + m['content'] + ' [/INST]' }}{% else %}{{ raise_exception('only user and assistant') }}{% endif %}"
     "{% endfor %}"
 )
-QWEN = (  # a system prompt of its own; tools, tool calls, tool answers in a user's turn
+QWEN = (  # a default system prompt; tools, tool calls, tool answers in a user's turn
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% else %}"
     "{% set system = 'You are a helpful assistant.' %}{% endif %}{{ '<|im_start|>system\n' + system }}"
     "{% if tools %}{{ '\n<tools>' }}{% for tool in tools %}{{ '\n' + tool | tojson }}{% endfor %}{{ '\n</tools>' }}"
@@ -70,17 +70,17 @@ TOOL_CHAT = [
 
 def tokenizer_of(family, *, marked):
     template = FAMILIES[family]
-    for mark in () if marked else MARKS:
-        template = template.replace(mark, "")
+    for tag in () if marked else GENERATION_TAGS:
+        template = template.replace(tag, "")
     tokenizer = make_tokenizer(bos="<s>", template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *SPECIAL]})
     return tokenizer
 
 
 def marked_tokens(tokenizer, messages, **options):
-    """Ids and the mask of the template's own marks, as transformers reads them."""
-    found = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
-    return found["input_ids"], [bool(mark) for mark in found["assistant_masks"]]
+    """Ids, and the mask that transformers makes from the template's generation tags."""
+    encoding = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True, **options)
+    return encoding["input_ids"], [bool(mark) for mark in encoding["assistant_masks"]]
 
 
 def trained_texts(tokenizer, ids, mask):
@@ -93,11 +93,11 @@ def trained_texts(tokenizer, ids, mask):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_assistant_turn_is_trained_with_its_end_token_and_nothing_else(family):
+def test_exactly_the_assistant_turns_and_their_end_tokens_are_trained(family):
     tokenizer = tokenizer_of(family, marked=False)
     ids, mask = encode_conversation(tokenizer, TURNS)
-    lead = " " if family == "mistral" else ""
-    expected = [f"{lead}{turn['content']}{ENDS[family]}" for turn in TURNS if turn["role"] == "assistant"]
+    prefix = " " if family == "mistral" else ""
+    expected = [f"{prefix}{turn['content']}{ENDS[family]}" for turn in TURNS if turn["role"] == "assistant"]
     assert trained_texts(tokenizer, ids, mask) == expected
     assert tokenizer.decode([end_of_turn_id(tokenizer)]) == ENDS[family]
     rendered = tokenizer.apply_chat_template(TURNS, tokenize=False)
@@ -105,7 +105,7 @@ def test_every_assistant_turn_is_trained_with_its_end_token_and_nothing_else(fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_spans_agree_with_the_marks_of_a_template_that_has_them_and_do_not_need_them(family):
+def test_trained_spans_equal_those_of_generation_tags_and_do_not_need_the_tags(family):
     marked, plain = tokenizer_of(family, marked=True), tokenizer_of(family, marked=False)
     ids, mask = encode_conversation(marked, TURNS)
     assert (ids, mask) == encode_conversation(plain, TURNS)
@@ -114,7 +114,7 @@ def test_spans_agree_with_the_marks_of_a_template_that_has_them_and_do_not_need_
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama-3", "qwen"])
-def test_a_system_prompt_is_read_and_not_trained(family):
+def test_a_system_prompt_is_encoded_and_not_trained(family):
     tokenizer = tokenizer_of(family, marked=True)
     messages = [{"role": "system", "content": "Be brief."}, *TURNS]
     ids, mask = encode_conversation(tokenizer, messages)
@@ -137,7 +137,7 @@ def test_a_template_without_system_prompts_refuses_them(family):
         encode_conversation(tokenizer_of(family, marked=True), [{"role": "system", "content": "Be brief."}, *TURNS])
 
 
-def test_tool_calls_are_trained_and_tool_answers_are_read():
+def test_tool_calls_are_trained_and_tool_answers_are_not():
     tokenizer = tokenizer_of("qwen", marked=True)
     record = parse_record({"messages": TOOL_CHAT, "tools": TOOLS}, "sft")
     assert record == {"messages": TOOL_CHAT, "tools": TOOLS}  # unchanged
@@ -155,11 +155,12 @@ def test_a_conversation_may_end_with_a_tool_call():
     ids, mask = encode_conversation(tokenizer, TOOL_CHAT[:2], tools=TOOLS)
     (text,) = trained_texts(tokenizer, ids, mask)
     assert text.startswith("<tool_call>") and text.endswith("<|im_end|>")
-    endless = make_tokenizer(
-        template=FAMILIES["qwen"].replace("<|im_end|>", "").replace(MARKS[0], "").replace(MARKS[1], "")
-    )
+    template = FAMILIES["qwen"]
+    for part in ("<|im_end|>", *GENERATION_TAGS):
+        template = template.replace(part, "")
+    without_end = make_tokenizer(template=template)
     with pytest.raises(ValueError, match="tool calls"):
-        encode_conversation(endless, TOOL_CHAT[:2], tools=TOOLS)
+        encode_conversation(without_end, TOOL_CHAT[:2], tools=TOOLS)
 
 
 @pytest.mark.parametrize("kind", ["prompt", "sft", "preference", "unpaired"])
@@ -167,8 +168,8 @@ def test_tools_of_a_row_reach_the_template_in_every_kind(kind):
     tokenizer = tokenizer_of("qwen", marked=False)
     encoder = Encoder.for_kind(kind, tokenizer, max_tokens=2000, overlong="drop", train_on_prompt=False)
     row = {"prompt": "Please add 17 and 4.", "chosen": "It is 21.", "rejected": "No.", "tools": TOOLS}
-    found = encoder.encode(parse_record(row, kind), row, 0)
-    assert len(found) == (2 if kind == "unpaired" else 1)
-    for encoded in found:
+    encodings = encoder.encode(parse_record(row, kind), row, 0)
+    assert len(encodings) == (2 if kind == "unpaired" else 1)
+    for encoded in encodings:
         ids = encoded.features["chosen_ids" if kind == "preference" else "input_ids"]
         assert '<tools>\n{"type": "function"' in tokenizer.decode(ids)

@@ -77,7 +77,7 @@ def test_prompt_ids_equal_those_of_transformers(tokenizer):
     assert encode_prompt(tokenizer, messages) == expected
 
 
-def test_bos_stands_once_at_the_start():
+def test_bos_occurs_once_at_the_start():
     for name in ("own template, bos added", "bos in the template and in the tokenizer"):
         tokenizer = TOKENIZERS[name]()
         ids, _ = encode_conversation(tokenizer, [USER, ANSWER, AGAIN, SECOND])
@@ -103,7 +103,7 @@ def test_every_turn_of_a_conversation_is_trained_after_its_own_prompt(name):
     first, second = spans(mask)
     assert ids[: first[0]] == encode_prompt(tokenizer, [SYSTEM, USER])
     assert ids[: second[0]] == encode_prompt(tokenizer, [SYSTEM, USER, ANSWER, AGAIN])
-    assert second[1] == len(ids)  # text after the last end token is not there
+    assert second[1] == len(ids)  # text after the last end token is cut off
     end = end_of_turn_id(tokenizer)
     for (start, stop), text in ((first, "It is 21."), (second, "Of course: 5.")):
         assert ids[stop - 1] == end and end not in ids[start : stop - 1]
@@ -111,7 +111,7 @@ def test_every_turn_of_a_conversation_is_trained_after_its_own_prompt(name):
 
 
 @pytest.mark.parametrize("name", ["no end token", "no prefix"])
-def test_templates_that_do_not_line_up_train_the_last_turn_with_eos(name):
+def test_templates_whose_turns_cannot_be_located_train_the_last_turn_with_eos(name):
     tokenizer = TOKENIZERS[name]()
     ids, mask = encode_conversation(tokenizer, [USER, ANSWER, AGAIN, SECOND])
     ((start, stop),) = spans(mask)
@@ -121,7 +121,7 @@ def test_templates_that_do_not_line_up_train_the_last_turn_with_eos(name):
 
 
 def test_a_template_that_opens_the_last_answer_with_a_thought_trains_it_as_the_model_generates_it():
-    """Such templates show the empty thought in the last answer only; earlier answers begin right after the opening."""
+    """Such templates render the empty thought in the last answer only; earlier answers begin right after the header."""
     thought = "('<no thought>' if loop.last and message['role'] == 'assistant' else '')"
     tokenizer = make_tokenizer(template=CHATML.replace("message['content']", thought + " + message['content']"))
     ids, mask = encode_conversation(tokenizer, [USER, ANSWER, AGAIN, SECOND])
@@ -129,7 +129,7 @@ def test_a_template_that_opens_the_last_answer_with_a_thought_trains_it_as_the_m
     assert trained == ["It is 21.<|im_end|>", "<no thought>Of course: 5.<|im_end|>"]
 
 
-def test_newline_after_the_last_end_token_is_left_out():
+def test_a_newline_after_the_last_end_token_is_cut_off():
     tokenizer = TOKENIZERS["chatml, eos is another"]()
     ids, _ = encode_conversation(tokenizer, [USER, ANSWER])
     rendered = tokenizer.apply_chat_template([USER, ANSWER], tokenize=False)
@@ -137,7 +137,7 @@ def test_newline_after_the_last_end_token_is_left_out():
 
 
 def test_an_empty_answer_trains_its_end_alone(tokenizer):
-    """A reward model reads such answers of the actor too."""
+    """The actor may generate such answers, and a reward model scores them."""
     ids, mask = encode_conversation(tokenizer, [USER, {"role": "assistant", "content": ""}])
     ((start, stop),) = spans(mask)
     assert ids[:start] == encode_prompt(tokenizer, [USER])
@@ -159,7 +159,7 @@ def test_text_gets_one_eos_and_the_tokenizers_own_bos(adds_eos):
 
 
 def test_stop_tokens_are_eos_and_end_of_turn_without_duplicates():
-    im_end, eos = 3, 0  # their places in the list of special tokens
+    im_end, eos = 3, 0  # their indices in the list of special tokens
     assert stop_token_ids(TOKENIZERS["chatml, eos is another"]()) == [eos, im_end]
     assert stop_token_ids(TOKENIZERS["chatml, eos is its end"]()) == [im_end]
     assert stop_token_ids(TOKENIZERS["no end token"](), 4) == [eos, 4]

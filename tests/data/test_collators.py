@@ -47,7 +47,7 @@ def test_preferences_are_chosen_then_rejected_in_one_batch():
     assert batch["pair_mask"].tolist() == [True, True]
 
 
-def test_unpaired_responses_come_with_the_mismatched_ones():
+def test_unpaired_batches_include_the_mismatched_responses():
     rows = [
         {"input_ids": [1, 2, 3], "mismatched_ids": [1, 2, PAD, 4], "prompt_length": 2, "desirable": True},
         {"input_ids": [5, PAD], "mismatched_ids": [5, 6], "prompt_length": 1, "desirable": False,
@@ -66,7 +66,7 @@ def test_unpaired_responses_come_with_the_mismatched_ones():
     assert empty["row_mask"].tolist() == [f] and not empty["loss_mask"].any() and empty["attention_mask"].all()
 
 
-def test_an_empty_list_gives_a_row_that_counts_for_nothing():
+def test_an_empty_list_gives_a_dummy_row_that_the_masks_exclude():
     sft = collate_sft([], pad_token_id=PAD, pad_to_multiple_of=1)
     assert sft["input_ids"].tolist() == [[PAD]] and sft["attention_mask"].tolist() == [[True]]
     assert not sft["loss_mask"].any()
@@ -88,11 +88,11 @@ def test_prompts_keep_ids_row_numbers_and_the_other_columns():
     assert collate_prompts([]) == {"prompts": [], "row_index": [], "messages": [], "rows": []}
 
 
-def test_collators_need_torch_and_nothing_of_ours_or_of_hugging_face():
+def test_collators_import_no_other_module_of_dschat_and_nothing_of_hugging_face():
     program = (
         "import sys, dschat.data.collators as c; "
-        "ours = {m for m in sys.modules if m.startswith('dschat')} - {'dschat', 'dschat.data', c.__name__}; "
-        "heavy = {'transformers', 'datasets', 'deepspeed'} & set(sys.modules); print(sorted(ours | heavy))"
+        "own = {m for m in sys.modules if m.startswith('dschat')} - {'dschat', 'dschat.data', c.__name__}; "
+        "heavy = {'transformers', 'datasets', 'deepspeed'} & set(sys.modules); print(sorted(own | heavy))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"

@@ -23,7 +23,7 @@ def tokenizer():
 
 
 def write_pairs(file, numbers):
-    """Rows that serve all three kinds and are told apart by their number."""
+    """Rows that serve all three kinds; column n identifies them."""
     rows = [{"prompt": f"add {i} and 1", "chosen": f"it is {i + 1}", "rejected": "no", "n": i} for i in numbers]
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -105,7 +105,7 @@ def test_phases_and_evaluation_rows_are_disjoint_and_lose_no_row(tokenizer, tmp_
     assert sorted(seen) == list(range(60))
 
 
-def test_kinds_take_their_own_phases(tokenizer, tmp_path):
+def test_each_kind_uses_the_rows_of_its_own_phase(tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", range(60))
     built = {kind: build(kind, tokenizer, tmp_path, path, data_split="2,4,4", eval_fraction=0.0) for kind in KINDS}
     prompts = [
@@ -126,8 +126,8 @@ def test_split_of_a_source_does_not_depend_on_the_others(tokenizer, tmp_path):
 def test_weights_set_the_shares_of_the_epoch(tokenizer, tmp_path):
     a, b = write_pairs(tmp_path / "a.jsonl", range(10)), write_pairs(tmp_path / "b.jsonl", range(100, 190))
     splits = build("prompt", tokenizer, tmp_path, f"{a}:0.7", f"{b}:0.3", eval_fraction=0.0)
-    found = numbers(splits.train)
-    assert len(found) == 100 and sorted(n for n in found if n < 100) == sorted(list(range(10)) * 7)
+    drawn = numbers(splits.train)
+    assert len(drawn) == 100 and sorted(n for n in drawn if n < 100) == sorted(list(range(10)) * 7)
     assert "mixed epoch: 70 of" in splits.report.summary()
 
 
@@ -147,7 +147,7 @@ def test_a_small_source_still_gives_one_row_for_evaluation(tokenizer, tmp_path):
     assert numbers(splits.train) == [0, 1] and numbers(splits.eval) == [2]
 
 
-def test_second_call_reads_what_the_first_wrote(tokenizer, tmp_path):
+def test_a_second_call_loads_the_data_that_the_first_wrote(tokenizer, tmp_path):
     path = write_pairs(tmp_path / "a.jsonl", range(20))
     first = build("sft", tokenizer, tmp_path, path)
     (folder,) = (tmp_path / "arrow").iterdir()
@@ -162,7 +162,7 @@ def test_second_call_reads_what_the_first_wrote(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["file", "max_tokens", "seed", "tokenizer", "train_on_prompt"])
-def test_whatever_changes_a_row_makes_the_data_anew(tokenizer, tmp_path, change):
+def test_every_change_of_the_rows_builds_the_data_again(tokenizer, tmp_path, change):
     path = write_pairs(tmp_path / "a.jsonl", range(20))
     options, other = {}, tokenizer
     before = build("sft", tokenizer, tmp_path, path)
@@ -195,7 +195,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("packing", [False, True])
 def test_damaged_folder_is_not_used_silently(tokenizer, tmp_path, capsys, damage, packing):
-    """It is made again: the rows of a flipped bit would train another model, a cut file would stop every later run."""
+    """It is built again: a flipped bit would train another model, and a truncated file would end every later run."""
     path = write_pairs(tmp_path / "a.jsonl", range(20))
     build = partial(build_dataset, "sft", tokenizer, DataOptions([path], str(tmp_path / "arrow"), 64, packing=packing))
     rows = build().train[:]
@@ -206,28 +206,28 @@ def test_damaged_folder_is_not_used_silently(tokenizer, tmp_path, capsys, damage
             assert file.name in names
             content = file.read_bytes()
             DAMAGES[damage](file)
-            found = build()
-            assert found.train[:] == rows and file.read_bytes() == content
-            said = capsys.readouterr().err
-            assert f"warning: {folder} is damaged and will be rebuilt" in said
-            assert file.name in said or file.name == "manifest.json"  # a checksum in it is then another file's
+            rebuilt = build()
+            assert rebuilt.train[:] == rows and file.read_bytes() == content
+            stderr = capsys.readouterr().err
+            assert f"warning: {folder} is damaged and will be rebuilt" in stderr
+            assert file.name in stderr or file.name == "manifest.json"  # a changed checksum is reported for its file
     build()
     assert "damaged" not in capsys.readouterr().err
-    assert sorted((tmp_path / "arrow").iterdir()) == folders, "nothing is left beside them"
+    assert sorted((tmp_path / "arrow").iterdir()) == folders, "no other folder is left"
 
 
-def test_one_process_of_a_machine_verifies_for_all(tokenizer, tmp_path, monkeypatch):
+def test_without_verify_no_checksums_are_computed(tokenizer, tmp_path, monkeypatch):
     path = write_pairs(tmp_path / "a.jsonl", range(20))
     options = DataOptions([path], str(tmp_path / "arrow"), 64)
     build_dataset("sft", tokenizer, options)
-    read = []
-    monkeypatch.setattr(verified_folder, "digest", lambda file: read.append(file) or "")
+    hashed = []
+    monkeypatch.setattr(verified_folder, "digest", lambda file: hashed.append(file) or "")
     build_dataset("sft", tokenizer, options, verify=False)
-    assert read == []
+    assert hashed == []
 
 
 def test_bad_rows_are_set_aside_with_file_and_line(tokenizer, tmp_path):
-    for _ in range(2):  # built, then read back: the report is the same
+    for _ in range(2):  # built, then loaded: the report is the same
         splits = build("sft", tokenizer, tmp_path, str(DATA / "damaged.jsonl"), eval_fraction=0.0)
         assert len(splits.train) == 2
         assert [bad.removeprefix(f"{DATA}/").split(": ")[0] for bad in splits.report.bad] == [
@@ -236,7 +236,7 @@ def test_bad_rows_are_set_aside_with_file_and_line(tokenizer, tmp_path):
         assert "response is empty" in splits.report.summary()
 
 
-def test_too_many_bad_rows_stop_with_the_first_five_named_and_leave_nothing(tokenizer, tmp_path):
+def test_too_many_bad_rows_are_an_error_that_lists_the_first_five_and_leave_no_files(tokenizer, tmp_path):
     lines = ['{"prompt": "a", "response": "b"}'] + ['{"prompt": "a", "response": " "}'] * 7
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(ValueError, match="--max_bad_rows 6") as caught:
@@ -244,19 +244,19 @@ def test_too_many_bad_rows_stop_with_the_first_five_named_and_leave_nothing(toke
     assert [f"a.jsonl:{n}:" in str(caught.value) for n in range(1, 9)] == [False] + [True] * 5 + [False] * 2
     assert list((tmp_path / "arrow").iterdir()) == []
     build("sft", tokenizer, tmp_path, str(tmp_path / "a.jsonl"), max_bad_rows=7, eval_fraction=0.0)
-    with pytest.raises(ValueError, match="--max_bad_rows 6"):  # the limit holds for what is on disk too
+    with pytest.raises(ValueError, match="--max_bad_rows 6"):  # the limit applies to prepared data too
         build("sft", tokenizer, tmp_path, str(tmp_path / "a.jsonl"), max_bad_rows=6, eval_fraction=0.0)
 
 
-def test_all_faulty_sources_are_named_at_once(tokenizer, tmp_path):
+def test_all_faulty_sources_are_reported_together(tokenizer, tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "other.jsonl").write_text('{"q": "a"}\n' * 3)
     paths = [str(tmp_path / name) for name in ("none.jsonl", "empty.jsonl", "blank.jsonl", "other.jsonl")]
     with pytest.raises(ValueError) as caught:
         build("prompt", tokenizer, tmp_path, *paths)
-    found = data_problems("prompt", DataOptions(paths, str(tmp_path), 64))
-    for problems in (str(caught.value).splitlines(), found):
+    reported = data_problems("prompt", DataOptions(paths, str(tmp_path), 64))
+    for problems in (str(caught.value).splitlines(), reported):
         assert len(problems) == 4
         expected = ("no such file", "is empty", "has no rows", "a prompt row needs prompt, or messages; it has q")
         for problem, part in zip(problems, expected, strict=True):
@@ -282,7 +282,7 @@ def phase_fails(tokenizer, tmp_path, path, phase):
     return False
 
 
-def test_wrong_options_are_named_together(tokenizer, tmp_path):
+def test_invalid_options_are_reported_together(tokenizer, tmp_path):
     with pytest.raises(ValueError) as caught:
         build("sft", tokenizer, tmp_path, "a", data_split="1", eval_fraction=1.0, max_bad_rows=-1, phase=4)
     for flag in ("--data_split 1", "--eval_fraction 1.0", "--max_bad_rows -1", "phase 4"):
@@ -295,7 +295,7 @@ def test_wrong_options_are_named_together(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("entry", ["{0}", "{0}:1.0", "openai/gsm8k={0}", "{0}/sub/.."])
 def test_outputs_inside_a_data_folder_are_refused_before_anything_is_written(tokenizer, tmp_path, entry):
-    """The run's metrics.jsonl and samples.jsonl would be rows, and every resume another run."""
+    """Otherwise metrics.jsonl and samples.jsonl would become rows, and every resume would have other data."""
     data = tmp_path / "rows"
     write_pairs(data / "train.jsonl", range(20))
     (data / "sub").mkdir()
@@ -307,7 +307,7 @@ def test_outputs_inside_a_data_folder_are_refused_before_anything_is_written(tok
                 refuse(options)
         assert not (data / "run").exists()
     single = DataOptions([str(data / "train.jsonl")], inside, 64, run_path=inside, eval_fraction=0.0)
-    assert len(build_dataset("prompt", tokenizer, single).train) == 20, "one file does not see what is beside it"
+    assert len(build_dataset("prompt", tokenizer, single).train) == 20, "a single file does not include its neighbours"
 
 
 def _raise_problems(options):

@@ -99,7 +99,7 @@ CONVERSATIONS = {
         chat("a", "<think>t</think> 4"),
     ),
 }  # fmt: skip
-# What remains for rewards: row → prompt, answer.
+# Datasets with a reference answer for rewards: row, prompt, answer, SFT response (None: not tested).
 ANSWERS = {
     "openai/gsm8k": (
         {"question": "a", "answer": "3*4 is <<3*4=12>>12, times 100.\n#### 1,200"},
@@ -126,12 +126,12 @@ ANSWERS = {
 }  # fmt: skip
 
 
-def test_every_known_data_set_is_tried_below():
+def test_every_hub_dataset_has_a_test_row():
     assert PREFERENCES.keys() | CONVERSATIONS.keys() | ANSWERS.keys() == HUB_DATASETS.keys()
 
 
 @pytest.mark.parametrize("name", PREFERENCES)
-def test_preferences(name):
+def test_preference_rows_are_parsed(name):
     row, expected = PREFERENCES[name]
     assert record(name, row, "preference") == expected
     assert record(name, row, "prompt") == {"prompt": expected["prompt"]}
@@ -140,14 +140,14 @@ def test_preferences(name):
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_conversations(name):
+def test_conversation_rows_are_parsed(name):
     row, messages = CONVERSATIONS[name]
     assert record(name, row, "sft") == {"messages": messages}
     assert record(name, row, "prompt") == {"prompt": messages[:-1]}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_answers(name):
+def test_rows_with_an_answer_are_parsed(name):
     row, prompt, answer, response = ANSWERS[name]
     fields = mapped_fields(row, HUB_DATASETS[name], {})
     assert parse_record(fields, "prompt") == {"prompt": prompt} and fields["answer"] == answer
@@ -183,16 +183,16 @@ def test_labels_decide_which_answer_is_chosen_and_ties_are_left_out(name, row, c
         ("HuggingFaceH4/MATH-500", {"problem": "a", "solution": "no box"}, "no boxed answer"),
     ],
 )
-def test_rows_without_anything_to_train_on_are_skipped(name, row, reason):
+def test_rows_without_anything_to_learn_are_skipped(name, row, reason):
     with pytest.raises(UnusableRow, match=reason):
         mapped_fields(row, HUB_DATASETS[name], {})
 
 
-def test_a_damaged_row_is_bad_and_a_row_of_ours_is_taken_as_it_is():
+def test_a_damaged_row_is_bad_and_a_row_in_the_suites_own_columns_is_unchanged():
     with pytest.raises(ValueError, match="not a row of this data set .TypeError"):
         mapped_fields(WEBGPT | {"question": "text"}, HUB_DATASETS["openai/webgpt_comparisons"], {})
-    ours = {"prompt": "a", "response": "b"}
-    assert mapped_fields(ours, HUB_DATASETS["openai/gsm8k"], {}) == ours
+    own_row = {"prompt": "a", "response": "b"}
+    assert mapped_fields(own_row, HUB_DATASETS["openai/gsm8k"], {}) == own_row
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def write_lines(file, rows):
     return str(file)
 
 
-def test_a_path_that_ends_like_the_name_or_is_given_to_it_is_read_in_its_schema(tmp_path):
+def test_a_path_that_ends_with_a_dataset_name_or_is_assigned_to_one_is_read_in_its_schema(tmp_path):
     row, prompt, answer, _ = ANSWERS["openai/gsm8k"]
     inside = write_lines(tmp_path / "openai" / "gsm8k" / "main" / "train.jsonl", [row])
     write_lines(tmp_path / "openai" / "gsm8k" / "socratic" / "train.jsonl", [row] * 3)
     elsewhere = write_lines(tmp_path / "rows.jsonl", [row])
     for path in (str(tmp_path / "openai" / "gsm8k"), f"openai/gsm8k={elsewhere}"):
-        (found,) = load_source(path).rows("train")
-        assert found.fields["answer"] == answer and found.fields["prompt"] == "a"
+        (row_read,) = load_source(path).rows("train")
+        assert row_read.fields["answer"] == answer and row_read.fields["prompt"] == "a"
     assert hub_dataset("openai/gsm8k") == (HUB_DATASETS["openai/gsm8k"], "openai/gsm8k")
     for plain in (inside, elsewhere, str(tmp_path / "my-openai" / "gsm8k"), "reasoning_gym:chain_sum?size=3"):
         assert hub_dataset(plain) == (None, plain)
@@ -237,7 +237,7 @@ def test_one_file_read_in_two_schemas_is_prepared_twice(tokenizer, tmp_path):
     assert texts == ["\n\nHuman: a\n\nAssistant: b</s>", "\n\nHuman: j\n\nAssistant: k</s>"]
 
 
-def test_a_data_set_uses_the_splits_that_are_meant(tmp_path):
+def test_a_dataset_uses_its_preferred_splits(tmp_path):
     table = Dataset.from_list([{"messages": chat("a", "b")}] * 4)
     splits = {
         name: table.select(range(n + 1)) for n, name in enumerate(["train_gen", "train_sft", "test_gen", "test_sft"])
@@ -270,15 +270,15 @@ def test_ties_are_counted_as_dropped_not_as_bad(tokenizer, tmp_path):
     assert len(splits.train) == 1 and splits.report.sources[0].dropped == {"no answer is preferred": 30}
 
 
-def test_named_columns_are_read_where_they_are_and_change_the_prepared_data(tokenizer, tmp_path):
-    theirs = write_lines(tmp_path / "a.jsonl", [{"question": "add 1", "reply": "it is 2", "prompt": "not me"}])
-    ours = write_lines(tmp_path / "b.jsonl", [{"prompt": "add 2", "response": "it is 3"}])
+def test_named_columns_are_used_in_the_rows_that_have_them(tokenizer, tmp_path):
+    renamed = write_lines(tmp_path / "a.jsonl", [{"question": "add 1", "reply": "it is 2", "prompt": "not me"}])
+    standard = write_lines(tmp_path / "b.jsonl", [{"prompt": "add 2", "response": "it is 3"}])
     columns = {"prompt": "question", "response": "reply"}
-    splits = build("sft", tokenizer, tmp_path, theirs, ours, columns=columns)
+    splits = build("sft", tokenizer, tmp_path, renamed, standard, columns=columns)
     texts = [tokenizer.decode(ids) for ids in splits.train["input_ids"]]
     assert texts == [f"\n\nHuman: add {n}\n\nAssistant: it is {n + 1}</s>" for n in (1, 2)]
     with pytest.raises(ValueError, match="no row has the columns of this step"):
-        build("sft", tokenizer, tmp_path, theirs)
+        build("sft", tokenizer, tmp_path, renamed)
 
 
 def test_a_named_column_that_is_in_no_row_is_an_error(tokenizer, tmp_path):
@@ -290,9 +290,9 @@ def test_a_named_column_that_is_in_no_row_is_an_error(tokenizer, tmp_path):
         build("sft", tokenizer, tmp_path, path, columns={"prompt": "q", "response": "response", "text": "t"})
 
 
-def test_duplicates_are_dropped_by_content_the_first_stays(tokenizer, tmp_path):
+def test_of_rows_with_equal_content_the_first_is_kept(tokenizer, tmp_path):
     rows = [{"prompt": "a", "response": str(i % 3), "id": i} for i in range(9)]
-    rows.append({"messages": chat("a", "0"), "id": 10})  # the same conversation in another spelling
+    rows.append({"messages": chat("a", "0"), "id": 10})  # the same conversation in another schema
     folder = tmp_path / "rows"
     write_lines(folder / "train.jsonl", rows)
     write_lines(folder / "test.jsonl", [{"prompt": "a", "response": str(i)} for i in (2, 3)])  # 2 is a train row

@@ -1,4 +1,4 @@
-"""Long conversations: located turns match the definition, in time linear in their number."""
+"""Long conversations: turns are located as by rendering every prompt, in time linear in their number."""
 
 import json
 
@@ -18,35 +18,35 @@ def long_chat(turns, contents=("Please add 17 and 4.", "It is 21.", "a")):
     return [{"role": roles[i % 2], "content": f"{contents[i % len(contents)]} {i}"} for i in range(2 * turns)]
 
 
-def by_definition(monkeypatch, tokenizer, messages, **options):
+def by_rendering_every_prompt(monkeypatch, tokenizer, messages, **options):
     with monkeypatch.context() as patch:
         patch.setattr(assistant_turns, "RENDERED_TURNS", 10**9)
         return encode_conversation(tokenizer, messages, **options)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *TOKENIZERS])
-def test_turns_of_long_chats_are_those_of_the_definition(name, monkeypatch):
+def test_turns_of_long_chats_are_those_found_by_rendering_every_prompt(name, monkeypatch):
     tokenizer = tokenizer_of(name, marked=False) if name in FAMILIES else TOKENIZERS[name]()
     awkward = [text if text.strip() else f"{text}." for text in AWKWARD]
     chats = [long_chat(20), long_chat(15, awkward)]
     if name not in ("gemma", "mistral"):
         chats.append([{"role": "system", "content": "Be brief."}, *long_chat(12)])
     for messages in chats:
-        assert encode_conversation(tokenizer, messages) == by_definition(monkeypatch, tokenizer, messages)
+        assert encode_conversation(tokenizer, messages) == by_rendering_every_prompt(monkeypatch, tokenizer, messages)
 
 
-def test_turns_of_a_long_chat_with_tools_are_those_of_the_definition(monkeypatch):
+def test_turns_of_a_long_chat_with_tools_are_those_found_by_rendering_every_prompt(monkeypatch):
     tokenizer = tokenizer_of("qwen", marked=False)
     twice = [*TOOL_CHAT[:3], TOOL_CHAT[2], *TOOL_CHAT[3:]]  # two tool answers in a row
     for messages in (TOOL_CHAT * 9, (TOOL_CHAT + TURNS + twice) * 4):
-        found = encode_conversation(tokenizer, messages, tools=TOOLS)
-        assert found == by_definition(monkeypatch, tokenizer, messages, tools=TOOLS)
-        assert sum(b and not a for a, b in zip(found[1], found[1][1:], strict=False)) == sum(
+        ids, mask = encode_conversation(tokenizer, messages, tools=TOOLS)
+        assert (ids, mask) == by_rendering_every_prompt(monkeypatch, tokenizer, messages, tools=TOOLS)
+        assert sum(b and not a for a, b in zip(mask, mask[1:], strict=False)) == sum(
             message["role"] == "assistant" for message in messages
         )
 
 
-TEMPLATES = {  # each breaks one of the reasons for which a turn need not be rendered
+TEMPLATES = {  # each violates an assumption under which turns are not rendered one by one
     "rewrites contents": CHATML.replace("message['content']", "message['content'] | replace('a', 'e')"),
     "shows thoughts after the last question only": (
         "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -56,25 +56,27 @@ TEMPLATES = {  # each breaks one of the reasons for which a turn need not be ren
             "(message['content'] if loop.index0 > ns.last else message['content'].split('</think>')[-1])",
         )
     ),
-    "counts its turns": CHATML.replace("message['role']", "message['role'] + (loop.index0 | string)"),
-    "writes the first and the last otherwise": CHATML.replace(
+    "numbers its messages": CHATML.replace("message['role']", "message['role'] + (loop.index0 | string)"),
+    "marks the first and the last message": CHATML.replace(
         "message['content']", "('!' if loop.first else '?' if loop.last else '') + message['content']"
     ),
-    "knows the length": "{{ messages | length }}" + CHATML,
-    "names the sixth": CHATML.replace("message['content']", "('six' if loop.index == 12 else '') + message['content']"),
+    "writes the number of messages": "{{ messages | length }}" + CHATML,
+    "marks the twelfth message": CHATML.replace(
+        "message['content']", "('six' if loop.index == 12 else '') + message['content']"
+    ),
 }
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_that_are_not_the_same_everywhere_are_rendered_as_the_definition_says(name, monkeypatch):
+def test_turns_of_templates_that_depend_on_the_position_are_those_found_by_rendering_every_prompt(name, monkeypatch):
     tokenizer = make_tokenizer(template=TEMPLATES[name])
     for contents in (("a", "b"), ("add", "<think>b</think>c")):
         messages = long_chat(15, contents)
-        assert encode_conversation(tokenizer, messages) == by_definition(monkeypatch, tokenizer, messages)
+        assert encode_conversation(tokenizer, messages) == by_rendering_every_prompt(monkeypatch, tokenizer, messages)
 
 
 class Counted:
-    """Messages that the template reads and characters that are encoded."""
+    """Counts messages that are rendered and characters that are encoded."""
 
     def __init__(self, tokenizer, monkeypatch):
         self.messages, self.characters = 0, 0
@@ -106,7 +108,7 @@ def test_work_grows_with_the_number_of_turns(family, monkeypatch):
     assert work[2][1] <= 2.3 * work[1][1] <= 2.3 * 2.3 * work[0][1]
     before = counted.messages
     encode_answer(tokenizer, long_chat(400)[:-1], "fine")
-    assert counted.messages - before <= 3 * 800, "a reward model's reading does not depend on the turns before"
+    assert counted.messages - before <= 3 * 800, "the number of renderings for a reward model is constant"
 
 
 @pytest.mark.parametrize("name", ["chatml", "shows thoughts after the last question only"])

@@ -16,7 +16,7 @@ def test_split_is_parsed_into_shares():
 
 
 @pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c", "-1,1,1", "0,0,0", "nan,1,1", "inf,1,1"])
-def test_other_splits_are_refused(text):
+def test_invalid_splits_are_refused(text):
     with pytest.raises(ValueError, match="three numbers"):
         parse_data_split(text)
 
@@ -29,8 +29,8 @@ def test_phases_are_disjoint_and_cover_every_row(shares):
 
 
 @pytest.mark.parametrize("rows", [10, 11, 100, 1000])
-def test_shares_hold_for_few_rows_and_for_many(rows):
-    """The rotation keeps every interval's count within a few of s·N (independent draws would be off by √N)."""
+def test_shares_are_met_for_few_rows_and_for_many(rows):
+    """Positions from a rotation keep the count within a few rows of share · N (independent draws: √N)."""
     for seed in range(20):
         for phase, share in zip((1, 2, 3), SHARES, strict=True):
             count = sum(role is not None for role in roles(rows, shares=SHARES, phase=phase, seed=seed))
@@ -46,7 +46,7 @@ def test_held_out_rows_are_the_stated_share_of_every_phase():
     assert roles(50, shares=None, phase=1, eval_fraction=0.0) == ["train"] * 50
 
 
-def test_a_row_keeps_its_place_when_rows_are_appended_and_moves_with_the_seed():
+def test_a_row_keeps_its_split_when_rows_are_appended_and_changes_it_with_the_seed():
     assert roles(100, shares=SHARES, phase=2) == roles(300, shares=SHARES, phase=2)[:100]
     assert roles(100, shares=SHARES, phase=2) != roles(100, shares=SHARES, phase=2, seed=8)
 
@@ -58,7 +58,7 @@ def test_positions_are_spread_evenly_over_zero_to_one():
     assert counts.min() >= 97 and counts.max() <= 103
 
 
-def test_without_weights_every_row_comes_once():
+def test_without_weights_every_row_occurs_once():
     rows = mixed_rows([3, 2], None, seed=0)
     assert [r.tolist() for r in rows] == [[0, 1, 2], [0, 1]]
 

@@ -18,7 +18,7 @@ from dschat.rewards.weighted_sum import prompt_text  # noqa: E402
 
 SUMS = "reasoning_gym:chain_sum?size=12&seed=5&min_terms=2&max_terms=2&max_digits=1"
 # Their entries hold tuples (most), numbers as keys (graph_color) or numpy text (knights_knaves); prime_factorization
-# raises on words; game_of_life_halting and spell_backward pay for junk; arc tasks compare tuples by type.
+# raises on words; game_of_life_halting and spell_backward give credit for junk; arc tasks compare tuples by type.
 TASKS = ["arc_agi", "rearc", "countdown", "knights_knaves", "maze", "mini_sudoku", "chain_sum", "gsm_symbolic",
          "prime_factorization", "game_of_life_halting", "spell_backward", "letter_jumble", "word_sorting", "n_queens",
          "figlet_font", "zebra_puzzles", "shortest_path", "leg_counting", "family_relationships"]  # fmt: skip
@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of the prepared rows, for all tests: drawing them takes a process."""
+    """For the prepared rows of all tests: generating them starts a process."""
     return str(tmp_path_factory.mktemp("arrow"))
 
 
@@ -45,14 +45,14 @@ def sums_of(splits):
     """The two numbers and the operator of every row, and its answer, read from the text alone."""
     rows = [json.loads(row) for row in splits.train["row"]]
     questions = [json.loads(prompt)[0]["content"] for prompt in splits.train["prompt_text"]]
-    sums = [question.split(": ")[1].removesuffix(" =") for question in questions]
-    return list(zip(sums, (row["answer"] for row in rows), strict=True))
+    expressions = [question.split(": ")[1].removesuffix(" =") for question in questions]
+    return list(zip(expressions, (row["answer"] for row in rows), strict=True))
 
 
 def test_rows_hold_the_question_its_answer_and_the_fields_of_the_query(tokenizer, folder):
-    found = sums_of(build("prompt", tokenizer, folder, SUMS))
-    assert len(found) == 12
-    for question, answer in found:
+    sums = sums_of(build("prompt", tokenizer, folder, SUMS))
+    assert len(sums) == 12
+    for question, answer in sums:
         left, operator, right = question.split()  # min_terms = max_terms = 2
         assert len(left) == len(right) == 1  # max_digits = 1
         assert int(answer) == (int(left) + int(right) if operator == "+" else int(left) - int(right))
@@ -62,11 +62,11 @@ def test_the_same_source_feeds_sft(tokenizer, folder):
     first = build("sft", tokenizer, folder, SUMS).train[0]
     question, answer = sums_of(build("prompt", tokenizer, folder, SUMS))[0]
     text = tokenizer.decode(first["input_ids"])
-    asked = f"State the final answer to the following arithmetic problem: {question} ="
-    assert text == f"\n\nHuman: {asked}\n\nAssistant: {answer}</s>"
+    expected = f"State the final answer to the following arithmetic problem: {question} ="
+    assert text == f"\n\nHuman: {expected}\n\nAssistant: {answer}</s>"
 
 
-def test_prepared_prompts_carry_what_their_scorer_needs(tokenizer, folder):
+def test_prepared_prompts_carry_the_columns_that_their_scorer_needs(tokenizer, folder):
     batch = collate_prompts(list(build("prompt", tokenizer, folder, SUMS).train))
     prompts = [prompt_text(chat) for chat in batch["messages"]]
     answers = [str(eval(prompt.split(": ")[1].removesuffix(" ="))) for prompt in prompts]
@@ -77,7 +77,7 @@ def test_prepared_prompts_carry_what_their_scorer_needs(tokenizer, folder):
 def test_rows_depend_on_the_seed_alone_not_on_the_hash_seed_of_the_process(monkeypatch):
     """word_ladder walks through sets of strings, whose order Python draws anew for every process."""
     drawn = []
-    for hash_seed in ("1", "2"):  # what a process that generates would inherit
+    for hash_seed in ("1", "2"):  # inherited by the process that generates
         monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
         drawn.append([row.fields for row in load_source("reasoning_gym:word_ladder?size=3&seed=1").rows("train")])
     assert drawn[0] == drawn[1] and len(drawn[0]) == 3
@@ -96,7 +96,7 @@ def test_two_levels_of_one_task_mix_with_weights(tokenizer, folder):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_entry_survives_the_way_through_json_and_scores_its_expected_answer_with_one(task):
+def test_an_entry_survives_json_and_its_expected_answer_scores_one(task):
     name = f"reasoning_gym:{task}?size=3&seed=7"
     for entry in (task_of(name)[i] for i in range(3)):
         row = json.loads(json.dumps(row_of(name, entry), ensure_ascii=False, default=str))
@@ -127,23 +127,23 @@ def test_a_scorer_that_raises_gives_zero_and_one_warning_for_all(tokenizer):
 def test_scores_are_finite_within_zero_and_one_and_none_for_other_rows(monkeypatch):
     name = "reasoning_gym:chain_sum?size=1"
     row = row_of(name, task_of(name)[0])
-    for given, expected in ((float("nan"), 0.0), (float("inf"), 0.0), (-3, 0.0), (7, 1.0), (0.25, 0.25)):
-        monkeypatch.setattr(task_of(name), "score_answer", lambda text, entry, given=given: given * (text == "x"))
+    for raw, expected in ((float("nan"), 0.0), (float("inf"), 0.0), (-3, 0.0), (7, 1.0), (0.25, 0.25)):
+        monkeypatch.setattr(task_of(name), "score_answer", lambda text, entry, raw=raw: raw * (text == "x"))
         assert score("x", name, row["reasoning_entry"]) == (expected, "")
     assert reasoning_score(["q", "q"], ["x", "y"], [{"answer": "5"}, {}]) == [None, None]
 
 
-def test_a_better_answer_than_the_expected_one_is_judged_by_the_task():
+def test_a_correct_answer_other_than_the_expected_one_is_scored_by_the_task():
     """Any right expression counts in countdown, and a wrong one does not."""
     name = "reasoning_gym:countdown?size=1&seed=3&min_numbers=2&max_numbers=2"
     row = row_of(name, task_of(name)[0])
     numbers, target = entry_of(row)["metadata"]["numbers"], entry_of(row)["metadata"]["target"]
     left, right = numbers
-    ways = [f"{a}{operator}{b}" for a, b in ((left, right), (right, left)) for operator in "+-*/"]
-    right_ways = [way for way in ways if eval(way) == target]
-    assert len(right_ways) == 2 and row["answer"] in ("75 + 81", "81 + 75")
-    scores = reasoning_score(["q"] * 8, ways, [row] * 8)
-    assert [value == 1.0 for value in scores] == [eval(way) == target for way in ways]
+    expressions = [f"{a}{operator}{b}" for a, b in ((left, right), (right, left)) for operator in "+-*/"]
+    correct = [expression for expression in expressions if eval(expression) == target]
+    assert len(correct) == 2 and row["answer"] in ("75 + 81", "81 + 75")
+    scores = reasoning_score(["q"] * 8, expressions, [row] * 8)
+    assert [value == 1.0 for value in scores] == [eval(expression) == target for expression in expressions]
     assert max(value for value in scores if value < 1.0) == 0.05  # the task's own credit for a wrong expression
 
 
@@ -168,7 +168,7 @@ def test_unknown_tasks_fields_and_values_are_refused_before_the_run(path, messag
     assert pytest.raises(ValueError, load_source, path).match(message) and message.split(";")[0][:10] in problem
 
 
-def test_values_take_the_type_of_their_field():
+def test_values_are_converted_to_the_type_of_their_field():
     config = task_of("reasoning_gym:number_filtering?min_value=-1.5&size=3&seed=none").config
     assert config.min_value == -1.5 and config.size == 3 and config.seed is None
     assert task_of("reasoning_gym:chain_sum?allow_negation=true").config.allow_negation is True

@@ -23,10 +23,10 @@ def assistant(text):
         ({"messages": [user("a"), assistant("b"), user("c")]}, [user("a"), assistant("b"), user("c")]),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [user("a")]),
         ({"prompt": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"}, [user("a"), assistant("b"), user("c")]),
-        ({"prompt": "Human: who?"}, [user("Human: who?")]),  # no transcript: nobody answers
+        ({"prompt": "Human: who?"}, [user("Human: who?")]),  # not a transcript: no assistant turn
     ],
 )
-def test_prompts(row, messages):
+def test_every_schema_of_a_prompt_is_parsed(row, messages):
     assert parse_record(row, "prompt") == {"prompt": messages}
 
 
@@ -43,7 +43,7 @@ def test_prompts(row, messages):
         ({"text": "abc", "messages": None, "prompt": None}, {"text": "abc"}),  # parquet fills columns with null
     ],
 )
-def test_sft_examples(row, record):
+def test_every_schema_of_an_sft_row_is_parsed(row, record):
     assert parse_record(row, "sft") == record
 
 
@@ -62,7 +62,7 @@ PAIR = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "margin": None}
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [("b", True), ("c", False)]),
     ],
 )
-def test_unpaired_responses(row, answers):
+def test_every_schema_of_unpaired_responses_is_parsed(row, answers):
     assert parse_record(row, "unpaired") == {"prompt": [user("a")], "answers": answers}
 
 
@@ -84,23 +84,23 @@ def test_unpaired_rows_need_a_true_or_false_label():
         {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"},
     ],
 )
-def test_all_spellings_of_a_preference_give_the_same_pair(row):
+def test_all_schemas_of_a_preference_give_the_same_pair(row):
     assert parse_record(row, "preference") == PAIR
 
 
-def test_equal_conversations_share_all_but_their_answer():
+def test_equal_conversations_share_all_but_their_last_answer():
     record = parse_record({"chosen": TURN, "rejected": TURN}, "preference")
     assert record == {"prompt": [user("a")], "chosen": "b", "rejected": "b", "margin": None}
 
 
 @pytest.mark.parametrize(("margin", "value"), [(0.5, 0.5), (2, 2.0), ("0.25", 0.25), (-1, -1.0)])
-def test_margins(margin, value):
+def test_margins_become_floats(margin, value):
     row = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
     assert parse_record(row, "preference")["margin"] == value
 
 
 @pytest.mark.parametrize("margin", [math.nan, math.inf, "wide", True, [1]])
-def test_margin_that_is_no_finite_number_is_bad(margin):
+def test_a_margin_that_is_not_a_finite_number_is_refused(margin):
     with pytest.raises(ValueError, match="margin .* is not a finite number"):
         parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, "preference")
 
@@ -151,7 +151,7 @@ def test_rows_are_not_changed():
     assert messages == [user("a"), assistant("b")]
 
 
-def test_a_system_column_comes_first_unless_the_messages_bring_their_own():
+def test_a_system_column_is_the_first_message_unless_the_messages_begin_with_one():
     system = {"role": "system", "content": "s"}
     row = {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c", "system": "s"}
     assert parse_record(row, "prompt") == {"prompt": [system, user("a")]}
@@ -163,20 +163,20 @@ def test_a_system_column_comes_first_unless_the_messages_bring_their_own():
         parse_record(row | {"system": 3}, "sft")
 
 
-def test_messages_keep_what_a_template_wants_of_tools_and_nothing_else():
+def test_messages_keep_the_fields_of_tool_calls_and_drop_others():
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     answer = {"role": "tool", "content": "", "name": "f", "tool_call_id": "1"}
-    given = [user("a"), call | {"weight": 3}, answer | {"tool_calls": None}, assistant("b")]
+    messages = [user("a"), call | {"weight": 3}, answer | {"tool_calls": None}, assistant("b")]
     expected = [user("a"), call | {"content": ""}, answer, assistant("b")]
-    assert parse_record({"messages": given}, "sft") == {"messages": expected}
+    assert parse_record({"messages": messages}, "sft") == {"messages": expected}
     with pytest.raises(ValueError, match="chosen calls tools"):
         parse_record({"prompt": "a", "chosen": [call], "rejected": "c"}, "preference")
 
 
 def test_tools_are_a_list_or_its_json():
     tools = [{"type": "function", "function": {"name": "f"}}]
-    for given in (tools, json.dumps(tools)):
-        assert parse_record({"prompt": "a", "tools": given}, "prompt") == {"prompt": [user("a")], "tools": tools}
+    for value in (tools, json.dumps(tools)):
+        assert parse_record({"prompt": "a", "tools": value}, "prompt") == {"prompt": [user("a")], "tools": tools}
     assert parse_record({"prompt": "a", "tools": ""}, "prompt") == {"prompt": [user("a")]}
     for bad, reason in (("[", "not valid JSON"), ("3", "must be a list"), ([1], "must be a list")):
         with pytest.raises(ValueError, match=f"tools .*{reason}|tools is {reason}"):
@@ -197,7 +197,7 @@ def test_answers_marked_as_not_ended_are_recorded_as_cut():
 
 @pytest.mark.parametrize("margin", [1e300, -3.5e38, "1e39", 10**400])
 def test_a_margin_beyond_float32_is_a_bad_row(margin):
-    """It became infinite in the row's float32 column, and the loss with it."""
+    """It would become infinite in the float32 column, and so would the loss."""
     with pytest.raises(ValueError, match="margin .* is (out of the range of float32|not a finite number)"):
         parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}, "preference")
     assert parse_record({"prompt": "a", "chosen": "b", "rejected": "c", "margin": -3.4e38}, "preference")["margin"] < 0

@@ -39,14 +39,14 @@ def test_csv_keeps_line_breaks_inside_quotes_and_counts_lines():
     assert [row.where.rpartition(":")[2] for row in rows] == ["2", "4", "5"]  # the line on which a row ends
 
 
-def test_byte_order_mark_is_no_part_of_the_data(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path):
     contents = {"a.csv": "prompt\nhi\n", "b.jsonl": '{"prompt": "hi"}\n', "c.json": '[{"prompt": "hi"}]'}
     for name, content in contents.items():
         (tmp_path / name).write_text(content, encoding="utf-8-sig")
         assert rows_of(tmp_path / name) == [{"prompt": "hi"}]
 
 
-def test_rows_that_cannot_be_read_are_named_by_file_and_line_and_the_others_survive():
+def test_unreadable_rows_are_reported_with_file_and_line_and_the_others_are_kept():
     rows = list(load_source(str(DATA / "damaged.jsonl")).rows("train"))
     faults = {row.where.removeprefix(f"{DATA}/"): row.error for row in rows if row.fields is None}
     assert list(faults) == ["damaged.jsonl:2", "damaged.jsonl:4", "damaged.jsonl:5", "damaged.jsonl:7"]
@@ -56,7 +56,7 @@ def test_rows_that_cannot_be_read_are_named_by_file_and_line_and_the_others_surv
     assert [row.fields["response"] for row in rows if row.fields is not None] == ["b", "", "d"]
 
 
-def test_damaged_csv_rows_are_named(tmp_path):
+def test_damaged_csv_rows_are_reported(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"prompt,n\nok,1\n\xff,2\ntoo,3,many\nlast,4\n")
     rows = list(load_source(str(tmp_path / "a.csv")).rows("train"))
     assert [(row.where[-1], row.error) for row in rows] == [
@@ -98,12 +98,12 @@ def test_missing_paths_are_not_looked_up_on_the_hub(path):
         load_source(path)
 
 
-def test_hub_name_that_cannot_be_loaded_names_both_possibilities():
+def test_the_error_for_an_unknown_name_mentions_files_and_the_hub():
     with pytest.raises(ValueError, match="no such file or folder, and as a name on the hub .*local file"):
         load_source("someone/some-data")
 
 
-def test_folder_names_decide_about_splits(tmp_path):
+def test_file_and_folder_names_determine_the_split(tmp_path):
     write_lines(tmp_path / "train-0.jsonl", ROWS[:1])
     write_lines(tmp_path / "train-1.jsonl", ROWS[1:2])
     write_lines(tmp_path / "test" / "part.jsonl", ROWS[2:3])
@@ -130,7 +130,7 @@ def test_splits_of_saved_data_sets(tmp_path):
         load_source(str(tmp_path / "several"))
 
 
-def test_folder_with_evaluation_rows_alone_serves_only_as_such(tmp_path):
+def test_a_folder_with_evaluation_rows_alone_serves_only_as_evaluation_data(tmp_path):
     write_lines(tmp_path / "test.jsonl", ROWS)
     with pytest.raises(ValueError, match="only evaluation data.*--eval_data_path"):
         load_source(str(tmp_path))
@@ -143,16 +143,16 @@ def test_folder_with_evaluation_rows_alone_serves_only_as_such(tmp_path):
 def test_weights_are_split_from_paths(tmp_path):
     assert parse_data_path(["a.jsonl:0.7", "b:3"]) == (["a.jsonl", "b"], [0.7, 3.0])
     assert parse_data_path(["a", "b"]) == (["a", "b"], None)
-    odd = write_lines(tmp_path / "x:1", ROWS)  # a colon of the file's own name
-    assert parse_data_path([str(odd)]) == ([str(odd)], None)
-    assert parse_data_path([f"{odd}:2"]) == ([str(odd)], [2.0])
+    file = write_lines(tmp_path / "x:1", ROWS)  # the colon belongs to the file's name
+    assert parse_data_path([str(file)]) == ([str(file)], None)
+    assert parse_data_path([f"{file}:2"]) == ([str(file)], [2.0])
 
 
 @pytest.mark.parametrize(
     ("entries", "message"),
     [([], "empty"), (["a:0"], "must be positive"), (["a:-1"], "must be positive"), (["a:1", "b"], "or none")],
 )
-def test_weights_that_make_no_sense_are_refused(entries, message):
+def test_invalid_weights_are_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         parse_data_path(entries)
 

@@ -8,15 +8,15 @@ from dschat.data.chat_template import decode_responses, encode_answer, encode_co
 from dschat.rewards.reward_model import conversation_ids
 
 OPENED = CHATML.replace("<|im_start|>assistant\n'", "<|im_start|>assistant\n<think>\n'")
-SHOWN = "message['content']"
+CONTENT = "message['content']"
 TEMPLATES = {
     # The history keeps the content unchanged.
     "kept": OPENED,
     # DeepSeek-R1: the history contains no thoughts.
-    "removed": OPENED.replace(SHOWN, "message['content'].split('</think>')[-1]"),
+    "removed": OPENED.replace(CONTENT, "message['content'].split('</think>')[-1]"),
     # Qwen3-Thinking: the last answer always has a thought.
     "last": OPENED.replace(
-        SHOWN,
+        CONTENT,
         "(('<think>\n' + (message['content'].split('</think>')[0].split('<think>')[-1].strip('\n') if '</think>' in "
         "message['content'] else '') + '\n</think>\n\n' + message['content'].split('</think>')[-1].lstrip('\n')) "
         "if loop.last and message['role'] == 'assistant' else message['content'].split('</think>')[-1])",
@@ -62,13 +62,13 @@ def test_every_turn_of_a_history_that_keeps_its_thoughts_is_trained():
     answer = {"role": "assistant", "content": "<think>\na\n</think>\n\nb"}
     ids, mask = encode_conversation(tokenizer, [USER, answer, AGAIN, answer])
     assert [tokenizer.decode(ids[i:j]) for i, j in spans(mask)] == ["a\n</think>\n\nb<|im_end|>"] * 2
-    forgotten = {"role": "assistant", "content": "b"}  # would be trained inside a thought that is never closed
-    ids, mask = encode_conversation(tokenizer, [USER, forgotten, AGAIN, answer])
+    without_thought = {"role": "assistant", "content": "b"}  # would be trained inside a thought that is never closed
+    ids, mask = encode_conversation(tokenizer, [USER, without_thought, AGAIN, answer])
     assert [tokenizer.decode(ids[i:j]) for i, j in spans(mask)] == ["a\n</think>\n\nb<|im_end|>"]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_what_is_generated_is_encoded_again_as_it_was(template):
+def test_a_generated_response_is_decoded_and_encoded_to_the_same_text(template):
     tokenizer = make(template, True)
     for generated in set(CONTENTS.values()):
         (content,) = decode_responses(tokenizer, [tokenizer(generated + "<|im_end|>").input_ids])

@@ -12,8 +12,8 @@ from dschat.distributed.engines import frozen_engine, optimizer_step, trainable_
 from dschat.models.weights import gathered
 
 ROWS, STEPS, CLIP, RATE, BETAS, DECAY = 8, 3, 0.05, 1e-2, (0.8, 0.9), 0.1
-CUTS = {  # rows of each micro-batch, for each rank
-    1: {"whole": [[range(8)]], "cut": [[range(3), range(3, 8)]], "with an empty part": [[range(8), range(0)]]},
+SPLITS = {  # rows of each micro-batch, for each rank
+    1: {"whole": [[range(8)]], "split": [[range(3), range(3, 8)]], "with an empty micro-batch": [[range(8), range(0)]]},
     2: {
         "even": [[range(4)], [range(4, 8)]],
         "uneven": [[range(1), range(1, 3)], [range(3, 4), range(4, 8)]],
@@ -62,9 +62,9 @@ def plain_torch() -> tuple[list[torch.Tensor], list[dict[str, float]]]:
     return [p.detach() for p in model.parameters()], lines
 
 
-def check(stage: int, cut: list[list[range]], case: str) -> None:
+def check(stage: int, split: list[list[range]], case: str) -> None:
     model = network()
-    mine = cut[collectives.rank()]
+    micro_batches = split[collectives.rank()]
     config = training_config(
         dtype="fp32", zero_stage=stage, micro_batch_size=4, gradient_accumulation_steps=1,
         world_size=collectives.world_size(), max_grad_norm=CLIP,
@@ -80,14 +80,14 @@ def check(stage: int, cut: list[list[range]], case: str) -> None:
     expected, lines = plain_torch()
     for step, line in enumerate(lines):
         engine.eval()  # as an evaluation would leave it
-        found = optimizer_step(engine, [partial(share_of_loss, engine, step, rows) for rows in mine])
+        metrics = optimizer_step(engine, [partial(share_of_loss, engine, step, rows) for rows in micro_batches])
         assert engine.module.training
-        assert found.keys() == line.keys(), case
+        assert metrics.keys() == line.keys(), case
         for name, value in line.items():
-            assert abs(found[name] - value) <= 1e-5 * abs(value), (case, step, name, found[name], value)
-    for ours, theirs in zip(engine.module.parameters(), expected, strict=True):
-        with gathered([ours]):
-            torch.testing.assert_close(ours.detach(), theirs, rtol=1e-4, atol=1e-5, msg=lambda m: f"{case}: {m}")  # noqa: B023
+            assert abs(metrics[name] - value) <= 1e-5 * abs(value), (case, step, name, metrics[name], value)
+    for parameter, reference in zip(engine.module.parameters(), expected, strict=True):
+        with gathered([parameter]):
+            torch.testing.assert_close(parameter.detach(), reference, rtol=1e-4, atol=1e-5, msg=lambda m: case + m)  # noqa: B023
 
 
 def check_frozen(stage: int) -> None:
@@ -100,8 +100,8 @@ def check_frozen(stage: int) -> None:
 
 if __name__ == "__main__":
     launch.join(seed=1)
-    for stage, (name, cut) in itertools.product((0, 1, 2, 3), CUTS[collectives.world_size()].items()):
-        check(stage, cut, f"ZeRO {stage}, {name}")
+    for stage, (name, split) in itertools.product((0, 1, 2, 3), SPLITS[collectives.world_size()].items()):
+        check(stage, split, f"ZeRO {stage}, {name}")
     for stage in (0, 3):
         check_frozen(stage)
     launch.run(lambda: print("all equal", flush=True))

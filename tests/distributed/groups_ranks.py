@@ -11,7 +11,7 @@ from dschat.distributed import collectives, groups, launch
 
 if __name__ == "__main__":
     launch.join(seed=0)
-    found = {}
+    results = {}
     for size in (1, 2, 4):
         groups.create_groups(sequence_parallel_size=size)
         sums = []
@@ -20,16 +20,16 @@ if __name__ == "__main__":
             if group is not None:
                 dist.all_reduce(value, group=group)
             sums.append(value.item())
-        found[size] = [
+        results[size] = [
             groups.data_parallel_rank(), groups.data_parallel_size(), groups.sequence_parallel_rank(),
             groups.sequence_parallel_size(), *sums,
         ]  # fmt: skip
     try:
         groups.create_groups(sequence_parallel_size=3)
     except ValueError as error:
-        found["3"] = str(error)
-    everyone = collectives.all_gather_objects(found)
+        results["3"] = str(error)
+    of_all_ranks = collectives.all_gather_objects(results)
     if collectives.is_main():
-        Path(sys.argv[1]).write_text(json.dumps(everyone), encoding="utf-8")
+        Path(sys.argv[1]).write_text(json.dumps(of_all_ranks), encoding="utf-8")
     collectives.barrier()
     dist.destroy_process_group()

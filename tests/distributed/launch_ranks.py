@@ -14,21 +14,21 @@ from dschat.distributed import collectives, launch
 CASE, FOLDER = sys.argv[1], Path(sys.argv[2])
 
 
-def together() -> None:
-    before = collectives.rank(), collectives.world_size()  # of a process that has not joined yet
+def collectives_of_two() -> None:
+    unjoined = collectives.rank(), collectives.world_size()  # before the process joins
     device = launch.join(seed=5)
     rank, size = collectives.rank(), collectives.world_size()
-    assert before == (0, 1) and size == 2 and collectives.is_main() == (rank == 0)
+    assert unjoined == (0, 1) and size == 2 and collectives.is_main() == (rank == 0)
     assert device.type in ("cpu", "cuda")
     drawn = collectives.all_gather_objects(torch.rand(3).tolist())
-    assert drawn[0] == drawn[1]  # one seed for all
-    mine = torch.tensor([1.5, 2.0 * rank])
-    total = collectives.sum_over_ranks(mine)
+    assert drawn[0] == drawn[1]  # the same seed on all ranks
+    value = torch.tensor([1.5, 2.0 * rank])
+    total = collectives.sum_over_ranks(value)
     assert total.tolist() == [3.0, 2.0] and total.dtype == torch.float64
-    assert mine.tolist() == [1.5, 2.0 * rank] and mine.dtype == torch.float32
+    assert value.tolist() == [1.5, 2.0 * rank] and value.dtype == torch.float32
     largest = collectives.max_over_ranks(torch.tensor([[-3.0 - rank, 2.0 * rank]]))
     assert largest.tolist() == [[-3.0, 2.0]] and largest.dtype == torch.float64
-    # 2^24 + 1 is no float32: sums of counts are exact all the same.
+    # float32 cannot represent 2^24 + 1: sums of counts are exact nevertheless.
     assert collectives.sum_over_ranks(torch.tensor([2**24 + rank])).item() == 2**25 + 1
     assert collectives.all_gather_objects({"rank": rank}) == [{"rank": 0}, {"rank": 1}]
 
@@ -48,28 +48,28 @@ def main_first() -> None:
         assert collectives.is_main()  # and the other rank continued
 
 
-def mistake() -> None:
+def settings_error() -> None:
     launch.join(seed=5)
     raise_mistakes(["--shade green: choose another"])
 
 
-def fault() -> None:
+def internal_error() -> None:
     launch.join(seed=5)
-    raise KeyError("a fault of ours")
+    raise KeyError("an internal error")
 
 
-def fault_of_one() -> None:
+def internal_error_of_one() -> None:
     """Rank 1 fails while rank 0 runs unrelated code and rank 2 waits for both."""
     launch.join(seed=5)
     collectives.barrier()
     if collectives.rank() == 1:
-        raise KeyError("a fault of ours")
+        raise KeyError("an internal error")
     while collectives.rank() == 0:
         time.sleep(0.1)
     collectives.barrier()
 
 
-def mistake_of_one() -> None:
+def settings_error_of_one() -> None:
     launch.join(seed=5)
     if collectives.rank() == 1:
         raise_mistakes(["--shade green: choose another"])
@@ -86,14 +86,17 @@ def terminated() -> None:
         time.sleep(0.1)
 
 
-def gathered() -> None:
+def gather_and_broadcast() -> None:
     """Collectives that gather to the main rank only, and broadcasts from it."""
     launch.join(seed=5)
-    found = collectives.gather_lists_to_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
-    assert found == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if collectives.is_main() else [])
+    lists = collectives.gather_lists_to_main([{"rank": collectives.rank()}] * (collectives.rank() + 1))
+    assert lists == ([{"rank": 0}, {"rank": 1}, {"rank": 1}] if collectives.is_main() else [])
     assert collectives.broadcast_from_main(f"from {collectives.rank()}") == "from 0"
 
 
 if __name__ == "__main__":
-    cases = (together, main_first, mistake, fault, fault_of_one, mistake_of_one, terminated, gathered)
+    cases = (
+        collectives_of_two, main_first, settings_error, internal_error, internal_error_of_one, settings_error_of_one,
+        terminated, gather_and_broadcast,
+    )  # fmt: skip
     launch.run({case.__name__: case for case in cases}[CASE])

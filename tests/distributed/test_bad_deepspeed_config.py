@@ -1,11 +1,11 @@
-"""A --deepspeed_config that contradicts the flags, or that DeepSpeed would fail of, is one line at the start."""
+"""A --deepspeed_config that contradicts the flags or that DeepSpeed would refuse is reported in one line."""
 
 from __future__ import annotations
 
 import pytest
 from bad_input import mistakes
 
-DEEPSPEED = {  # content → key (or kind of mistake) in the message, the flag that owns it or what is wrong
+DEEPSPEED = {  # content → key in the message; flag that owns it, or reason
     '{"train_batch_size": 4}': ("train_batch_size", "--per_device_train_batch_size"),
     '{"train_micro_batch_size_per_gpu": 4}': ("train_micro_batch_size_per_gpu", "--per_device_train_batch_size"),
     '{"gradient_accumulation_steps": 2}': ("gradient_accumulation_steps", "--gradient_accumulation_steps"),
@@ -130,7 +130,7 @@ DEEPSPEED = {  # content → key (or kind of mistake) in the message, the flag t
 
 
 @pytest.mark.parametrize("content", DEEPSPEED)
-def test_a_deepspeed_config_names_the_key_and_the_flag_that_owns_it(content, tmp_path):
+def test_an_invalid_deepspeed_config_is_reported_with_its_key_and_the_owning_flag_or_the_reason(content, tmp_path):
     key, part = DEEPSPEED[content]
     file = tmp_path / "deepspeed.json"
     file.write_text(content)
@@ -138,16 +138,16 @@ def test_a_deepspeed_config_names_the_key_and_the_flag_that_owns_it(content, tmp
     assert line.startswith(f"  - --deepspeed_config {file}: ") and key in line and part in line, line
 
 
-def test_what_works_in_a_deepspeed_config(tmp_path):
+def test_valid_deepspeed_configs_are_accepted(tmp_path):
     file = tmp_path / "deepspeed.json"
-    working = [
+    valid = [
         "{}", '{"bf16": {"enabled": true}}', '{"fp16": {"enabled": false, "loss_scale_window": 100}}',
         '{"zero_optimization": {"overlap_comm": false, "reduce_bucket_size": 500000}}',
         '{"wall_clock_breakdown": true}',
         '{"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}', '{"aio": {"block_size": 1048576}}',
         '{"activation_checkpointing": {"partition_activations": true}}', '{"steps_per_print": 10}',
     ]  # fmt: skip
-    for content in working:
+    for content in valid:
         file.write_text(content)
         for step in ("sft", "dpo", "ppo"):
             assert mistakes(step, "--deepspeed_config", str(file)) == [], content

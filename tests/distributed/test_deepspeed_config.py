@@ -16,18 +16,18 @@ def config(**changes) -> dict:
 
 
 def test_the_global_batch_is_the_product_that_deepspeed_checks():
-    made = config()
-    assert made["train_micro_batch_size_per_gpu"] == 4 and made["gradient_accumulation_steps"] == 3
-    assert made["train_batch_size"] == 4 * 3 * 5
+    built = config()
+    assert built["train_micro_batch_size_per_gpu"] == 4 and built["gradient_accumulation_steps"] == 3
+    assert built["train_batch_size"] == 4 * 3 * 5
     frozen = frozen_config(dtype="bf16", zero_stage=0, micro_batch_size=4, world_size=5)
     assert frozen["train_batch_size"] == 4 * 5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_at_most_one_precision_is_enabled(dtype):
-    for made in (config(dtype=dtype), frozen_config(dtype=dtype, zero_stage=3, micro_batch_size=1, world_size=1)):
-        on = {name for name in ("bf16", "fp16") if made[name]["enabled"]}
-        assert on == ({dtype} - {"fp32"})
+    for built in (config(dtype=dtype), frozen_config(dtype=dtype, zero_stage=3, micro_batch_size=1, world_size=1)):
+        enabled = {name for name in ("bf16", "fp16") if built[name]["enabled"]}
+        assert enabled == ({dtype} - {"fp32"})
     assert DTYPES[dtype] == getattr(torch, {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[dtype])
 
 
@@ -50,27 +50,27 @@ def test_offload_covers_the_states_that_the_stage_partitions(stage, offload):
 @pytest.mark.parametrize(
     "stage, offload, expected", [(0, False, 0), (1, False, 0), (2, False, 0), (3, False, 3), (0, True, 3), (3, True, 3)]
 )
-def test_a_frozen_model_is_replicated_or_partitioned(stage, offload, expected):
-    """Stages 1 and 2 shard what only training has; host memory can hold parameters under stage 3 alone."""
+def test_a_frozen_model_uses_stage_0_or_stage_3(stage, offload, expected):
+    """Stages 1 and 2 partition gradients and optimizer states, which it lacks; only stage 3 can offload parameters."""
     zero = frozen_config(dtype="bf16", zero_stage=stage, micro_batch_size=1, world_size=1, offload=offload)
     assert zero["zero_optimization"]["stage"] == expected
     assert ("offload_param" in zero["zero_optimization"]) == offload
 
 
 def test_overrides_are_merged_key_by_key(tmp_path):
-    file = tmp_path / "mine.json"
-    mine = {"gradient_clipping": 7.0, "zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
-    file.write_text(json.dumps(mine))
+    file = tmp_path / "overrides.json"
+    overrides = {"gradient_clipping": 7.0, "zero_optimization": {"overlap_comm": False}, "wall_clock_breakdown": True}
+    file.write_text(json.dumps(overrides))
     plain, merged = config(zero_stage=3), with_overrides(config(zero_stage=3), str(file))
     assert merged["gradient_clipping"] == 7.0 and merged["wall_clock_breakdown"] is True
     assert merged["zero_optimization"] == plain["zero_optimization"] | {"overlap_comm": False}
     assert with_overrides(plain, None) == plain
-    untouched = plain.keys() - mine.keys()
+    untouched = plain.keys() - overrides.keys()
     assert {name: merged[name] for name in untouched} == {name: plain[name] for name in untouched}
 
 
 def test_an_override_of_another_type_replaces_a_group(tmp_path):
-    file = tmp_path / "mine.json"
+    file = tmp_path / "overrides.json"
     file.write_text(json.dumps({"bf16": None, "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}))
     merged = with_overrides(config(offload=True), str(file))
     assert merged["bf16"] is None

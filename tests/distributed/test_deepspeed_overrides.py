@@ -38,7 +38,7 @@ def test_a_misspelt_top_level_key_is_refused_with_the_nearest_key(key, nearest, 
     assert line.endswith(f"did you mean {nearest}?")
 
 
-def test_an_unknown_key_without_a_near_one_is_to_be_removed(tmp_path):
+def test_an_unknown_key_without_a_similar_key_is_to_be_removed(tmp_path):
     (line,) = problems_of({"$schema": "x"}, tmp_path)
     assert "$schema is not a key" in line and line.endswith("remove it")
 
@@ -48,7 +48,7 @@ def test_all_unknown_keys_are_listed(tmp_path):
 
 
 def test_known_keys_are_those_of_the_installed_deepspeed():
-    """The tables of this module are a part of them; keys of the groups inside are none."""
+    """They include the keys of the tables of this module, but no keys inside groups."""
     tables = {*GROUPS, *NUMBERS, *SWITCHES, *(key.partition(".")[0] for key in SET_BY_FLAGS)}
     assert tables <= deepspeed_keys() and len(deepspeed_keys()) > 50
     assert not deepspeed_keys() & {"stage", "enabled", "offload_optimizer", "overlap_comm", "type", "params"}

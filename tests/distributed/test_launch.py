@@ -16,31 +16,31 @@ from dschat.distributed import collectives, launch
 RANKS = Path(__file__).with_name("launch_ranks.py")
 
 
-@pytest.mark.parametrize("case", ["together", "main_first", "gathered"])
-def test_two_ranks(case, programs, tmp_path):
+@pytest.mark.parametrize("case", ["collectives_of_two", "main_first", "gather_and_broadcast"])
+def test_collectives_of_two_ranks(case, programs, tmp_path):
     programs.run(RANKS, [case, tmp_path], processes=2, log=tmp_path / "log")
 
 
 def test_a_settings_error_is_printed_once_without_a_traceback(programs, tmp_path):
-    text = programs.run(RANKS, ["mistake", tmp_path], processes=2, log=tmp_path / "log", code=2)
+    text = programs.run(RANKS, ["settings_error", tmp_path], processes=2, log=tmp_path / "log", code=2)
     assert text.count("--shade green: choose another") == 1
     assert "Traceback" not in text
 
 
 def test_an_internal_error_prints_a_traceback(programs, tmp_path):
-    text = programs.run(RANKS, ["fault", tmp_path], processes=2, log=tmp_path / "log", code=1)
-    assert "Traceback" in text and "a fault of ours" in text
+    text = programs.run(RANKS, ["internal_error", tmp_path], processes=2, log=tmp_path / "log", code=1)
+    assert "Traceback" in text and "an internal error" in text
 
 
 def test_an_error_of_one_rank_is_printed_first_and_ends_the_others_which_name_it(programs, tmp_path):
-    text = programs.run(RANKS, ["fault_of_one", tmp_path], processes=3, log=tmp_path / "log", code=1)
-    assert text.index("Traceback") < text.index("rank 1 (") and "KeyError: 'a fault of ours'" in text
-    named = text.count("has failed in phase 'start': KeyError: 'a fault of ours'")
-    assert named == 2, "by rank 0, which waits for nobody, and by rank 2, which waits"
+    text = programs.run(RANKS, ["internal_error_of_one", tmp_path], processes=3, log=tmp_path / "log", code=1)
+    assert text.index("Traceback") < text.index("rank 1 (") and "KeyError: 'an internal error'" in text
+    mentions = text.count("has failed in phase 'start': KeyError: 'an internal error'")
+    assert mentions == 2, "by rank 0, which is outside any collective, and by rank 2, which is inside one"
 
 
 def test_a_settings_error_of_one_rank_ends_all_with_status_2(programs, tmp_path):
-    text = programs.run(RANKS, ["mistake_of_one", tmp_path], processes=2, log=tmp_path / "log", code=None)
+    text = programs.run(RANKS, ["settings_error_of_one", tmp_path], processes=2, log=tmp_path / "log", code=None)
     assert "rank 1 (" in text and "--shade green: choose another" in text
 
 
@@ -81,7 +81,7 @@ def test_seed_all_seeds_every_generator():
 
 @pytest.fixture
 def environment(monkeypatch):
-    """Whatever a launch writes into the environment is gone after the test."""
+    """os.environ as a copy without launch variables: changes made by a launch end with the test."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "TORCHELASTIC_RUN_ID"):
         os.environ.pop(name, None)
@@ -89,27 +89,27 @@ def environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "given, expected",
+    "variables, expected",
     [
         ({"WORLD_SIZE": "2"}, 4),
         ({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, 2),  # the node's ranks share the node's cores
         ({"WORLD_SIZE": "16", "LOCAL_SIZE": "8"}, 1),  # the deepspeed launcher's name for it
         ({"WORLD_SIZE": "100"}, 1),
-        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, 7),  # the user's choice, which torch read at its start, stays
-        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4),  # torchrun's own choice
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "3"}, 7),  # set by the user, read by torch at its start: kept
+        ({"WORLD_SIZE": "2", "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 4),  # set by torchrun
     ],
 )
-def test_ranks_share_the_cores(given, expected, environment, monkeypatch):
+def test_ranks_share_the_cores(variables, expected, environment, monkeypatch):
     environment.pop("OMP_NUM_THREADS", None)
-    environment.update(given)
+    environment.update(variables)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(7)
         launch._set_threads()
         assert torch.get_num_threads() == expected
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 def test_missing_build_tools_are_listed_before_any_build(environment, monkeypatch, tmp_path):

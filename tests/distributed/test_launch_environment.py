@@ -19,9 +19,9 @@ SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_
          "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "node[1-2]", "MASTER_PORT": "29501"}  # fmt: skip
 
 
-@pytest.mark.parametrize("given", [TORCH, OPEN_MPI, HYDRA, SLURM], ids=["torch", "openmpi", "hydra", "slurm"])
-def test_every_launcher_gives_the_same_ranks(given):
-    assert launch_variables(given) == TORCH
+@pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, HYDRA, SLURM], ids=["torch", "openmpi", "hydra", "slurm"])
+def test_every_launcher_gives_the_same_ranks(variables):
+    assert launch_variables(variables) == TORCH
 
 
 def test_srun_with_pmi_variables_uses_the_local_rank_of_slurm():
@@ -34,36 +34,36 @@ def test_mpirun_inside_a_slurm_job_takes_precedence():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variables",
     [
         {},
-        {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "nonsense"},  # of an image, and nobody reads them
+        {"MASTER_ADDR": "elsewhere", "MASTER_PORT": "nonsense"},  # set by a container image: ignored
         {"WORLD_SIZE": "1", "LOCAL_RANK": "0"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "PMIX_RANK": "0"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1", "SLURM_LOCALID": "0"},
-        {"SLURM_NTASKS": "8"},  # salloc's shell: no task
+        {"SLURM_NTASKS": "8"},  # the shell of salloc is not a task
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
     ],
 )
-def test_a_single_process_needs_no_launch_variables(given):
-    assert launch_variables(given) == {}
+def test_a_single_process_needs_no_launch_variables(variables):
+    assert launch_variables(variables) == {}
 
 
 def test_on_one_node_the_address_is_local_and_every_job_has_its_own_port():
-    here = {name: value for name, value in OPEN_MPI.items() if not name.startswith("MASTER")}
-    here |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
-    one = launch_variables(here | {"PMIX_NAMESPACE": "job-1"})
-    other = launch_variables(here | {"PMIX_NAMESPACE": "job-2", "OMPI_COMM_WORLD_RANK": "0"})
+    single_node = {name: value for name, value in OPEN_MPI.items() if not name.startswith("MASTER")}
+    single_node |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    one = launch_variables(single_node | {"PMIX_NAMESPACE": "job-1"})
+    other = launch_variables(single_node | {"PMIX_NAMESPACE": "job-2", "OMPI_COMM_WORLD_RANK": "0"})
     assert one["MASTER_ADDR"] == "127.0.0.1" and one["MASTER_PORT"] != other["MASTER_PORT"]
-    assert launch_variables(here)["MASTER_PORT"] == "29500"
+    assert launch_variables(single_node)["MASTER_PORT"] == "29500"
     slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7"}
-    found = [launch_variables(slurm | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in "001"]
-    assert found[0] == found[1] != found[2] and 10000 <= int(found[0]) < 30000
+    ports = [launch_variables(slurm | {"SLURM_STEP_ID": step})["MASTER_PORT"] for step in "001"]
+    assert ports[0] == ports[1] != ports[2] and 10000 <= int(ports[0]) < 30000
 
 
 def test_a_single_rank_needs_no_address_and_local_size_is_accepted():
-    alone = launch_variables({"RANK": "0", "WORLD_SIZE": "1"})
-    assert alone["LOCAL_RANK"] == "0" and alone["LOCAL_WORLD_SIZE"] == "1"
+    single = launch_variables({"RANK": "0", "WORLD_SIZE": "1"})
+    assert single["LOCAL_RANK"] == "0" and single["LOCAL_WORLD_SIZE"] == "1"
     deepspeed = {name: value for name, value in TORCH.items() if name != "LOCAL_WORLD_SIZE"} | {"LOCAL_SIZE": "2"}
     assert launch_variables(deepspeed) == TORCH
 
@@ -103,15 +103,15 @@ def test_first_host_of_a_slurm_node_list(nodes, first):
         ({"MASTER_PORT": "http"}, "MASTER_PORT 'http'"),
     ],
 )
-def test_an_invalid_variable_is_named_with_the_ways_to_launch(change, message):
-    given = {name: value for name, value in (TORCH | change).items() if value is not None}
+def test_an_invalid_variable_is_named_and_the_supported_launchers_are_listed(change, message):
+    variables = {name: value for name, value in (TORCH | change).items() if value is not None}
     with pytest.raises(LaunchError) as caught:
-        launch_variables(given)
+        launch_variables(variables)
     assert message in str(caught.value) and "torchrun --nproc_per_node" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "variables, message",
     [
         ({"PMIX_RANK": "1"}, "PMIX_RANK 1, but RANK is not set"),
         ({name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}, "mpirun -x MASTER_ADDR=HOST"),
@@ -121,9 +121,9 @@ def test_an_invalid_variable_is_named_with_the_ways_to_launch(change, message):
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "7"}, "RANK 7 must be from 0 to 3"),
     ],
 )
-def test_incomplete_variables_of_other_launchers_are_refused(given, message):
+def test_incomplete_variables_of_other_launchers_are_refused(variables, message):
     with pytest.raises(LaunchError) as caught:
-        launch_variables(given)
+        launch_variables(variables)
     assert message in str(caught.value)
 
 
@@ -133,37 +133,37 @@ def test_local_rank_0_is_the_first_of_its_node():
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "variables, message",
     [
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK 'x'"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2, LOCAL_RANK 1, but RANK is not set"),
     ],
 )
-def test_a_step_with_invalid_launch_variables_exits_with_status_2(given, message, programs, tmp_path):
-    printed = programs.run(MAINS["sft"], [], log=tmp_path / "log", code=2, environment=given | {
+def test_a_step_with_invalid_launch_variables_exits_with_status_2(variables, message, programs, tmp_path):
+    printed = programs.run(MAINS["sft"], [], log=tmp_path / "log", code=2, environment=variables | {
         name: value for name, value in TORCH.items() if name not in ("RANK", "WORLD_SIZE")
     })  # fmt: skip
     assert printed.count(message) == 1 and "Traceback" not in printed
 
 
-RANKS_OF_MPI = """
+MPI_PROGRAM = """
 from dschat.distributed import collectives
 from dschat.distributed import launch
 def main():
     launch.join(seed=1)
-    print("place", collectives.all_gather_objects(collectives.rank()), flush=True)
+    print("ranks", collectives.all_gather_objects(collectives.rank()), flush=True)
 launch.run(main)
 """
 
 
 def test_two_processes_of_mpirun_join_one_run(tmp_path):
-    """The processes get what mpirun would give them, and find each other."""
-    (tmp_path / "ranks.py").write_text(RANKS_OF_MPI)
-    plain = {name: value for name, value in os.environ.items() if name not in TORCH}
+    """The processes get the variables that mpirun would set, and join one process group."""
+    (tmp_path / "ranks.py").write_text(MPI_PROGRAM)
+    environment = {name: value for name, value in os.environ.items() if name not in TORCH}
     started = [
         subprocess.Popen(
             [sys.executable, tmp_path / "ranks.py"], stdout=subprocess.PIPE, text=True,
-            env=plain | {
+            env=environment | {
                 "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
                 "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "PMIX_NAMESPACE": f"test-{os.getpid()}",
             },
@@ -172,4 +172,4 @@ def test_two_processes_of_mpirun_join_one_run(tmp_path):
     ]  # fmt: skip
     printed = [process.communicate(timeout=120)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0]
-    assert all("place [0, 1]" in text for text in printed)
+    assert all("ranks [0, 1]" in text for text in printed)

@@ -18,7 +18,7 @@ from dschat.rlhf.rollouts.result import Timings
 
 
 @pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
+def single_rank():
     with group_of_one():
         yield
 
@@ -33,12 +33,12 @@ def record_forward_passes(trainer) -> dict[str, list[tuple[int, bool]]]:
     engine, passes = trainer.engine, {}
     models = {"actor": engine.policy, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
     for name, model in models.items():
-        noted = passes[name] = []
+        calls = passes[name] = []
 
-        def note(module, args, kwargs, noted=noted):
-            noted.append((len(kwargs["input_ids"]), any(part.training for part in module.modules())))
+        def record(module, args, kwargs, calls=calls):
+            calls.append((len(kwargs["input_ids"]), any(part.training for part in module.modules())))
 
-        model.module.model.base_model.register_forward_pre_hook(note, with_kwargs=True)
+        model.module.model.base_model.register_forward_pre_hook(record, with_kwargs=True)
     return passes
 
 
@@ -47,22 +47,23 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
     settings = {"algorithm": algorithm, "num_samples_per_prompt": 2, "gradient_accumulation_steps": 8}
     if algorithm == "remax":
         settings |= {"kl_in": "reward", "kl_coef": 0.1}
-    found = {}
+    experiences = {}
     for size in (16, 3):
         trainer = make_trainer(folder, **settings, per_device_training_batch_size=size)
         trainer.engine.policy.train()  # as an update leaves it
         passes = record_forward_passes(trainer) if trainer.engine.critic is not None else {}
-        found[size] = trainer.generate_experience(prompts_of(trainer))
-        assert len(found[size]) == 16
-        for name, noted in passes.items():
-            sizes = [rows for rows, _ in noted]
+        experiences[size] = trainer.generate_experience(prompts_of(trainer))
+        assert len(experiences[size]) == 16
+        for name, calls in passes.items():
+            sizes = [rows for rows, _ in calls]
             assert sizes == ([16] if size == 16 else [3, 3, 3, 3, 3, 1]), name
-            assert not any(training for _, training in noted), f"{name} drops out while it scores"
-    whole, cut = found[16], found[3]
-    assert torch.equal(whole.sequences, cut.sequences)
-    for name, expected in vars(whole).items():
+            assert not any(training for _, training in calls), f"{name} is in training mode while it scores"
+    full, split = experiences[16], experiences[3]
+    assert torch.equal(full.sequences, split.sequences)
+    for name, expected in vars(full).items():
         if isinstance(expected, torch.Tensor):
-            torch.testing.assert_close(getattr(cut, name), expected, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: n + m)
+            actual = getattr(split, name)
+            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: n + m)
 
 
 def test_greedy_baselines_and_evaluations_are_split_too(folder):
@@ -71,7 +72,7 @@ def test_greedy_baselines_and_evaluations_are_split_too(folder):
     trainer.greedy_scores(prompts_of(trainer), Timings())
     assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
     trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
-    assert {rows for noted in passes.values() for rows, _ in noted[-2:]} == {3, 1}
+    assert {rows for calls in passes.values() for rows, _ in calls[-2:]} == {3, 1}
 
 
 def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_batch_size(folder, monkeypatch):
@@ -95,10 +96,10 @@ def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_
     built[0].engine.module.model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
     )
-    found = score(rollout, answers)
+    scores = score(rollout, answers)
     assert rows == [3, 3, 1]
     built[0].micro_batch_size = None
-    assert found == pytest.approx(score(rollout, answers), abs=1e-6)
+    assert scores == pytest.approx(score(rollout, answers), abs=1e-6)
 
 
 class RecordingModel(nn.Module):
@@ -116,15 +117,17 @@ class RecordingModel(nn.Module):
         return 2 * x * factor, x.square()
 
 
-@pytest.mark.parametrize(("most", "repeated"), [(3, 0), (5, 2)])
-def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its_own_rows(monkeypatch, most, repeated):
-    """5 rows, 2 at a time, are 3 passes; another rank has `most`."""
+@pytest.mark.parametrize(("other_passes", "repeated"), [(3, 0), (5, 2)])
+def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its_own_rows(
+    monkeypatch, other_passes, repeated
+):
+    """5 rows, 2 at a time, take 3 passes; another rank takes `other_passes`."""
     agreed = []
 
-    def max_over_ranks(mine):
-        assert not model.rows, "a rank that runs first and agrees later waits for ranks that run on"
-        agreed.append(int(mine))
-        return torch.tensor(max(int(mine), most))
+    def max_over_ranks(passes):
+        assert not model.rows, "ranks must agree on the number of passes before the first one"
+        agreed.append(int(passes))
+        return torch.tensor(max(int(passes), other_passes))
 
     monkeypatch.setattr(micro_batches, "max_over_ranks", max_over_ranks)
     x = torch.arange(10.0).view(5, 2)
@@ -133,8 +136,8 @@ def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its
         double, square = forward_in_micro_batches(model, x, micro_batch_size=2, factor=3)
         assert torch.equal(double, 6 * x) and torch.equal(square, x.square())
         assert model.rows == [[0, 2], [4, 6], [8]] + [[0]] * (repeated if partitioned else 0)
-    assert agreed == [3], "without partitioned weights nothing is agreed"
-    whole = copy.deepcopy(model)
-    whole.rows = []
-    assert torch.equal(forward_in_micro_batches(whole, x, micro_batch_size=None)[0], 2 * x)
-    assert whole.rows == [[0, 2, 4, 6, 8]]
+    assert agreed == [3], "without partitioned weights there is no collective"
+    unsplit = copy.deepcopy(model)
+    unsplit.rows = []
+    assert torch.equal(forward_in_micro_batches(unsplit, x, micro_batch_size=None)[0], 2 * x)
+    assert unsplit.rows == [[0, 2, 4, 6, 8]]

@@ -12,18 +12,18 @@ NAME = f"dschat-{os.getuid()}"
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files away")
 
 
-def give_away(folder: Path) -> None:
+def give_to_another_user(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
 
 
-TRAPS = {
+UNSAFE = {
     "a link": lambda folder: folder.symlink_to(folder.parent.parent),
     "a dangling link": lambda folder: folder.symlink_to(folder.parent / "nowhere"),
     "a file": lambda folder: folder.touch(),
-    "a folder for all": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
-    "a folder for the group": lambda folder: (folder.mkdir(), folder.chmod(0o770)),
-    "a parent for all": lambda folder: (folder.mkdir(mode=0o700), folder.parent.chmod(0o777)),
+    "a world-writable folder": lambda folder: (folder.mkdir(), folder.chmod(0o777)),
+    "a group-writable folder": lambda folder: (folder.mkdir(), folder.chmod(0o770)),
+    "a world-writable parent": lambda folder: (folder.mkdir(mode=0o700), folder.parent.chmod(0o777)),
 }
 
 
@@ -46,12 +46,14 @@ def test_an_own_folder_that_others_may_read_is_made_private_and_used(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "trap", [*TRAPS.values(), pytest.param(give_away, marks=AS_ROOT)], ids=[*TRAPS.keys(), "another's folder"]
+    "make_unsafe",
+    [*UNSAFE.values(), pytest.param(give_to_another_user, marks=AS_ROOT)],
+    ids=[*UNSAFE.keys(), "another user's folder"],
 )
-def test_a_folder_that_others_may_have_written_to_is_not_used(trap, tmp_path, monkeypatch):
+def test_a_folder_that_others_may_have_written_to_is_not_used(make_unsafe, tmp_path, monkeypatch):
     bad, good = tmp_path / "bad", tmp_path / "good"
     bad.mkdir()
-    trap(bad / NAME)
+    make_unsafe(bad / NAME)
     assert private_folder([bad, good]) == good / NAME
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.warns(UserWarning, match=f"{bad / NAME}: "):

@@ -45,20 +45,20 @@ def reports(monkeypatch) -> Reports:
     return reports
 
 
-def sparse(path: Path, size: int) -> Path:
+def sparse_file(path: Path, size: int) -> Path:
     path.touch()
     os.truncate(path, size)
     return path
 
 
 def test_checksums_of_a_checkpoint_count_every_mebibyte(reports, tmp_path):
-    sparse(tmp_path / "optim_states.pt", 5 * MIB)
+    sparse_file(tmp_path / "optim_states.pt", 5 * MIB)
     digests(tmp_path)
     assert reports.progress >= 5
 
 
-def test_the_digest_of_a_reference_counts_every_block(reports, tmp_path):
-    sparse(tmp_path / "model.safetensors", 65 * MIB)
+def test_the_digest_of_a_reference_model_counts_every_block(reports, tmp_path):
+    sparse_file(tmp_path / "model.safetensors", 65 * MIB)
     weights_digest(str(tmp_path))
     assert reports.progress >= 4
 
@@ -91,12 +91,12 @@ def test_waiting_for_a_reward_function_counts_while_its_time_limit_runs(reports)
     assert reports.progress >= 1
 
 
-def test_a_folder_that_grows_counts_and_one_that_does_not_counts_no_more(reports, monkeypatch, tmp_path):
+def test_a_growing_folder_counts_and_one_that_stopped_growing_does_not(reports, monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "FOLDER_POLL_SECONDS", 0.02)
     with watchdog.watch_folder(tmp_path):
         for size in (1, 2, 3):
             before, deadline = reports.progress, time.monotonic() + 60
-            sparse(tmp_path / "file", size)
+            sparse_file(tmp_path / "file", size)
             while reports.progress == before:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)

@@ -16,15 +16,15 @@ from dschat.distributed.launch_environment import LaunchError
 from dschat.distributed.rendezvous import open_store, wait_for_ranks
 
 
-def together(*calls) -> list[str]:
-    """What each call, in a thread of its own, raised."""
-    printed = [""] * len(calls)
+def run_concurrently(*calls) -> list[str]:
+    """The error message of each call, run in threads of their own; "" if it succeeds."""
+    errors = [""] * len(calls)
 
     def run(number: int) -> None:
         try:
             calls[number]()
         except LaunchError as error:
-            printed[number] = str(error)
+            errors[number] = str(error)
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
     for thread in threads:
@@ -32,7 +32,7 @@ def together(*calls) -> list[str]:
     for thread in threads:
         thread.join(timeout=60)
     assert not any(thread.is_alive() for thread in threads)
-    return printed
+    return errors
 
 
 def free_port() -> int:
@@ -41,26 +41,26 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def ranks_meet(store: dist.Store, rank: int, world_size: int, seconds: float = 30.0):
+def joining(store: dist.Store, rank: int, world_size: int, seconds: float = 30.0):
     return lambda: wait_for_ranks(store, rank, world_size, seconds=seconds, timeout=seconds)
 
 
-def test_all_ranks_meet():
+def test_the_rendezvous_completes_when_all_ranks_join():
     store = dist.HashStore()
-    assert together(*(ranks_meet(store, rank, 3) for rank in range(3))) == ["", "", ""]
+    assert run_concurrently(*(joining(store, rank, 3) for rank in range(3))) == ["", "", ""]
 
 
 def test_missing_ranks_are_listed_by_every_other_rank():
     store = dist.HashStore()
-    printed = together(*(ranks_meet(store, rank, 5, seconds=0.5) for rank in (0, 2)))
-    assert all(text.startswith("ranks 1, 3, 4 of 5 did not join within 0 s (--rendezvous_timeout)") for text in printed)
+    errors = run_concurrently(*(joining(store, rank, 5, seconds=0.5) for rank in (0, 2)))
+    assert all(text.startswith("ranks 1, 3, 4 of 5 did not join within 0 s (--rendezvous_timeout)") for text in errors)
 
 
-def test_a_rank_given_to_two_processes_is_refused():
+def test_the_same_rank_on_two_processes_is_refused():
     store = dist.HashStore()
     wait_for_ranks(store, 0, 1, seconds=5, timeout=5)
-    (printed,) = together(ranks_meet(store, 0, 1))
-    assert printed.startswith("RANK 0 was given to two processes")
+    (errors,) = run_concurrently(joining(store, 0, 1))
+    assert errors.startswith("RANK 0 was given to two processes")
 
 
 def test_different_world_sizes_are_refused_without_waiting():
@@ -70,9 +70,9 @@ def test_different_world_sizes_are_refused_without_waiting():
         return lambda: open_store(number, world_size, address="127.0.0.1", port=port, seconds=60)
 
     started = time.monotonic()
-    printed = together(rank(0, 3), rank(1, 2))
-    assert printed == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same value on all ranks"] * 2
-    assert time.monotonic() - started < 50, "the time for missing ranks was not waited for"
+    errors = run_concurrently(rank(0, 3), rank(1, 2))
+    assert errors == ["WORLD_SIZE 2 on rank 1, but 3 on rank 0: set the same value on all ranks"] * 2
+    assert time.monotonic() - started < 50, "did not wait for missing ranks"
 
 
 def test_a_port_that_is_in_use_is_named():
@@ -97,7 +97,7 @@ def test_under_torchrun_the_agent_hosts_the_store_and_each_restart_has_its_own_r
     agent = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        assert together(
+        assert run_concurrently(
             *(lambda r=r: open_store(r, 2, address="127.0.0.1", port=agent.port, seconds=30) for r in range(2))
         ) == ["", ""]  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_a_rank_that_is_terminated_while_it_waits_ends_the_others(tmp_path):
             continue
     store.wait(["rendezvous/0/joined/0", "rendezvous/0/joined/1"], timedelta(seconds=60))
     started[1].send_signal(signal.SIGTERM)
-    printed = [process.communicate(timeout=60)[1] for process in started]
+    errors = [process.communicate(timeout=60)[1] for process in started]
     assert [process.returncode for process in started] == [2, 128 + signal.SIGTERM]
-    assert "rank 1 has ended" in printed[0] and "SIGTERM: the run ends without saving" in printed[1]
-    assert "Traceback" not in "".join(printed)
+    assert "rank 1 has ended" in errors[0] and "SIGTERM: the run ends without saving" in errors[1]
+    assert "Traceback" not in "".join(errors)

@@ -6,7 +6,7 @@ from dschat.distributed.terminal import printable
 
 
 @pytest.mark.parametrize(
-    "text, shown",
+    "text, escaped",
     [
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
         ("\x9b31m", r"\x9b31m"),  # C1: another start of an escape sequence
@@ -17,9 +17,9 @@ from dschat.distributed.terminal import printable
         ("\ud800", r"\ud800"),
     ],
 )
-def test_control_characters_are_escaped(text, shown):
-    assert printable(text) == shown
-    assert "".join(map(printable, text)) == shown, "pieces of a stream give the same"
+def test_control_characters_are_escaped(text, escaped):
+    assert printable(text) == escaped
+    assert "".join(map(printable, text)) == escaped, "escaping one character at a time gives the same"
 
 
 def test_text_of_any_script_is_unchanged():

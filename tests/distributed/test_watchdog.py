@@ -49,8 +49,8 @@ class Ranks:
     def record_exit(self, rank: int) -> Callable[[int], None]:
         return lambda status: self.exited.setdefault(rank, status)
 
-    def silence(self, rank: int) -> None:
-        """Stop the rank's thread that reports, as SIGSTOP would."""
+    def stop_heartbeats(self, rank: int) -> None:
+        """Stop the rank's heartbeats, as SIGSTOP would."""
         self.watchdogs[rank]._failure = Failure("", 0)
         self.watchdogs[rank]._end = lambda failure: None
 
@@ -73,8 +73,8 @@ def ranks(monkeypatch) -> Iterator[Callable[..., Ranks]]:
 
     yield start
     for group in started:
-        for one in group.watchdogs:
-            one._stop.set()
+        for each in group.watchdogs:
+            each._stop.set()
 
 
 def test_ranks_may_wait_longer_than_the_timeout_for_one_that_makes_progress(ranks):
@@ -97,23 +97,23 @@ def test_without_progress_on_any_rank_all_end_and_list_the_rank_that_stopped_fir
     assert set(group.exited.values()) == {HUNG}
     output = capfd.readouterr().err
     assert "no rank makes progress (--collective_timeout): rank 2 (" in output and "in phase 'sampling' for" in output
-    assert output.count("Rank 1 is in phase 'update', here:") == 1 and "_watch" in output, "with a stack"
+    assert output.count("Rank 1 is in phase 'update', here:") == 1 and "_watch" in output, "with a stack trace"
 
 
-@pytest.mark.parametrize("silent", [0, 1])
-def test_a_rank_without_heartbeats_ends_the_others_although_they_make_progress(silent, ranks, capfd):
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_without_heartbeats_ends_the_others_although_they_make_progress(stopped, ranks, capfd):
     group = ranks(3)
-    group.watchdogs[silent].enter_phase("update")
-    time.sleep(1.5)  # it has reported
-    group.silence(silent)
+    group.watchdogs[stopped].enter_phase("update")
+    time.sleep(1.5)  # it has sent heartbeats
+    group.stop_heartbeats(stopped)
     deadline = time.monotonic() + 60
     while len(group.exited) < 2 and time.monotonic() < deadline:
-        for one in group.watchdogs:
-            one.advance()
+        for each in group.watchdogs:
+            each.advance()
         time.sleep(0.1)
-    assert set(group.exited) == {0, 1, 2} - {silent}
+    assert set(group.exited) == {0, 1, 2} - {stopped}
     output = capfd.readouterr().err
-    assert output.count(f"rank {silent} (") >= 2
+    assert output.count(f"rank {stopped} (") >= 2
     assert "has sent no heartbeat for" in output and "in phase 'update'" in output
 
 
@@ -140,7 +140,7 @@ def test_a_rank_that_fails_ends_the_others_with_its_exit_status_and_its_error(ra
 
 def test_ranks_that_all_fail_are_not_ended_by_the_watchdog(ranks, capfd):
     group = ranks(2)
-    failing = [threading.Thread(target=one.fail, args=("the same mistake", 2)) for one in group.watchdogs]
+    failing = [threading.Thread(target=each.fail, args=("the same mistake", 2)) for each in group.watchdogs]
     for thread in failing:
         thread.start()
         time.sleep(0.2)
@@ -182,15 +182,15 @@ def test_store_traffic_grows_linearly_with_the_number_of_ranks(ranks):
     requests = {}
     for count in (4, 16):
         group = ranks(count)
-        for one in group.watchdogs:
-            one._stop.set()
-        for store, one in zip(group.stores, group.watchdogs, strict=True):
-            for thread in one._threads:
+        for each in group.watchdogs:
+            each._stop.set()
+        for store, each in zip(group.stores, group.watchdogs, strict=True):
+            for thread in each._threads:
                 thread.join()
             store.requests = 0
-        for one in group.watchdogs:
-            one._heartbeats.exchange(one.progress, one.phase)
-        for one in group.watchdogs:
-            one._heartbeats.exchange(one.progress, one.phase)
+        for each in group.watchdogs:
+            each._heartbeats.exchange(each.progress, each.phase)
+        for each in group.watchdogs:
+            each._heartbeats.exchange(each.progress, each.phase)
         requests[count] = sum(store.requests for store in group.stores)
     assert requests[16] <= 4.5 * requests[4]

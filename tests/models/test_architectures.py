@@ -25,16 +25,16 @@ def rollout(model, *, prompts=PROMPTS, **options):
 def assert_equals_generate(model) -> None:
     expected = generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
     assert len({token for row in expected for token in row}) > 2, "a model that repeats one token proves nothing"
-    found = rollout(model)
-    assert found.responses() == expected
-    loss_mask = found.attention_mask.clone()
-    loss_mask[:, : found.prompt_length] = False
+    result = rollout(model)
+    assert result.responses() == expected
+    loss_mask = result.attention_mask.clone()
+    loss_mask[:, : result.prompt_length] = False
     with torch.no_grad():
-        full = TokenLogprobs(model)(found.sequences, found.attention_mask, loss_mask)[:, found.prompt_length :]
-    torch.testing.assert_close(found.logprobs, full, atol=1e-5, rtol=1e-4)
+        full = TokenLogprobs(model)(result.sequences, result.attention_mask, loss_mask)[:, result.prompt_length :]
+    torch.testing.assert_close(result.logprobs, full, atol=1e-5, rtol=1e-4)
 
 
-# Their norms are given gates, their rotations take one tensor, complex numbers or positions.
+# Their norms take gates; their rotations take one tensor, complex numbers or positions.
 CALLED_OTHERWISE = [
     "gemma3n_text", "gemma4_text", "gptj", "codegen", "mamba2", "bamba", "nemotron_h", "falcon_h1", "granitemoehybrid",
 ]  # fmt: skip
@@ -46,7 +46,7 @@ def test_modules_called_with_other_arguments_than_in_the_trial_run_their_own_cod
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "mamba2", "nemotron_h", "bamba"])
-def test_residuals_in_float32_beside_weights_in_bfloat16(kind):
+def test_float32_residuals_with_bfloat16_weights_are_decoded_as_without_fusion(kind):
     model = tiny_architecture(kind)
     fused, plain = (
         rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=without)
@@ -85,19 +85,19 @@ def test_rotations_of_any_signature_reach_the_models_own_function(name):
         "two widths": ((q, k[..., :4], angles, angles), {}),
     }  # fmt: skip
     args, kwargs = arguments[name]
-    given = []
-    rotary = Rotary(lambda *args, **kwargs: given.append((args, kwargs)), library=None)
+    calls = []
+    rotary = Rotary(lambda *args, **kwargs: calls.append((args, kwargs)), library=None)
     rotary(*args, **kwargs)
     assert (
-        len(given) == 1
-        and given[0][0] is not None
-        and given[0][1].keys() == kwargs.keys()
-        and len(given[0][0]) == len(args)
+        len(calls) == 1
+        and calls[0][0] is not None
+        and calls[0][1].keys() == kwargs.keys()
+        and len(calls[0][0]) == len(args)
     )
 
 
-def test_weights_of_zeros_do_not_choose_a_kernel():
-    """Weights that are zero at the start change in training, a choice made with them would stay."""
+def test_kernels_are_not_selected_by_trials_with_zero_weights():
+    """Weights that are zero at the start change in training, but a selection made with them would be kept."""
     model = tiny_architecture("llama")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -114,7 +114,7 @@ def test_weights_of_zeros_do_not_choose_a_kernel():
     assert not any(type(module).__name__ == "LlamaMLP" for module in forwards)
 
 
-# What is wrong with each as an actor, in the words of the refusal.
+# Model type → the reason in the error message.
 REFUSED = {
     "bert": "changes its logits|later tokens",
     "roberta": "later tokens",
@@ -144,21 +144,21 @@ def test_models_that_attend_to_later_tokens_or_padding_are_refused_with_the_reas
 @pytest.mark.parametrize(
     "kind", ["mamba", "jamba", "dbrx", "qwen3_next", "gemma3n_text", "llama4_text", "falcon", "mpt"]
 )
-def test_other_architectures_are_verified_in_any_precision(kind):
+def test_other_architectures_pass_verification_in_any_precision(kind):
     for dtype in (torch.float32, torch.bfloat16):
         verify_head(tiny_architecture(kind).to(dtype))
 
 
-def test_a_decoder_that_ignores_the_mask_is_refused_though_one_row_alone_is_right():
-    """What one unpadded row does not show: masks that a model's code drops."""
+def test_a_decoder_that_ignores_the_mask_is_refused_although_unpadded_rows_are_correct():
+    """A single unpadded row would not reveal that the model ignores masks."""
     model = tiny_architecture("llama")
-    body, own = model.model, model.model.forward
-    body.forward = lambda *args, attention_mask=None, **kwargs: own(*args, **kwargs)
+    body, original = model.model, model.model.forward
+    body.forward = lambda *args, attention_mask=None, **kwargs: original(*args, **kwargs)
     with pytest.raises(ValueError, match="left-padded row"):
         verify_head(model)
 
 
-# Weights of parts that the layer reads without calling them, or that are the layer's own.
+# Layers that use weights of submodules without calling these, or that have weights of their own.
 BY_LAYERS = ["jamba", "mamba", "bamba", "falcon_h1", "lfm2", "qwen3_next", "dbrx", "jetmoe", "gemma3n_text", "zamba2"]
 
 
@@ -167,35 +167,35 @@ def test_layerwise_weights_give_the_logprobs_of_whole_weights(kind):
     model = tiny_architecture(kind)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*one layer's weights")
-        found = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, layerwise=True)
+        result = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, layerwise=True)
     whole = rollout(model, prompts=PROMPTS[:2], dtype=torch.bfloat16, without=["fusion", "kernels", "graphs"])
-    assert found.logprobs.isfinite().all()
-    torch.testing.assert_close(found.logprobs[:, 0], whole.logprobs[:, 0], atol=0.05, rtol=0)
+    assert result.logprobs.isfinite().all()
+    torch.testing.assert_close(result.logprobs[:, 0], whole.logprobs[:, 0], atol=0.05, rtol=0)
 
 
 def test_a_model_that_reads_weights_outside_its_layers_is_gathered_whole_with_a_warning(monkeypatch):
     model = tiny_architecture("llama")
     expected = rollout(model, dtype=torch.bfloat16)
     body = type(model.model)
-    own = body.forward
+    original = body.forward
 
     def forward(self, *args, **kwargs):
-        out = own(self, *args, **kwargs)
+        out = original(self, *args, **kwargs)
         out.last_hidden_state = out.last_hidden_state + 0 * self.layers[1].mlp.up_proj.weight.sum()
         return out
 
     monkeypatch.setattr(body, "forward", forward)
     actor = HybridEngine(model, dtype=torch.bfloat16, layerwise=True)
-    said = pytest.warns(UserWarning, match="LlamaForCausalLM does not run with one layer's weights.*gathered at once")
-    with said, actor.generation():
-        found = actor.generate(PROMPTS, **GREEDY)
-    assert found.responses() == expected.responses()
+    warns = pytest.warns(UserWarning, match="LlamaForCausalLM does not run with one layer's weights.*gathered at once")
+    with warns, actor.generation():
+        result = actor.generate(PROMPTS, **GREEDY)
+    assert result.responses() == expected.responses()
     with warnings.catch_warnings(), actor.generation():
         warnings.simplefilter("error")
         assert actor.generate(PROMPTS, **GREEDY).responses() == expected.responses()
 
 
-# ALiBi, rotations of pairs, sinks, latent attention, chunks, windows in masks alone, other attention of their own.
+# ALiBi, rotation of pairs, sinks, latent attention, chunks, windows in masks alone, other attention of the model.
 GATHERED = [
     "bloom", "falcon", "mpt", "gptj", "codegen", "gpt_neo", "gpt_oss", "deepseek_v2", "deepseek_v3", "minicpm3",
     "llama4_text", "phimoe", "diffllama", "doge", "jetmoe", "longcat_flash", "xglm",
@@ -212,11 +212,11 @@ def test_models_with_their_own_attention_are_decoded_over_the_pool(kind):
         rows = decoder.generate(PROMPTS, **GREEDY).responses()
     assert rows == generate_each_alone(model, PROMPTS, GREEDY["max_new_tokens"])
     assert decoder._pooled.gathers_contexts
-    assert decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a prompt that comes twice"
+    assert decoder.prefilled_tokens < sum(map(len, PROMPTS)), "a repeated prompt is prefilled once"
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "gemma3n_text", "olmo3"])
-def test_windows_passed_to_attention_are_decoded_by_our_kernels(kind):
+def test_models_that_pass_their_window_to_attention_are_decoded_by_the_kernels(kind):
     model = tiny_architecture(kind)
     assert_equals_generate(model)
     decoder = Decoder(model)

@@ -1,4 +1,4 @@
-"""Model folders that cannot work are answered by one line, before anything is loaded."""
+"""Invalid model folders are reported in one line before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_input import JSON
+from bad_input import INVALID_JSON
 from safetensors.torch import load_file, save_file
 from step_materials import write_materials
 from tiny_models import CONFIGS, tiny_causal_lm, tiny_classifier
@@ -39,19 +39,19 @@ def tensors(renamed: Callable[[str], str | None], *, dtype: torch.dtype | None =
 
     def edit(folder: Path) -> None:
         stored = load_file(folder / "model.safetensors")
-        kept = {renamed(name): value.to(dtype or value.dtype) for name, value in stored.items() if renamed(name)}
-        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+        result = {renamed(name): value.to(dtype or value.dtype) for name, value in stored.items() if renamed(name)}
+        save_file(result, folder / "model.safetensors", metadata={"format": "pt"})
 
     return edit
 
 
-MODELS = {  # what is done to the folder of a good causal language model → part of the message
+MODELS = {  # damage to the folder of a valid causal language model → part of the message
     "hidden size": (edited("config.json", hidden_size=64), "contradicts the weights"),
     "vocabulary": (edited("config.json", vocab_size=7), "contradicts the weights"),
     "feed-forward size": (edited("config.json", intermediate_size=40), "contradicts the weights"),
     "key heads": (edited("config.json", num_key_value_heads=4), "contradicts the weights"),
     "head size": (edited("config.json", head_dim=16), "contradicts the weights"),
-    "more layers": (edited("config.json", num_hidden_layers=5), "num_hidden_layers is 5, and the files hold 2"),
+    "three more layers": (edited("config.json", num_hidden_layers=5), "num_hidden_layers is 5, and the files hold 2"),
     "negative size": (edited("config.json", hidden_size=-32), ""),
     "size is text": (edited("config.json", hidden_size="wide"), ""),
     "size is null": (edited("config.json", hidden_size=None), ""),
@@ -140,7 +140,7 @@ MODELS = {  # what is done to the folder of a good causal language model → par
 } | {
     f"{name} {content[:12]!r}": (written(name, content), name)
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-    for content in [*(c for c in JSON), b"[]", b"3", b"null"]
+    for content in [*(c for c in INVALID_JSON), b"[]", b"3", b"null"]
 }  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def model(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_broken_model_folder_is_one_line_before_anything_is_loaded(name, model, tmp_path):
+def test_a_broken_model_folder_is_reported_in_one_line_before_anything_is_loaded(name, model, tmp_path):
     damage, part = MODELS[name]
     folder = tmp_path / "model"
     shutil.copytree(model, folder)
@@ -162,7 +162,7 @@ def test_a_broken_model_folder_is_one_line_before_anything_is_loaded(name, model
     assert any(part in line for line in lines), lines
 
 
-def test_a_model_folder_that_works_and_a_file_in_its_place(model):
+def test_a_valid_model_folder_is_accepted_and_a_file_is_refused(model):
     check = partial(model_problems, "--actor", tokens=8, lengths="--max_seq_len 8", causal=True)
     assert check(str(model)) == []
     assert "is a file; name the folder" in check(str(model / "model.safetensors"))[0]
@@ -170,7 +170,7 @@ def test_a_model_folder_that_works_and_a_file_in_its_place(model):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_no_architecture_is_said_to_contradict_its_own_weights(name, tmp_path):
+def test_no_architecture_is_reported_to_contradict_its_own_weights(name, tmp_path):
     for kind, build in (("causal", tiny_causal_lm), ("classifier", tiny_classifier)):
         if kind == "classifier" and name in ("cohere", "granite"):  # transformers has no classifiers of them
             continue

@@ -21,7 +21,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def by_own_logits(model, tokens, temperature=1.0):
+def logprobs_by_own_logits(model, tokens, temperature=1.0):
     """Log-probs and entropies of an unpadded row from the model's own logits: [S-1], [S-1]."""
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double() / temperature
     every = F.log_softmax(logits, dim=-1)
@@ -33,48 +33,48 @@ def test_logprobs_and_gradients_equal_the_models_own_logits_under_either_padding
     model = tiny_causal_lm(name)
     tokens, mask = left_and_right_padded()
     loss_mask = mask.clone()
-    loss_mask[2, 3:5] = False  # a hole
+    loss_mask[2, 3:5] = False  # a gap inside the response
     weights = torch.randn(3, 10, generator=torch.Generator().manual_seed(1))
 
     logprobs, entropy = TokenLogprobs(model)(tokens, mask, loss_mask, temperature=0.7, with_entropy=True)
     (logprobs * weights).sum().backward()
-    ours = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     model.zero_grad(set_to_none=True)
     expected, expected_entropy = torch.zeros(3, 10).double(), torch.zeros(3, 10).double()
     for row in range(3):
         real = mask[row].nonzero().squeeze(1)
-        expected[row, real[1:]], expected_entropy[row, real[1:]] = by_own_logits(model, tokens[row, real], 0.7)
-    wanted = loss_mask.clone()
-    wanted[0, 4] = wanted[1, 0] = wanted[2, 0] = False  # first real tokens have no prediction
-    expected, expected_entropy = expected * wanted, expected_entropy * wanted
+        expected[row, real[1:]], expected_entropy[row, real[1:]] = logprobs_by_own_logits(model, tokens[row, real], 0.7)
+    predicted = loss_mask.clone()
+    predicted[0, 4] = predicted[1, 0] = predicted[2, 0] = False  # first real tokens have no prediction
+    expected, expected_entropy = expected * predicted, expected_entropy * predicted
     (expected * weights).sum().backward()
 
     torch.testing.assert_close(logprobs, expected.float(), atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(entropy, expected_entropy.float(), atol=2e-5, rtol=1e-4)
-    assert (logprobs == 0).equal(~wanted)
-    theirs = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert ours.keys() == theirs.keys()
-    for parameter in theirs:
-        torch.testing.assert_close(ours[parameter], theirs[parameter], atol=1e-3, rtol=1e-3)
+    assert (logprobs == 0).equal(~predicted)
+    expected_gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter in expected_gradients:
+        torch.testing.assert_close(gradients[parameter], expected_gradients[parameter], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "gemma2"])
-def test_a_row_does_not_depend_on_what_stands_under_its_padding_or_beside_it(name):
+def test_a_row_does_not_depend_on_the_ids_of_its_padding_or_on_other_rows(name):
     model = TokenLogprobs(tiny_causal_lm(name)).eval()
     tokens, mask = left_and_right_padded()
-    together = model(tokens, mask, mask)
-    rubbish = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
-    torch.testing.assert_close(model(rubbish, mask, mask)[mask], together[mask])
-    torch.testing.assert_close(model(tokens[:1], mask[:1], mask[:1])[0, 5:], together[0, 5:])
+    batched = model(tokens, mask, mask)
+    other_padding = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
+    torch.testing.assert_close(model(other_padding, mask, mask)[mask], batched[mask])
+    torch.testing.assert_close(model(tokens[:1], mask[:1], mask[:1])[0, 5:], batched[0, 5:])
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_a_rank_without_tokens_gives_every_parameter_a_zero_gradient(with_entropy):
     model = TokenLogprobs(tiny_causal_lm("llama"))
     tokens, mask = left_and_right_padded()
-    answer = model(tokens, mask, torch.zeros_like(mask), with_entropy=with_entropy)
-    sum(part.sum() for part in (answer if with_entropy else [answer])).backward()
+    output = model(tokens, mask, torch.zeros_like(mask), with_entropy=with_entropy)
+    sum(part.sum() for part in (output if with_entropy else [output])).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
 
@@ -102,14 +102,14 @@ def test_verify_head_accepts_every_architecture(name, dtype):
     assert model.training
 
 
-def test_verify_head_names_an_architecture_whose_logits_we_would_get_wrong():
+def test_verify_head_refuses_an_architecture_whose_logits_it_cannot_reproduce():
     model = tiny_causal_lm("granite")
-    own = model.forward
+    original = model.forward
 
     def doubled(*args, **kwargs):
-        answer = own(*args, **kwargs)
-        answer.logits = answer.logits * 1.5
-        return answer
+        output = original(*args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
 
     model.forward = doubled
     with pytest.raises(ValueError, match="GraniteForCausalLM.*head_transform"):
@@ -136,7 +136,7 @@ def test_checkpointing_and_lora_change_no_gradient(name):
 def test_a_loaded_model_equals_plain_transformers(folder):
     model = load_causal_lm(folder, dtype=torch.float32, tokenizer=load_tokenizer(folder), gradient_checkpointing=True)
     tokens, mask = left_and_right_padded()
-    expected, _ = by_own_logits(tiny_causal_lm("llama"), tokens[2])
+    expected, _ = logprobs_by_own_logits(tiny_causal_lm("llama"), tokens[2])
     torch.testing.assert_close(TokenLogprobs(model)(tokens, mask, mask)[2, 1:], expected.float(), atol=2e-5, rtol=1e-4)
     assert model.model.layers[0].gradient_checkpointing
     assert load_causal_lm(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
@@ -190,8 +190,8 @@ def test_the_embedding_of_a_pad_token_that_is_also_eos_is_trained(folder):
     tokenizer = load_tokenizer(folder)
     model = load_causal_lm(folder, dtype=torch.float32, tokenizer=tokenizer)
     tokens = torch.tensor([[5, tokenizer.pad_token_id, 6]])
-    everything = torch.ones_like(tokens, dtype=torch.bool)
-    TokenLogprobs(model)(tokens, everything, everything).sum().backward()
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    TokenLogprobs(model)(tokens, mask, mask).sum().backward()
     assert model.get_input_embeddings().weight.grad[tokenizer.pad_token_id].any()
 
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_without_pad_token_pads_with_eos_and_gets_a_chat_template(tm
     assert tokenizer.chat_template
 
 
-def test_mistakes_are_named(folder, tmp_path):
+def test_unusable_folders_are_refused_with_the_reason(folder, tmp_path):
     with pytest.raises(ValueError, match="no tokenizer"):
         empty = tmp_path / "empty"
         empty.mkdir()
@@ -248,11 +248,11 @@ def test_mistakes_are_named(folder, tmp_path):
         (empty / "model.safetensors").write_bytes(b"")
         load_causal_lm(empty, dtype=torch.float32)
     with pytest.raises(ValueError, match="--add_eot_token"):
-        endless = tmp_path / "endless"
+        without_eos = tmp_path / "endless"
         tokenizer = tiny_tokenizer()
         tokenizer.eos_token = None
-        tokenizer.save_pretrained(endless)
-        load_tokenizer(endless)
+        tokenizer.save_pretrained(without_eos)
+        load_tokenizer(without_eos)
 
 
 def test_weights_that_lack_parameters_are_refused(tmp_path):

@@ -46,7 +46,7 @@ def change_json(path: Path, **fields) -> None:
 
 @pytest.fixture
 def marker(tmp_path, monkeypatch) -> Path:
-    """The file that custom code makes when it runs; modules that transformers copies go to a folder of the test."""
+    """The file that custom code creates when it runs; modules that transformers copies go to a folder of the test."""
     modules = tmp_path / "modules"
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(modules))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -77,7 +77,7 @@ def own_tokenizer(tiny_llama_folder, marker) -> Path:
 
 @pytest.fixture
 def yes(monkeypatch) -> io.StringIO:
-    """Standard input that says yes to everything."""
+    """Standard input that answers yes to every question."""
     answers = io.StringIO("y\n" * 9)
     monkeypatch.setattr(sys, "stdin", answers)
     return answers
@@ -154,17 +154,17 @@ def test_every_call_of_from_pretrained_passes_trust_remote_code():
         and node.func.attr in ("from_pretrained", "from_config")
     ]  # fmt: skip
     assert len(calls) >= 8
-    silent = [f"{file}:{node.lineno}" for file, node in calls
+    without_flag = [f"{file}:{node.lineno}" for file, node in calls
               if "trust_remote_code" not in [keyword.arg for keyword in node.keywords]]  # fmt: skip
-    assert silent == []
+    assert without_flag == []
 
 
-def test_every_call_of_our_loaders_passes_trust_remote_code():
-    """Programs that load what the user names pass trust_remote_code to our own loaders too."""
-    ours = ("load_tokenizer", "load_causal_lm", "load_scalar_head", "has_scalar_head", "LoadOptions", "read_config")
-    own_models = ("summarize.py", "evaluate.py")  # of the quickstart and of chain_sum: they load what they have trained
+def test_every_call_of_the_loaders_of_dschat_passes_trust_remote_code():
+    """Programs that load a model named by the user pass trust_remote_code to the loaders of dschat too."""
+    loaders = ("load_tokenizer", "load_causal_lm", "load_scalar_head", "has_scalar_head", "LoadOptions", "read_config")
+    own_models = ("summarize.py", "evaluate.py")  # of the quickstart and of chain_sum: they load their own models
     for file in [file for folder in ("dschat", "scripts", "training") for file in (ROOT / folder).rglob("*.py")]:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ours:
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in loaders:
                 names = [keyword.arg for keyword in node.keywords]
                 assert "trust_remote_code" in names or None in names or file.name in own_models, f"{file}:{node.lineno}"

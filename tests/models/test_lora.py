@@ -48,7 +48,7 @@ def test_alpha_is_twice_dim_unless_given():
     assert model.model.layers[1].self_attn.q_proj.scaling == {"default": 2.0}
 
 
-def test_targets_are_found_by_part_of_their_name_and_never_are_heads():
+def test_targets_match_by_part_of_their_name_and_exclude_heads():
     model = tiny_causal_lm("llama")
     assert lora_targets(model, "layers.1.self_attn") == [
         f"model.layers.1.self_attn.{part}_proj" for part in ("q", "k", "v", "o")
@@ -77,13 +77,13 @@ def test_a_scalar_head_stays_trainable_beside_adapters():
     assert {name for name in trainable(model) if "lora_" not in name} == {"model.score.weight"}
 
 
-def test_everything_is_trained_unless_only_lora_is_asked_for_and_frozen_stays_frozen():
+def test_all_weights_are_trained_without_only_optimize_lora_but_frozen_ones_stay_frozen():
     model = tiny_causal_lm("llama")
     model.model.embed_tokens.weight.requires_grad_(False)
     names = {name for name, _ in model.named_parameters()}
     add_lora(model, dim=2, module_name="q_proj", only_optimize_lora=False)
-    found = {name.replace(".base_layer", "") for name in trainable(model) if "lora_" not in name}
-    assert found == names - {"model.embed_tokens.weight"}
+    base_names = {name.replace(".base_layer", "") for name in trainable(model) if "lora_" not in name}
+    assert base_names == names - {"model.embed_tokens.weight"}
 
 
 def test_adapters_depend_on_the_seed_alone_and_differ_between_layers():

@@ -19,7 +19,7 @@ from dschat.models.causal_lm import TokenLogprobs
 from dschat.models.packed_attention import choose_packing
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "initializer_range": 0.5}
-OTHERS = {  # windows shorter than conversations; positions and masks of their own
+WITH_OWN_MASKS = {  # windows shorter than conversations; positions and masks of their own
     "mistral with a window": lambda: hf.MistralConfig(**vars(CONFIGS["mistral"]()) | {"sliding_window": 4}),
     "falcon": lambda: hf.FalconConfig(**SMALL, num_hidden_layers=2, num_attention_heads=2),
     "mpt": lambda: hf.MptConfig(vocab_size=VOCABULARY, d_model=HIDDEN, n_layers=2, n_heads=2, initializer_range=0.5),
@@ -35,15 +35,15 @@ def network_of(name):
     if name in CONFIGS:
         return TokenLogprobs(tiny_causal_lm(name))
     torch.manual_seed(0)
-    return TokenLogprobs(hf.AutoModelForCausalLM.from_config((OTHERS | REFUSED)[name]()))
+    return TokenLogprobs(hf.AutoModelForCausalLM.from_config((WITH_OWN_MASKS | REFUSED)[name]()))
 
 
 def engine_of(network):
-    """What choose_packing needs of an engine: its module, its device, a forward."""
+    """Stub with the parts of an engine that choose_packing uses: module, device, forward."""
 
     class Engine(types.SimpleNamespace):
-        def __call__(self, *args, **named):
-            return self.module(*args, **named)
+        def __call__(self, *args, **kwargs):
+            return self.module(*args, **kwargs)
 
     return Engine(module=network, device=torch.device("cpu"), eval=network.eval)
 
@@ -78,19 +78,19 @@ def test_packing_keeps_every_item_within_capacity_in_few_rows():
 
 def test_packed_rows_hold_every_conversation_whole_and_are_reused(tmp_path):
     rows = conversations(50)
-    found = packed(Dataset.from_list(rows), capacity=20, seed=1, identity="x", folder=str(tmp_path))
-    seen = []
-    for row in found:
+    packed_rows = packed(Dataset.from_list(rows), capacity=20, seed=1, identity="x", folder=str(tmp_path))
+    unpacked = []
+    for row in packed_rows:
         assert row["length"] == len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["conversation_lengths"]) <= 20
         start = 0
         for length in row["conversation_lengths"]:
-            seen.append((row["input_ids"][start : start + length], row["loss_mask"][start : start + length]))
+            unpacked.append((row["input_ids"][start : start + length], row["loss_mask"][start : start + length]))
             start += length
-    assert sorted(seen) == sorted((row["input_ids"], row["loss_mask"]) for row in rows)
+    assert sorted(unpacked) == sorted((row["input_ids"], row["loss_mask"]) for row in rows)
     (file,) = tmp_path.iterdir()
     before = file.stat().st_mtime_ns
     again = packed(Dataset.from_list(rows), capacity=20, seed=1, identity="x", folder=str(tmp_path))
-    assert file.stat().st_mtime_ns == before and again[:] == found[:]
+    assert file.stat().st_mtime_ns == before and again[:] == packed_rows[:]
     packed(Dataset.from_list(rows), capacity=20, seed=2, identity="x", folder=str(tmp_path))
     packed(Dataset.from_list(rows), capacity=20, seed=1, identity="y", folder=str(tmp_path))
     assert len(list(tmp_path.iterdir())) == 3
@@ -106,7 +106,7 @@ def test_positions_restart_with_each_conversation_and_are_0_on_padding():
     assert "packed_positions" not in collate_sft([{"input_ids": [1], "loss_mask": [False]}], pad_token_id=0)
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
+@pytest.mark.parametrize("name", [*CONFIGS, *WITH_OWN_MASKS])
 def test_a_step_over_packed_rows_has_the_loss_and_gradient_of_its_conversations_alone(name, tmp_path):
     network = network_of(name)
     choose_packing(engine_of(network))
@@ -142,12 +142,12 @@ def test_a_model_that_mixes_conversations_is_refused_before_training(name):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_choose_packing_selects_positions_or_mask_for_each_architecture_and_precision(dtype):
-    ways = {}
+    by_mask = {}
     for name in ("llama", "gpt2", "opt", "mpt"):
         network = network_of(name).to(dtype)
         choose_packing(engine_of(network))
-        ways[name] = network.uses_packing_mask
-    assert ways == {"llama": False, "gpt2": False, "opt": True, "mpt": True}
+        by_mask[name] = network.uses_packing_mask
+    assert by_mask == {"llama": False, "gpt2": False, "opt": True, "mpt": True}
 
 
 def test_packing_is_a_data_option_and_in_the_report(tmp_path):

@@ -20,9 +20,9 @@ LONGROPE = {
 }  # fmt: skip
 
 
-def test_positions_are_found_wherever_a_config_keeps_them():
+def test_the_position_limit_is_read_from_every_kind_of_config():
     assert position_limit(tiny_config("llama"))[0] == position_limit(tiny_config("gpt2"))[0] == 128
-    assert position_limit(tiny_config("bloom"))[0] is None, "ALiBi has no end"
+    assert position_limit(tiny_config("bloom"))[0] is None, "ALiBi has no limit"
     assert position_limit(transformers.XLNetConfig())[0] is None
     vision = transformers.Gemma3Config(text_config={"max_position_embeddings": 77})
     assert position_limit(vision)[0] == 77
@@ -45,29 +45,29 @@ def assert_equals_generate(model, prompts, new_tokens):
     assert rollout.responses() == generate_each_alone(model, prompts, new_tokens)
 
 
-def test_longrope_with_equal_factors_has_all_its_positions():
+def test_longrope_with_equal_factors_is_not_limited():
     factors = {**LONGROPE["rope_parameters"], "short_factor": [4.0] * 4}
     model = tiny_architecture("phi3", **{**LONGROPE, "rope_parameters": factors})
     assert position_limit(model.config) == (128, "positions")
     assert_equals_generate(model, [[5, 6, 7] * 6, [9, 4]], 12)
 
 
-def test_padding_decides_between_the_tied_scores_of_a_sparse_indexer():
-    """Two ReLUs are both 0 for a quarter of all tokens: beyond index_topk, padding decides which of them are chosen."""
+def test_padding_changes_the_tokens_that_a_sparse_indexer_selects_among_equal_scores():
+    """Both ReLUs are 0 for a quarter of all tokens: beyond index_topk, padding decides which of these are selected."""
     model = tiny_architecture("deepseek_v32", index_topk=8)
     tokens = torch.arange(30).unsqueeze(0) * 7919 % 97
     padded = torch.cat([tokens[:, :13], tokens], dim=1)
     mask = (torch.arange(43) >= 13).long().unsqueeze(0)
     with torch.no_grad():
         alone = model(tokens, attention_mask=torch.ones_like(tokens)).logits[0]
-        beside = model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[0, 13:]
-    torch.testing.assert_close(beside[:8], alone[:8], atol=1e-4, rtol=1e-4)
-    assert (beside - alone).abs().max() > 0.1
+        with_padding = model(padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[0, 13:]
+    torch.testing.assert_close(with_padding[:8], alone[:8], atol=1e-4, rtol=1e-4)
+    assert (with_padding - alone).abs().max() > 0.1
 
 
 @pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa"])
-def test_a_sparse_indexer_is_served_while_it_chooses_all_tokens(kind):
+def test_a_sparse_indexer_is_decoded_while_it_selects_all_tokens(kind):
     latent = {"num_key_value_heads": 4}
     with pytest.raises(ValueError, match="10 with max_new_tokens 7, .* 8 tokens until its sparse indexer.*index_topk"):
         assert_equals_generate(tiny_architecture(kind, index_topk=8, **latent), [[5, 6, 7], [9, 4]], 7)
@@ -93,7 +93,7 @@ def test_a_tokenizer_larger_than_a_model_that_does_not_grow_is_refused(tmp_path,
         load_causal_lm(tmp_path, dtype=torch.float32, tokenizer=tiny_tokenizer(words=70))
 
 
-def test_a_folder_with_a_sentencepiece_model_alone_names_the_way_out(tmp_path):
+def test_a_folder_with_a_sentencepiece_model_alone_is_refused_with_the_remedy(tmp_path):
     transformers.LlamaConfig().save_pretrained(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"no tokenizer")
     with pytest.raises(ValueError, match="only tokenizer.model: pip install sentencepiece.*save_pretrained"):

@@ -40,17 +40,17 @@ def test_last_scores_equal_transformers_pooled_logits_under_either_padding(name)
     model = tiny_classifier(name).eval()
     tokens, mask = left_and_right_padded()
     tokens = tokens.clamp(min=1)  # the pad id is 0: here the text has none, as transformers pools by id
-    ours = last_token_scores(TokenScores(model)(tokens, mask), mask)
+    last_scores = last_token_scores(TokenScores(model)(tokens, mask), mask)
     alone = torch.stack([model(input_ids=tokens[r, mask[r]][None]).logits[0, 0] for r in range(3)])
-    torch.testing.assert_close(ours, alone, atol=1e-4, rtol=1e-4)
-    assert len(ours.unique()) == 3
+    torch.testing.assert_close(last_scores, alone, atol=1e-4, rtol=1e-4)
+    assert len(last_scores.unique()) == 3
     right_padded = tokens[1:].masked_fill(~mask[1:], 0)
     pooled = model(input_ids=right_padded, attention_mask=mask[1:].long()).logits[:, 0]
-    torch.testing.assert_close(ours[1:], pooled, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(last_scores[1:], pooled, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_a_score_judges_its_prefix_and_nothing_after_it(name):
+def test_a_score_depends_on_its_prefix_only(name):
     scores = TokenScores(tiny_classifier(name).eval())
     tokens, mask = left_and_right_padded()
     every = scores(tokens, mask)
@@ -63,8 +63,8 @@ def test_scores_do_not_depend_on_ids_under_the_padding_and_pad_ids_in_the_text_c
     scores = TokenScores(tiny_classifier("llama").eval())
     tokens, mask = left_and_right_padded()
     tokens[:, 6] = 0  # the last real token of row 1 is the pad id
-    rubbish = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
-    torch.testing.assert_close(scores.sequence_scores(rubbish, mask), scores.sequence_scores(tokens, mask))
+    other_padding = torch.where(mask, tokens, (tokens + 11) % VOCABULARY)
+    torch.testing.assert_close(scores.sequence_scores(other_padding, mask), scores.sequence_scores(tokens, mask))
     cut = scores.sequence_scores(tokens[1:2, :6], mask[1:2, :6])
     assert (scores.sequence_scores(tokens, mask)[1] - cut).abs() > 1e-3
 
@@ -93,7 +93,7 @@ def test_a_new_head_is_small_and_a_function_of_the_seed_alone(causal_folder, cap
     assert all(value.equal(backbone[name]) for name, value in model.model.state_dict().items())
 
 
-def test_a_saved_head_is_loaded_and_serves_plain_transformers(causal_folder, tmp_path, caplog):
+def test_a_saved_head_is_loaded_here_and_by_plain_transformers(causal_folder, tmp_path, caplog):
     model = load_scalar_head(causal_folder, dtype=torch.float32, tokenizer=tiny_tokenizer())
     export_model(TokenScores(model), tmp_path / "reward", tiny_tokenizer())
     assert has_scalar_head(tmp_path / "reward")
@@ -112,8 +112,8 @@ def test_gradients_reach_head_and_backbone_of_the_scored_tokens_only():
     model = tiny_classifier("llama")
     tokens, mask = left_and_right_padded()
     last_token_scores(TokenScores(model)(tokens, mask), mask)[1].backward()
-    seen = model.get_input_embeddings().weight.grad.abs().sum(1).nonzero().squeeze(1)
-    assert set(seen.tolist()) <= set(tokens[1, :7].tolist()) and len(seen)
+    embedded_ids = model.get_input_embeddings().weight.grad.abs().sum(1).nonzero().squeeze(1)
+    assert set(embedded_ids.tolist()) <= set(tokens[1, :7].tolist()) and len(embedded_ids)
     assert model.score.weight.grad.any()
 
 
@@ -125,7 +125,7 @@ def test_a_classifier_of_several_classes_is_refused(tmp_path):
         load_scalar_head(tmp_path, dtype=torch.float32)
 
 
-def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_no_critic(tmp_path):
+def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_refused_as_critic(tmp_path):
     bert = tiny_bert()
     bert.save_pretrained(tmp_path)
     scores = TokenScores(load_scalar_head(tmp_path, dtype=torch.float32).eval())
@@ -136,7 +136,7 @@ def test_an_encoder_scores_whole_sequences_under_either_padding_and_is_no_critic
         scores(tokens, mask)
 
 
-def test_bfloat16_scores_come_as_float32(causal_folder):
+def test_scores_of_a_bfloat16_model_are_float32(causal_folder):
     model = load_scalar_head(causal_folder, dtype=torch.bfloat16, gradient_checkpointing=True)
     tokens, mask = left_and_right_padded()
     scores = TokenScores(model)(tokens, mask)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from disk_limits import files_of_at_most
+from disk_limits import limit_file_size
 from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
@@ -29,15 +29,15 @@ def with_adapters(name, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt-neox", "phi"])
-def test_without_zero3_and_lora_the_live_parameters_come_under_their_own_names(name):
+def test_without_zero3_and_lora_full_weights_are_the_parameters_under_their_own_names(name):
     model = tiny_causal_lm(name)
-    found = dict(full_weights(TokenLogprobs(model)))
+    weights = dict(full_weights(TokenLogprobs(model)))
     plain = dict(model.named_parameters())  # tied ones once, under the first name: the embedding's
-    assert found.keys() == plain.keys()
-    assert all(found[key] is plain[key] for key in plain)
+    assert weights.keys() == plain.keys()
+    assert all(weights[key] is plain[key] for key in plain)
 
 
-def test_a_tied_weight_comes_once_under_the_name_that_loading_needs(tmp_path):
+def test_a_tied_weight_is_included_once_under_the_name_that_loading_needs(tmp_path):
     model = tiny_causal_lm("llama-tied")
     names = [name for name, _ in full_weights(model)]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
@@ -48,16 +48,16 @@ def test_a_tied_weight_comes_once_under_the_name_that_loading_needs(tmp_path):
     assert again.lm_head.weight.equal(model.lm_head.weight)
 
 
-def test_persistent_buffers_come_along_and_others_do_not():
+def test_persistent_buffers_are_included_and_others_are_not():
     model = tiny_causal_lm("llama")
     model.model.register_buffer("kept", torch.ones(2))
     model.model.register_buffer("dropped", torch.ones(2), persistent=False)
-    found = dict(full_weights(model))
-    assert "model.kept" in found and "model.dropped" not in found and found.keys() == model.state_dict().keys()
+    weights = dict(full_weights(model))
+    assert "model.kept" in weights and "model.dropped" not in weights and weights.keys() == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "opt", "gpt-neox", "gemma2"])
-def test_an_export_with_adapters_answers_as_the_model_did_and_leaves_training_weights_alone(name, tmp_path):
+def test_an_export_with_adapters_has_the_logprobs_of_the_model_and_does_not_change_its_weights(name, tmp_path):
     model = with_adapters(name)
     tokens, mask = left_and_right_padded()
     expected = TokenLogprobs(model)(tokens, mask, mask)
@@ -68,31 +68,31 @@ def test_an_export_with_adapters_answers_as_the_model_did_and_leaves_training_we
     plain, info = hf.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(TokenLogprobs(plain.eval())(tokens, mask, mask), expected, atol=1e-4, rtol=1e-4)
-    without = TokenLogprobs(tiny_causal_lm(name).eval())(tokens, mask, mask)
-    assert (without - expected).abs().max() > 0.1
+    base = TokenLogprobs(tiny_causal_lm(name).eval())(tokens, mask, mask)
+    assert (base - expected).abs().max() > 0.1
 
 
-def test_a_fold_in_bfloat16_is_rounded_once():
+def test_merging_adapters_in_bfloat16_rounds_once():
     model = with_adapters("llama", torch.bfloat16)
     layer = model.model.layers[1].mlp.down_proj
     a, b = layer.lora_A["default"].weight.double(), layer.lora_B["default"].weight.double()
     exact = (layer.base_layer.weight.double() + 2.0 * b @ a).to(torch.bfloat16)
-    folded = dict(full_weights(model))["model.layers.1.mlp.down_proj.weight"]
-    assert folded.dtype == torch.bfloat16
+    merged = dict(full_weights(model))["model.layers.1.mlp.down_proj.weight"]
+    assert merged.dtype == torch.bfloat16
     # fp32 and fp64 sums rarely round to different values.
-    assert (folded != exact).float().mean() < 0.01
+    assert (merged != exact).float().mean() < 0.01
 
 
 def test_adapters_that_are_merged_or_switched_off_are_not_added_again():
     model = with_adapters("llama")
     name = "model.layers.0.self_attn.q_proj.weight"
-    folded = dict(full_weights(model))[name]
+    merged = dict(full_weights(model))[name]
     layer = model.model.layers[0].self_attn.q_proj
     layer.enable_adapters(False)
     assert dict(full_weights(model))[name] is layer.base_layer.weight
     layer.enable_adapters(True)
     layer.merge()
-    torch.testing.assert_close(dict(full_weights(model))[name].data, folded)
+    torch.testing.assert_close(dict(full_weights(model))[name].data, merged)
 
 
 def test_an_export_keeps_dtype_and_chat_template_and_is_safetensors_only(tmp_path):
@@ -112,22 +112,22 @@ def test_a_classifier_exports_with_its_head(tmp_path):
     assert hf.AutoModelForSequenceClassification.from_pretrained(tmp_path).score.weight.equal(model.score.weight)
 
 
-def test_mistakes_are_named(tmp_path):
+def test_modules_and_folders_that_cannot_be_exported_are_refused(tmp_path):
     with pytest.raises(ValueError, match="Linear contains no Hugging Face model"):
         pretrained_model(torch.nn.Linear(1, 1))
-    (tmp_path / "taken").write_text("")
+    (tmp_path / "occupied").write_text("")
     with pytest.raises(RuntimeError, match="could not be written"):
-        export_model(tiny_causal_lm("llama"), tmp_path / "taken", tiny_tokenizer())
+        export_model(tiny_causal_lm("llama"), tmp_path / "occupied", tiny_tokenizer())
 
 
 def test_two_ranks_with_partitioned_weights_train_and_export_as_one_process_does(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = Path(__file__).parent / "zero3_models.py"
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.count("all equal") == 2
+    assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-6000:]
+    assert completed.stdout.count("all equal") == 2
 
 
 def test_a_hub_models_digest_is_its_name_and_commit_without_running_its_code(tmp_path, monkeypatch):
@@ -141,7 +141,7 @@ def test_a_hub_models_digest_is_its_name_and_commit_without_running_its_code(tmp
     assert weights_digest("owner/name") == f"owner/name@{commit}"
 
 
-def test_an_export_that_does_not_fit_leaves_the_one_before_as_it_was_or_nothing(tmp_path):
+def test_an_export_on_a_full_disk_keeps_the_previous_one_or_leaves_nothing(tmp_path):
     first, second, tokenizer = tiny_causal_lm("llama"), tiny_causal_lm("llama"), tiny_tokenizer()
     with torch.no_grad():
         second.lm_head.weight += 1
@@ -149,13 +149,13 @@ def test_an_export_that_does_not_fit_leaves_the_one_before_as_it_was_or_nothing(
     (tmp_path / "model" / "metrics.jsonl").touch()  # of the run, not of the model
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     for folder in ("model", "new"):
-        with files_of_at_most(10_000), pytest.raises(ExportError, match=f"could not be written to .*{folder}"):
+        with limit_file_size(10_000), pytest.raises(ExportError, match=f"could not be written to .*{folder}"):
             export_model(second, tmp_path / folder, tokenizer)
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
     assert not (tmp_path / "new").exists()
 
 
-def test_an_export_takes_the_place_of_one_with_other_files(tmp_path):
+def test_an_export_replaces_one_with_other_files(tmp_path):
     model, tokenizer = tiny_causal_lm("llama"), tiny_tokenizer()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1

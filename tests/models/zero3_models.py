@@ -34,10 +34,10 @@ def engine_for(module: torch.nn.Module) -> deepspeed.DeepSpeedEngine:
     return deepspeed.initialize(model=module, optimizer=sgd(module), config=CONFIG)[0]
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
-    assert found.keys() == expected.keys(), (case, found.keys() ^ expected.keys())
+def assert_equal_weights(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], case: str) -> None:
+    assert actual.keys() == expected.keys(), (case, actual.keys() ^ expected.keys())
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value.detach(), msg=lambda m, name=name: f"{case}: {name}: {m}")
+        torch.testing.assert_close(actual[name], value.detach(), msg=lambda m, name=name: f"{case}: {name}: {m}")
 
 
 def check_causal_lm(folder: Path, name: str, *, lora: bool, checkpointing: bool) -> None:
@@ -50,7 +50,7 @@ def check_causal_lm(folder: Path, name: str, *, lora: bool, checkpointing: bool)
 
     def build(config: dict | None) -> TokenLogprobs:
         torch.manual_seed(0)
-        torch.rand(rank)  # ranks may have drawn unlike numbers before
+        torch.rand(rank)  # ranks may have different random states
         model = load_causal_lm(
             folder,
             dtype=torch.float32,
@@ -76,12 +76,12 @@ def check_causal_lm(folder: Path, name: str, *, lora: bool, checkpointing: bool)
         single.step()
     expected = dict(full_weights(alone))
     assert any((expected[key] - start[key]).abs().max() > 1e-4 for key in start), case
-    same({key: value.detach().clone() for key, value in full_weights(engine)}, expected, case)
+    assert_equal_weights({key: value.detach().clone() for key, value in full_weights(engine)}, expected, case)
     partitioned = [p.ds_tensor.clone() for p in engine.parameters()]
     export_model(engine, folder / "out", tokenizer)
-    assert all(p.ds_tensor.equal(kept) for p, kept in zip(engine.parameters(), partitioned, strict=True)), case
+    assert all(p.ds_tensor.equal(before) for p, before in zip(engine.parameters(), partitioned, strict=True)), case
     plain = hf.AutoModelForCausalLM.from_pretrained(folder / "out")
-    same(dict(plain.named_parameters()), expected, case)
+    assert_equal_weights(dict(plain.named_parameters()), expected, case)
     # The engine still works after parameters came and went.
     with torch.no_grad():
         torch.testing.assert_close(engine(tokens, mask, mask), alone(tokens, mask, mask), atol=1e-4, rtol=1e-4)
@@ -94,7 +94,8 @@ def check_scalar_head(folder: Path) -> None:
     engine = engine_for(TokenScores(model))
     torch.manual_seed(0)
     alone = TokenScores(load_scalar_head(folder, dtype=torch.float32, tokenizer=tiny_tokenizer()))
-    same({key: value.detach().clone() for key, value in full_weights(engine)}, dict(full_weights(alone)), "scalar head")
+    actual = {key: value.detach().clone() for key, value in full_weights(engine)}
+    assert_equal_weights(actual, dict(full_weights(alone)), "scalar head")
     tokens, mask = left_and_right_padded()
     torch.testing.assert_close(
         last_token_scores(engine(tokens, mask), mask), alone.sequence_scores(tokens, mask), atol=1e-4, rtol=1e-4
@@ -102,41 +103,41 @@ def check_scalar_head(folder: Path) -> None:
 
 
 def check_refusals(folder: Path) -> None:
-    """Partitioned weights are no reason to trust a head, or a model that lets padding in."""
+    """Models are verified under ZeRO-3 too: the head, and that padding has no effect."""
     for kind, reason in (
         ("rwkv", "cannot load a rwkv"), ("recurrent_gemma", "left-padded"), ("roberta", "later tokens"), ("mamba", None)
     ):  # fmt: skip
-        place = folder / kind
+        model_folder = folder / kind
         if dist.get_rank() == 0:
-            tiny_architecture(kind).save_pretrained(place)
+            tiny_architecture(kind).save_pretrained(model_folder)
         dist.barrier()
         try:
-            model = load_causal_lm(place, dtype=torch.bfloat16, deepspeed_config=CONFIG)
-            answer = None
+            model = load_causal_lm(model_folder, dtype=torch.bfloat16, deepspeed_config=CONFIG)
+            message = None
             assert all(is_partitioned(p) for p in model.parameters()), kind
         except ValueError as error:
-            answer = str(error)
-        assert (answer is None) if reason is None else (reason in str(answer)), (kind, answer)
+            message = str(error)
+        assert (message is None) if reason is None else (reason in str(message)), (kind, message)
 
 
 def check_nonfinite(folder: Path) -> None:
-    """A NaN in the partition of one rank is refused by all; what pads the last partition is not tested."""
+    """A NaN in the partition of one rank is refused by all; the padding of the last partition is not checked."""
     for name in ("model.embed_tokens.weight", "model.norm.weight"):  # 67 · 16 values over 2 ranks, 16 values
         for index in (0, -1):
-            place = folder / f"{name}{index}"
+            model_folder = folder / f"{name}{index}"
             if dist.get_rank() == 0:
                 model = tiny_causal_lm("llama")
                 with torch.no_grad():
                     model.get_parameter(name).view(-1)[index] = torch.nan
-                model.save_pretrained(place)
+                model.save_pretrained(model_folder)
             dist.barrier()
             for load in (load_causal_lm, load_scalar_head):
                 try:
-                    load(place, dtype=torch.float32, deepspeed_config=CONFIG)
-                    answer = "none"
+                    load(model_folder, dtype=torch.float32, deepspeed_config=CONFIG)
+                    message = "none"
                 except ValueError as error:
-                    answer = str(error)
-                assert f"the tensor {name} in model.safetensors has NaN" in answer, (name, index, answer)
+                    message = str(error)
+                assert f"the tensor {name} in model.safetensors has NaN" in message, (name, index, message)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ RANKS = Path(__file__).with_name("output_folder_ranks.py")
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_locked():
+def release_locks():
     yield
     for file in output_folder._locks.values():
         file.close()
@@ -30,7 +30,7 @@ def test_a_second_run_in_a_folder_is_refused_and_the_message_names_the_first(tmp
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EIO])
-def test_a_file_system_without_locks_is_a_warning_and_no_error(code, monkeypatch, tmp_path, capsys):
+def test_a_file_system_without_locks_gives_a_warning_and_no_error(code, monkeypatch, tmp_path, capsys):
     def refuse(_file, _operation):
         raise OSError(code, os.strerror(code))
 

@@ -25,13 +25,13 @@ GROUPS = (
     arguments.LoraArguments, arguments.DeviceArguments, arguments.RunArguments,
 )  # fmt: skip
 
-# A checkpoint brings these back with the optimizer and its schedule: test_optimizer_settings proves that flags win.
-OF_THE_OPTIMIZER = """
+# A checkpoint restores these with the optimizer and its schedule; test_optimizer_settings: the flags override them.
+OPTIMIZER_FLAGS = """
     learning_rate actor_learning_rate critic_learning_rate lora_learning_rate weight_decay actor_weight_decay
     critic_weight_decay adam_beta1 adam_beta2 max_grad_norm max_steps num_train_epochs actor_freeze_steps
 """
-# State accumulated by the run depends on them: tests below, and those of refusals in test_faults and test_validation.
-ACCUMULATED = """
+# Saved state depends on them: tested below; values that are refused, in test_faults and test_validation.
+STATE_FLAGS = """
     kl_coef kl_target best_metric best_mode max_bad_steps temperature per_device_train_batch_size
     per_device_generation_batch_size per_device_training_batch_size gradient_accumulation_steps zero_stage
     actor_zero_stage critic_zero_stage enable_ema ref_refresh_interval max_bad_rows data_output_path
@@ -40,11 +40,11 @@ ACCUMULATED = """
 
 def test_flags_that_checkpoints_depend_on_take_effect_when_they_change():
     declared = {field.name: field.metadata["on_resume"] for group in GROUPS for field in fields(group)}
-    assert {declared[name] for name in (OF_THE_OPTIMIZER + ACCUMULATED).split()} == {"apply"}
+    assert {declared[name] for name in (OPTIMIZER_FLAGS + STATE_FLAGS).split()} == {"apply"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
+def single_rank():
     with group_of_one():
         yield
 
@@ -89,12 +89,12 @@ def finished(models, tmp_path_factory) -> Path:
 def adapted(models, tmp_path_factory) -> Path:
     output = tmp_path_factory.mktemp("adapted")
     run = fit(make_run(models, output, kl_target=1.0, kl_horizon=4.0), None)
-    assert run.trainer.kl_coef == pytest.approx(0.2 * 0.8), "far below its target: lowered by as much as it may be"
+    assert run.trainer.kl_coef == pytest.approx(0.2 * 0.8), "far below its target: lowered by the largest factor"
     return newest_checkpoint(output)
 
 
 def test_a_checkpoint_restores_accumulated_state_and_no_flags(finished):
-    """Whoever adds an entry decides in it what a changed flag does."""
+    """When adding an entry, decide what a change of the flags behind it does."""
     state = load_checkpoint(finished, engines={}, fingerprint={})
     identity = {"rows", "global_batch_size", "seed", "content", "shadow_models", "sequences_per_update"}
     positions = {"step", "update", "prompts_consumed", "iterations_without_scores"}
@@ -119,7 +119,8 @@ def test_an_adapted_kl_coef_is_restored_and_a_changed_flag_is_reported_as_withou
     printed = capsys.readouterr().out
     assert "--kl_coef was 0.2, is 0.5" in printed
     assert "--kl_coef has no effect: --kl_target continues from 0.16" in printed
-    assert fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted).trainer.kl_coef == 0.5, "nothing adapts it"
+    without_target = fit(make_run(models, tmp_path / "off", kl_coef=0.5), adapted)
+    assert without_target.trainer.kl_coef == 0.5, "nothing adapts it: the flag applies"
 
 
 def test_updates_of_another_size_are_refused(models, finished, tmp_path):
@@ -142,7 +143,7 @@ def test_a_changed_best_metric_starts_a_new_comparison_and_is_validated_at_once(
     before = best.read_text()
     assert "response_length" in before
     fit(make_run(models, tmp_path, run={"best_metric": "response_length"}), resumed)
-    assert best.read_text() == before, "the same metric: what was best is best"
+    assert best.read_text() == before, "the same metric: the best value is kept"
     fit(make_run(models, tmp_path, run={"best_metric": "entropy", "best_mode": "min"}), resumed)
     assert '"step": 1, "entropy"' in best.read_text()
     with pytest.raises(SettingsError, match="--best_metric accuracy: the evaluation has no such metric; it has"):

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
-from disk_limits import files_of_at_most
+from disk_limits import limit_file_size
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dschat.distributed import failpoint
@@ -34,11 +34,11 @@ def test_every_call_appends_a_line_and_the_console_shows_progress(tmp_path, caps
     log.metrics(0, {"loss": 4.0}, phase="eval")
     log.metrics(1, {"loss": 3.0, "accuracy": 0.25})
     log.metrics(10, {"loss": 2.0})
-    found = lines(tmp_path / "metrics.jsonl")
-    assert [(line["phase"], line["step"], line["loss"]) for line in found] == [
+    records = lines(tmp_path / "metrics.jsonl")
+    assert [(line["phase"], line["step"], line["loss"]) for line in records] == [
         ("eval", 0, 4.0), ("train", 1, 3.0), ("train", 10, 2.0)]  # fmt: skip
-    assert found[1]["accuracy"] == 0.25
-    assert 0 <= found[0]["time"] <= found[1]["time"] <= found[2]["time"] < 60
+    assert records[1]["accuracy"] == 0.25
+    assert 0 <= records[0]["time"] <= records[1]["time"] <= records[2]["time"] < 60
     eval_line, first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("[paint] train 1/10  loss 3  accuracy 0.25") and "ETA" in first
     assert "ETA" not in last and "ETA" not in eval_line
@@ -123,11 +123,11 @@ def test_unreadable_lines_are_dropped_on_resume(text, tmp_path):
 
 
 def test_a_sample_with_unusual_line_ends_is_kept_on_resume(tmp_path):
-    odd = "one\u2028two\x85three\x0cfour\r\n"
-    log_of(tmp_path).samples(1, [{"prompt": odd, "response": odd, "score": 0.0}])
+    text = "one\u2028two\x85three\x0cfour\r\n"
+    log_of(tmp_path).samples(1, [{"prompt": text, "response": text, "score": 0.0}])
     log_of(tmp_path, finished_steps=1)
     (sample,) = lines(tmp_path / "samples.jsonl")
-    assert sample["response"] == odd
+    assert sample["response"] == text
 
 
 def test_a_full_disk_drops_whole_lines_with_one_warning_and_the_run_continues(tmp_path, capsys):
@@ -137,19 +137,19 @@ def test_a_full_disk_drops_whole_lines_with_one_warning_and_the_run_continues(tm
         log.samples(step, [{"prompt": "p", "response": "r" * 30, "score": 0.0}] * 2)
     sizes = {name: (tmp_path / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")}
     for name, size in sizes.items():
-        with files_of_at_most(size + 20):  # 20 bytes of the next line would fit
+        with limit_file_size(size + 20):  # 20 bytes of the next line would fit
             for step in (4, 5):
                 log.metrics(step, {"loss": float(step)})
                 log.samples(step, [{"prompt": "p", "response": "r" * 30, "score": 0.0}] * 2)
         assert (tmp_path / name).stat().st_size >= size
-    log.metrics(6, {"loss": 6.0})  # there is room again
+    log.metrics(6, {"loss": 6.0})  # disk space is available again
     log.samples(6, [{"prompt": "p", "response": "r", "score": 0.0}])
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")][:3] == [1, 2, 3]
     assert lines(tmp_path / "metrics.jsonl")[-1]["step"] == lines(tmp_path / "samples.jsonl")[-1]["step"] == 6
     text = capsys.readouterr()
     for name in sizes:
         assert text.err.count(f"warning: {name} cannot be written") == 1
-    assert "train 4/10" in text.out and "train 6/10" in text.out, "the console still says it"
+    assert "train 4/10" in text.out and "train 6/10" in text.out, "the console still shows the metrics"
 
 
 def test_a_resume_on_a_full_disk_keeps_the_metrics(tmp_path, capsys):
@@ -157,13 +157,13 @@ def test_a_resume_on_a_full_disk_keeps_the_metrics(tmp_path, capsys):
     for step in range(1, 6):
         log.metrics(step, {"loss": float(step)})
     written = lines(tmp_path / "metrics.jsonl")
-    with files_of_at_most(10):
+    with limit_file_size(10):
         log_of(tmp_path, finished_steps=3)
-    assert lines(tmp_path / "metrics.jsonl") == written[:3], "cutting the end off needs no room"
+    assert lines(tmp_path / "metrics.jsonl") == written[:3], "truncating needs no disk space"
     (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n{"step": 2}\n')
-    with files_of_at_most(10):
+    with limit_file_size(10):
         log_of(tmp_path, finished_steps=3)
-    assert lines(tmp_path / "metrics.jsonl") == [{"step": 9}, {"step": 2}], "what cannot be rewritten stays"
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 9}, {"step": 2}], "a file that cannot be rewritten is kept"
     assert "warning: metrics.jsonl cannot be written" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*"))
 
@@ -188,5 +188,5 @@ def test_a_console_on_a_full_disk_does_not_end_the_run(tmp_path, monkeypatch):
         log.metrics(1, {"loss": 3.0})
         log.info("still here")
         with suppress(OSError):
-            full.close()  # what it holds back cannot be written either
+            full.close()  # flushing its buffer fails too
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1]

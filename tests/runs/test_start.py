@@ -1,4 +1,4 @@
-"""What is checked before a run begins, in the order of its main."""
+"""Checks and locks at the start of a run."""
 
 import fcntl
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_a_start_makes_the_folder_and_locks_it(monkeypatch, tmp_path):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_judge_that_cannot_be_loaded_is_a_mistake_of_the_settings(materials, tmp_path):  # noqa: F811
+def test_a_judge_that_cannot_be_loaded_is_a_settings_error(materials, tmp_path):  # noqa: F811
     (tmp_path / "judge.py").write_text("def judge(prompts, responses, rows): return []")
     assert mistakes("ppo", materials, tmp_path / "run", judge=f"{tmp_path / 'judge.py'}:judge") == []
     (line,) = mistakes("ppo", materials, tmp_path / "run", judge=f"{tmp_path / 'judge.py'}:juge")

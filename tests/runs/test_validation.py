@@ -42,21 +42,21 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
     no_weights = folder / "no_weights"
     tiny_llama(LlamaForCausalLM, make_tokenizer(), seed=0).config.save_pretrained(no_weights)
     make_tokenizer().save_pretrained(no_weights)
-    endless = make_tokenizer(eos=None, pad=None)
-    endless.save_pretrained(folder / "no_end")
-    tiny_llama(LlamaForCausalLM, endless, seed=0).save_pretrained(folder / "no_end")
+    without_eos = make_tokenizer(eos=None, pad=None)
+    without_eos.save_pretrained(folder / "no_end")
+    tiny_llama(LlamaForCausalLM, without_eos, seed=0).save_pretrained(folder / "no_end")
     return folder
 
 
 def mistakes(step: str, materials: Path, output: Path, **settings) -> list[str]:
     """The problems main would list; [] if it would start. Values with "@" are files of the materials."""
-    named = {
+    values = {
         name: materials / value[1:] if isinstance(value, str) and value.startswith("@") else value
         for name, value in settings.items()
     }
     groups, check = STEPS[step]
     try:
-        parse(groups, flags(step, materials, output, **named), description="", check=check)
+        parse(groups, flags(step, materials, output, **values), description="", check=check)
     except SettingsError as error:
         return str(error).split("\n  - ")[1:]
     return []
@@ -72,13 +72,13 @@ BAD = {  # step, flags, what the message must contain
     "empty data file": ("sft", {"data_path": "@empty.jsonl"}, ["empty.jsonl", "empty"]),
     "columns of another step": ("reward", {"data_path": "@sft.jsonl"}, ["sft.jsonl", "chosen"]),
     "unknown columns": ("sft", {"data_path": "@foreign.jsonl"}, ["foreign.jsonl", "columns"]),
-    "no JSON": ("sft", {"data_path": "@broken.jsonl"}, ["broken.jsonl:1", "--max_bad_rows 10"]),
-    "no UTF-8": ("sft", {"data_path": "@latin.jsonl"}, ["latin.jsonl:1", "UTF-8"]),
+    "invalid JSON": ("sft", {"data_path": "@broken.jsonl"}, ["broken.jsonl:1", "--max_bad_rows 10"]),
+    "invalid UTF-8": ("sft", {"data_path": "@latin.jsonl"}, ["latin.jsonl:1", "UTF-8"]),
     "no evaluation file": ("sft", {"eval_data_path": "@nothing.jsonl"}, ["nothing.jsonl"]),
     "an empty path": ("sft", {"data_path": ""}, ["--data_path : is empty"]),
     "an empty evaluation path": ("sft", {"eval_data_path": ""}, ["--eval_data_path : is empty"]),
-    "weight of nothing": ("sft", {"data_path": "x.jsonl:0"}, ["weight 0 must be positive"]),
-    "two shares": ("sft", {"data_split": "1,2"}, ["--data_split", "three numbers"]),
+    "weight 0": ("sft", {"data_path": "x.jsonl:0"}, ["weight 0 must be positive"]),
+    "two shares for three steps": ("sft", {"data_split": "1,2"}, ["--data_split", "three numbers"]),
     "no model folder": ("sft", {"model_name_or_path": "@nowhere"}, ["--model_name_or_path", "no such folder"]),
     "no tokenizer": ("sft", {"model_name_or_path": "@no_tokenizer"}, ["no_tokenizer", "save_pretrained"]),
     "no config": ("sft", {"model_name_or_path": "@no_model"}, ["no_model", "no model configuration"]),
@@ -96,29 +96,29 @@ BAD = {  # step, flags, what the message must contain
         "ppo", {"reward_model_name_or_path": "@other_reward"}, ["other_reward", "actor's own folder"]),
     "a group of one": (
         "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: set it to 2"]),
-    "groups that are cut": (
+    "updates that split groups": (
         "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
     "an unknown rollout engine": ("ppo", {"rollout_engine": "vllm"}, ["--rollout_engine vllm: choose one of hybrid"]),
-    "refills without groups": ("ppo", {"dynamic_sampling": 2}, ["--dynamic_sampling", "2 or more"]),
-    "KL aimed at for nothing": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
+    "dynamic sampling without groups": ("ppo", {"dynamic_sampling": 2}, ["--dynamic_sampling", "2 or more"]),
+    "KL target without penalty": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
     "no reference to refresh": (
         "ppo", {"ref_refresh_interval": 1, "kl_coef": 0}, ["--ref_refresh_interval", "--kl_coef 0"]),
     "dual clip below 1": ("ppo", {"dual_clip": 0.5}, ["--dual_clip 0.5", "above 1"]),
     "clipped below 0": ("ppo", {"clip_range_low": 1.5}, ["--clip_range_low 1.5", "at most 1"]),
-    "masks that leave nothing": (
+    "correction cap below the floor": (
         "ppo", {"rollout_correction": "mis", "rollout_correction_cap": 0.4}, ["--rollout_correction_floor 0.5"]),
     "a buffer beyond the answer": ("ppo", {"overlong_buffer": 9}, ["--overlong_buffer 9", "--max_answer_seq_len 8"]),
-    "a rule beyond the answer": ("ppo", {"reward": "overlong?buffer=9"}, ["--reward overlong?buffer=9", "8"]),
+    "a reward buffer beyond the answer": ("ppo", {"reward": "overlong?buffer=9"}, ["--reward overlong?buffer=9", "8"]),
     "an unknown reward": ("ppo", {"reward": "last_numbr"}, ["--reward last_numbr", "last_number"]),
     "no reward model": ("ppo", {"reward_model_name_or_path": None}, ["--reward: name"]),
     "no judge": ("ppo", {"judge": "nothing.py:f"}, ["--judge nothing.py:f", "FILE.py:FUNCTION"]),
-    "no texts": (
+    "missing unsupervised texts": (
         "ppo", {"unsup_coef": 1, "unsupervised_dataset_name": "@nothing.jsonl"}, ["nothing.jsonl", "no such file"]),
-    "adapters without rank": ("sft", {"only_optimize_lora": True}, ["--only_optimize_lora", "--lora_dim"]),
-    "adapters of neither": ("ppo", {"only_optimize_lora": True}, ["--actor_lora_dim or --critic_lora_dim"]),
-    "offload of nothing": ("reward", {"offload": True, "zero_stage": 0}, ["--offload", "--zero_stage 0"]),
+    "only adapters without rank": ("sft", {"only_optimize_lora": True}, ["--only_optimize_lora", "--lora_dim"]),
+    "only adapters, but of no model": ("ppo", {"only_optimize_lora": True}, ["--actor_lora_dim or --critic_lora_dim"]),
+    "offload at stage 0": ("reward", {"offload": True, "zero_stage": 0}, ["--offload", "--zero_stage 0"]),
     "stage four": ("ppo", {"actor_zero_stage": 4}, ["--actor_zero_stage 4: choose one of 0, 1, 2, 3"]),
-    "a decoder named and switched off": (
+    "a rollout engine selected and disabled": (
         "ppo", {"rollout_engine": "hybrid", "enable_hybrid_engine": False}, ["--rollout_engine hybrid", "drop one"]),
     "misspelt": ("ppo", {"kl_coeff": 0.1}, ["--kl_coeff is not a flag of this step: did you mean --kl_coef?"]),
     "a flag of another step": ("sft", {"kl_coef": 0.1}, ["--kl_coef is not a flag of this step"]),
@@ -172,7 +172,7 @@ def test_add_eot_token_makes_a_tokenizer_without_end_token_valid(materials, tmp_
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
+    ("settings", "truncation"),
     [
         ({"top_p": 0.9}, "--top_p 0.9 with"),
         ({"top_k": 40}, "--top_k 40 with"),
@@ -180,7 +180,7 @@ def test_add_eot_token_makes_a_tokenizer_without_end_token_valid(materials, tmp_
     ],
 )
 def test_truncated_sampling_with_rollout_logprobs_warns_of_a_biased_ratio(
-    settings, named, materials, tmp_path, capsys
+    settings, truncation, materials, tmp_path, capsys
 ):
     groups, check = STEPS["ppo"]
 
@@ -189,12 +189,12 @@ def test_truncated_sampling_with_rollout_logprobs_warns_of_a_biased_ratio(
         return capsys.readouterr().err
 
     text = printed(**settings, old_logprobs="rollout", clip_range=0.1)
-    assert text.startswith(f"warning: {named} --old_logprobs rollout: ") and text.count("\n") == 1
+    assert text.startswith(f"warning: {truncation} --old_logprobs rollout: ") and text.count("\n") == 1
     for part in ("ratio starts at the probability mass that was kept, below 1", "before the policy has moved",
                  "below 1 - 0.1", "--top_p 1 --top_k 0", "--old_logprobs recompute", "tis"):  # fmt: skip
         assert part in text
     assert printed(**settings) == printed(old_logprobs="rollout") == ""
-    for engine in ("hybrid", "transformers"):  # either keeps the copies of the weights
+    for engine in ("hybrid", "transformers"):  # both keep copies of the weights
         assert printed(pin_generation_buffers=True, rollout_engine=engine) == ""
 
 
@@ -216,7 +216,7 @@ def test_the_data_fingerprint_differs_between_two_runs():
         assert data_fingerprint(GlobalBatches(**(plain | change))) != first
 
 
-OVERWRITTEN = [  # step, flag, the folder of the materials that becomes part of the output folder
+OVERWRITTEN = [  # step, flag, folder of the materials, its subfolder of the output folder
     ("sft", "model_name_or_path", "actor", ""),
     ("sft", "model_name_or_path", "actor", "best"),
     ("reward", "model_name_or_path", "reward", ""),
@@ -240,9 +240,9 @@ def test_an_output_folder_that_holds_an_input_model_is_refused(step, flag, model
     (line,) = mistakes(step, materials, output, **{flag: str(folder)})
     assert f"--output_dir {output}: this run would overwrite {folder}, the input of --{flag} {folder}" in line
     assert sorted(tmp_path.rglob("*")) == before
-    beside = tmp_path / "run" / "sft"
-    folder.rename(beside) if below else shutil.copytree(folder, beside)
-    assert mistakes(step, materials, output, **{flag: str(beside)}) == [], "other folders below it stay as they are"
+    sibling = tmp_path / "run" / "sft"
+    folder.rename(sibling) if below else shutil.copytree(folder, sibling)
+    assert mistakes(step, materials, output, **{flag: str(sibling)}) == [], "other subfolders are not overwritten"
 
 
 def test_a_refused_command_creates_no_files(materials, tmp_path):

@@ -9,7 +9,7 @@ import transformers
 
 VOCABULARY = 97
 _PAIRS = ["sliding_attention", "full_attention"] * 2
-# Every config takes the fields it has; windows are shorter than the tests' sequences, numbers far from zero.
+# Each config gets those fields that it declares; windows are shorter than the tests' sequences, weights are large.
 _FIELDS = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size", "lru_width"), 32),

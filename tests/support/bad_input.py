@@ -20,7 +20,7 @@ STEPS = {
 
 
 def mistakes(step: str, *argv: str, check: Callable[[Any], list[str]] | None = None) -> list[str]:
-    """The lines of the one SettingsError; [] if there is none. `check` is that of a step's main."""
+    """The lines of the SettingsError; [] if the settings are accepted. `check` is the one of the step's main."""
     settings, needed = STEPS[step]
     try:
         parse(settings, [*needed, *argv], description="", check=check)
@@ -29,8 +29,8 @@ def mistakes(step: str, *argv: str, check: Callable[[Any], list[str]] | None = N
     return []
 
 
-DEEP = 10_000
-JSON = {  # what no JSON reader takes → part of the message
+NESTING_DEPTH = 10_000
+INVALID_JSON = {  # content that every reader refuses → part of the message
     b"": "it is empty",
     b" \n": "it is empty",
     b"{": "not valid JSON",
@@ -39,9 +39,9 @@ JSON = {  # what no JSON reader takes → part of the message
     b'{"a": 1} {"b": 2}': "not valid JSON",
     b"\x00": "not valid JSON",
     b'{"a": tru}': "not valid JSON",
-    b"[" * DEEP: "nested deeper than 100",
-    b"[" * DEEP + b"]" * DEEP: "nested deeper than 100",
-    b'{"a":' * DEEP + b"1" + b"}" * DEEP: "nested deeper than 100",
+    b"[" * NESTING_DEPTH: "nested deeper than 100",
+    b"[" * NESTING_DEPTH + b"]" * NESTING_DEPTH: "nested deeper than 100",
+    b'{"a":' * NESTING_DEPTH + b"1" + b"}" * NESTING_DEPTH: "nested deeper than 100",
     b"[" * 500 + b"]" * 500: "nested deeper than 100",
     b'{"a":' * 102 + b"1" + b"}" * 102: "nested deeper than 100",
     b'{"a": ' + b"9" * 5000 + b"}": "5000 digits is beyond float64",
@@ -53,7 +53,7 @@ JSON = {  # what no JSON reader takes → part of the message
     b'{"\\udfff": 1}': "lone",
     b'{"a": [["\\ud83d x"]]}': "lone",
 }  # fmt: skip
-STRICT = {  # what readers of settings do not take either
+INVALID_SETTINGS_JSON = {  # content that only readers of settings refuse → part of the message
     b'{"a": NaN}': "NaN is not a JSON number",
     b'{"a": -Infinity}': "-Infinity is not a JSON number",
     b'{"a": 1e400}': "1e400 is beyond float64",
@@ -63,6 +63,7 @@ STRICT = {  # what readers of settings do not take either
 
 
 def one_line(error: pytest.ExceptionInfo) -> str:
+    """The message of the exception, after a check that it is one short line."""
     text = str(error.value)
     assert "\n" not in text and len(text) < 400, text
     return text

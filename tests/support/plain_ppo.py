@@ -34,8 +34,8 @@ class Row:
 def logprobs(model: PreTrainedModel, row: Row, temperature: float) -> tuple[Tensor, Tensor]:
     """[T] log-probs and entropies from the model's own logits."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0] / temperature
-    table = logits[len(row.prompt) - 1 : -1].log_softmax(-1)  # the logits before each response token
-    return table.gather(1, row.response[:, None])[:, 0], -(table.exp() * table).sum(-1)
+    all_logprobs = logits[len(row.prompt) - 1 : -1].log_softmax(-1)  # the logits before each response token
+    return all_logprobs.gather(1, row.response[:, None])[:, 0], -(all_logprobs.exp() * all_logprobs).sum(-1)
 
 
 def score(classifier: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -45,8 +45,8 @@ def score(classifier: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def values(critic: PreTrainedModel, row: Row) -> Tensor:
     """[T]: the score of the prompt, of the prompt and one token, … up to all but the last token."""
-    whole = torch.cat([row.prompt, row.response])
-    return torch.cat([score(critic, whole[: len(row.prompt) + t]) for t in range(len(row.response))])
+    ids = torch.cat([row.prompt, row.response])
+    return torch.cat([score(critic, ids[: len(row.prompt) + t]) for t in range(len(row.response))])
 
 
 @torch.no_grad()
@@ -57,24 +57,24 @@ def experience(rows: list[Row], actor: PreTrainedModel, ref: PreTrainedModel, cr
         old, entropy = logprobs(actor, row, settings.temperature)
         ref_logprobs, _ = logprobs(ref, row, settings.temperature)
         value = values(critic, row)
-        given = score(reward, torch.cat([row.prompt, row.response]))[0]
+        raw_score = score(reward, torch.cat([row.prompt, row.response]))[0]
         kl = old - ref_logprobs
         rewards = -settings.kl_coef * kl
         penalty = 0.0 if row.ended else settings.missing_eos_penalty
-        rewards[-1] += min(max(given, -settings.reward_clip), settings.reward_clip) - penalty
-        last, decay = len(row.response), settings.gamma * settings.gae_lambda
-        after = torch.cat([value[1:], torch.zeros(1)])
-        delta = rewards + settings.gamma * after - value
-        advantages = torch.stack([sum(decay ** (k - t) * delta[k] for k in range(t, last)) for t in range(last)])
+        rewards[-1] += min(max(raw_score, -settings.reward_clip), settings.reward_clip) - penalty
+        length, decay = len(row.response), settings.gamma * settings.gae_lambda
+        next_values = torch.cat([value[1:], torch.zeros(1)])
+        delta = rewards + settings.gamma * next_values - value
+        advantages = torch.stack([sum(decay ** (k - t) * delta[k] for k in range(t, length)) for t in range(length)])
         row.expected = {
             "old_logprobs": old, "ref_logprobs": ref_logprobs, "entropy": entropy, "values": value, "kl": kl,
-            "rewards": rewards, "advantages": advantages, "returns": advantages + value, "score": given,
+            "rewards": rewards, "advantages": advantages, "returns": advantages + value, "score": raw_score,
         }  # fmt: skip
 
 
 def whitened(rows: list[Row]) -> list[Tensor]:
-    every = torch.cat([row.expected["advantages"] for row in rows]).double()
-    mean, deviation = every.mean(), every.var(correction=0).sqrt()
+    all_advantages = torch.cat([row.expected["advantages"] for row in rows]).double()
+    mean, deviation = all_advantages.mean(), all_advantages.var(correction=0).sqrt()
     return [((row.expected["advantages"].double() - mean) / deviation).float() for row in rows]
 
 
@@ -87,9 +87,9 @@ def losses(rows: list[Row], actor: PreTrainedModel, critic: PreTrainedModel, adv
         new, _ = logprobs(actor, row, settings.temperature)
         ratio = (new - row.expected["old_logprobs"]).exp()
         low, high = 1 - settings.clip_range, 1 + settings.clip_range
-        gain = torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
-        policy = policy - (row.expected.get("weights", 1.0) * gain).sum()
-        now, old, target = values(critic, row), row.expected["values"], row.expected["returns"]
-        near = torch.max(torch.min(now, old + settings.value_clip_range), old - settings.value_clip_range)
-        value = value + torch.max((now - target) ** 2, (near - target) ** 2).sum() / 2
+        objective = torch.min(ratio * advantage, ratio.clip(low, high) * advantage)
+        policy = policy - (row.expected.get("weights", 1.0) * objective).sum()
+        current, old, target = values(critic, row), row.expected["values"], row.expected["returns"]
+        clipped = torch.max(torch.min(current, old + settings.value_clip_range), old - settings.value_clip_range)
+        value = value + torch.max((current - target) ** 2, (clipped - target) ** 2).sum() / 2
     return policy / tokens, value / tokens

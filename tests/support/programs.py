@@ -28,16 +28,16 @@ MAINS = {
     "dpo": TRAINING / "step2_dpo_finetuning" / "main.py",
     "ppo": TRAINING / "step3_rlhf_finetuning" / "main.py",
 }
-GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-RUNG_OUT = 300  # seconds until a program counts as hung
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+HANG_TIMEOUT = 300  # seconds
 
 
 class Programs:
     """Client of the fork server; runs one program at a time. Use it as a context manager."""
 
     def __enter__(self) -> Programs:
-        # A test that joined a group in this process has left its rank and port in the environment.
-        environment = {name: value for name, value in os.environ.items() if name not in GROUP}
+        # A test that joined a process group here has set rank and port in the environment.
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
         self.server = subprocess.Popen(
             [sys.executable, "-u", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
             env=environment,
@@ -57,26 +57,26 @@ class Programs:
             environment: additional environment variables of every process.
             kill_when: polled; when it returns True, every process gets SIGKILL and must die from it.
         """
-        order = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log),
+        request = {"script": str(script), "argv": [str(word) for word in argv], "processes": processes, "log": str(log),
                  "environment": environment or {}}  # fmt: skip
-        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.write(json.dumps(request) + "\n")
         pids = json.loads(self.server.stdout.readline())
         if kill_when is not None:
             code = -signal.SIGKILL
-            deadline = time.monotonic() + RUNG_OUT
-            while not kill_when() and all(map(_runs, pids)) and time.monotonic() < deadline:
+            deadline = time.monotonic() + HANG_TIMEOUT
+            while not kill_when() and all(map(_is_running, pids)) and time.monotonic() < deadline:
                 time.sleep(0.01)
             for pid in pids:
-                if _runs(pid):
+                if _is_running(pid):
                     os.kill(pid, signal.SIGKILL)
         codes = json.loads(self.server.stdout.readline())
         text = log.read_text(encoding="utf-8")
-        fits = all(codes) if code is None else codes == [code] * processes
-        assert fits, f"{script} {' '.join(order['argv'])}: exit status {codes}\n{text[-6000:]}"
+        as_expected = all(codes) if code is None else codes == [code] * processes
+        assert as_expected, f"{script} {' '.join(request['argv'])}: exit status {codes}\n{text[-6000:]}"
         return text
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """True while the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -91,7 +91,7 @@ def _free_port() -> int:
 
 
 def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # output of libraries must not mix with the protocol
     # Imported once for all programs, before any thread or process group exists: such a process can be forked.
     import deepspeed  # noqa: F401
@@ -110,34 +110,34 @@ def _serve() -> None:
     import dschat.rlhf.rlhf_engine  # noqa: F401
 
     for line in sys.stdin:
-        order = json.loads(line)
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(order["processes"])}
+        request = json.loads(line)
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(request["processes"])}
         world["LOCAL_WORLD_SIZE"] = world["WORLD_SIZE"]
         pids = []
-        for rank in range(order["processes"]):
+        for rank in range(request["processes"]):
             pid = os.fork()
             if pid == 0:
                 ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                _be_rank(order, world | ranks if order["processes"] > 1 else {})
+                _run_rank(request, world | ranks if request["processes"] > 1 else {})
             pids.append(pid)
-        print(json.dumps(pids), file=answers, flush=True)
-        print(json.dumps(_codes(pids)), file=answers, flush=True)
+        print(json.dumps(pids), file=replies, flush=True)
+        print(json.dumps(_wait_for_exit_codes(pids)), file=replies, flush=True)
 
 
-def _be_rank(order: dict[str, Any], environment: dict[str, str]) -> None:
+def _run_rank(request: dict[str, Any], environment: dict[str, str]) -> None:
     """Become one process of the program; does not return."""
     code = 0
-    log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(environment | order["environment"])
-    sys.argv = [order["script"], *order["argv"]]
-    sys.path[0] = str(Path(order["script"]).parent)
+    os.environ.update(environment | request["environment"])
+    sys.argv = [request["script"], *request["argv"]]
+    sys.path[0] = str(Path(request["script"]).parent)
     try:
-        runpy.run_path(order["script"], run_name="__main__")
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        runpy.run_path(request["script"], run_name="__main__")
+    except SystemExit as exited:
+        code = exited.code if isinstance(exited.code, int) else int(exited.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
@@ -146,10 +146,10 @@ def _be_rank(order: dict[str, Any], environment: dict[str, str]) -> None:
     os._exit(code)
 
 
-def _codes(pids: list[int]) -> list[int]:
+def _wait_for_exit_codes(pids: list[int]) -> list[int]:
     """Exit statuses; like launchers, terminates the others soon after one fails, and all of them on a timeout."""
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + RUNG_OUT
+    deadline = time.monotonic() + HANG_TIMEOUT
     while len(codes) < len(pids):
         for pid in pids:
             ended, status = (0, 0) if pid in codes else os.waitpid(pid, os.WNOHANG)

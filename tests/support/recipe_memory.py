@@ -1,4 +1,4 @@
-"""Bytes on the fullest GPU of a recipe, by the formulas of training/step3_rlhf_finetuning/README.md."""
+"""Bytes of memory on the most loaded GPU of a recipe, by the formulas of training/step3_rlhf_finetuning/README.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ BF16, STATES = 2, 16  # bytes a parameter: weights; fp32 gradient, master weight
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder: layers L, width h, MLP width i, width of keys (and of values), vocabulary V, matrices of an MLP."""
+    """Sizes of a decoder: layers L, width h, MLP width i, width of keys or values, vocabulary V, matrices of an MLP."""
 
     layers: int
     hidden: int
@@ -59,10 +59,10 @@ SHAPES = {
 def trained(shape: Shape, *, stage: int, gpus: int, lora: int, offload: bool) -> float:
     """Weights, gradients and optimizer states of a model that is trained (with LoRA: its adapters alone)."""
     weights = shape.parameters + shape.adapters(lora)
-    learnt = shape.adapters(lora) if lora else shape.parameters
-    held = BF16 * weights / (gpus if stage == 3 else 1)
-    states = STATES * learnt / (gpus if stage >= 2 else 1)
-    return (0 if offload and stage == 3 else held) + (0 if offload and stage >= 2 else states)
+    trained_parameters = shape.adapters(lora) if lora else shape.parameters
+    weight_bytes = BF16 * weights / (gpus if stage == 3 else 1)
+    states = STATES * trained_parameters / (gpus if stage >= 2 else 1)
+    return (0 if offload and stage == 3 else weight_bytes) + (0 if offload and stage >= 2 else states)
 
 
 def frozen(shape: Shape, *, stage: int, gpus: int, offload: bool) -> float:
@@ -72,8 +72,8 @@ def frozen(shape: Shape, *, stage: int, gpus: int, offload: bool) -> float:
 def activations(shape: Shape, *, sequences: int, tokens: int, checkpointing: bool) -> float:
     """Activations saved for backward, and one chunk of logits (1,024 rows, bf16 and three float32 copies)."""
     layer = 34 * shape.hidden + 8 * shape.mlp  # bytes a token
-    kept = layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
-    return sequences * tokens * kept + 1024 * shape.vocabulary * 14
+    saved = layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
+    return sequences * tokens * saved + 1024 * shape.vocabulary * 14
 
 
 def rollout(shape: Shape, *, sequences: int, tokens: int, stage: int, lora: int) -> float:

@@ -44,7 +44,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> Path:
-    """root/actor and root/reward.
+    """Save root/actor (causal language model) and root/reward (classifier); returns root.
 
     A sixth of the vocabulary are stop tokens, so that some responses end. Embeddings have over 10,000 weights, so that
     ZeRO-3 partitions them, while all other parameters stay below its persistence threshold.
@@ -78,7 +78,7 @@ def _config(family: str, vocabulary: int, dropout: float) -> hf.PreTrainedConfig
 
 def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedPPOTrainer:
     """Engine and trainer in fp32; `changes` are fields of any argument group."""
-    given = {
+    values = {
         "actor_model_name_or_path": str(root / "actor"), "reward_model_name_or_path": str(root / "reward"),
         "actor_zero_stage": 0, "critic_zero_stage": 0, "actor_learning_rate": 1e-4, "critic_learning_rate": 2e-4,
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "dtype": "fp32", "max_prompt_seq_len": 64,
@@ -90,9 +90,9 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
         arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments,
         arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments, arguments.RewardArguments,
     ):  # fmt: skip
-        mine = {name: given.pop(name) for name in group.__dataclass_fields__ if name in given}
-        groups.append(group(**mine))
-    assert not given, given
+        own = {name: values.pop(name) for name in group.__dataclass_fields__ if name in values}
+        groups.append(group(**own))
+    assert not values, values
     models, rollouts, ppo, optimizer, lora, devices, rewards = groups
     settings = arguments.RLHFSettings(
         models=models, rollouts=rollouts, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rewards=rewards
@@ -109,17 +109,17 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
 
 
 def relative_distance(
-    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
+    actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], start: dict[str, torch.Tensor]
 ) -> float:
     """Distance between actual and expected weights, relative to the distance of the expected update.
 
     Not compared per weight: Adam takes full steps even on gradients that are pure rounding error.
     """
-    assert found.keys() == expected.keys() == start.keys()
-    found, expected, start = ({name: x.detach() for name, x in w.items()} for w in (found, expected, start))
-    wrong = sum((found[name] - expected[name]).double().square().sum() for name in expected)
-    way = sum((expected[name] - start[name]).double().square().sum() for name in expected)
-    return float((wrong / way).sqrt())
+    assert actual.keys() == expected.keys() == start.keys()
+    actual, expected, start = ({name: x.detach() for name, x in w.items()} for w in (actual, expected, start))
+    error = sum((actual[name] - expected[name]).double().square().sum() for name in expected)
+    update = sum((expected[name] - start[name]).double().square().sum() for name in expected)
+    return float((error / update).sqrt())
 
 
 def prompts_of(trainer: DeepSpeedPPOTrainer, questions: Sequence[str] = QUESTIONS) -> dict[str, list]:
@@ -158,12 +158,12 @@ def one_iteration(
         shuffle, generation_batches=len(share), ppo_epochs=ppo_epochs, whiten_advantages=trainer.ppo.whiten_advantages
     )
     parts, minibatches = [], None
-    for mine in share:
-        prompts = prompts_of(trainer, [questions[i] for i in mine])
-        parts.append(trainer.generate_experience(prompts, sample_ids=mine))
+    for own_rows in share:
+        prompts = prompts_of(trainer, [questions[i] for i in own_rows])
+        parts.append(trainer.generate_experience(prompts, sample_ids=own_rows))
         minibatches = dataset.add(parts[-1])
-    measure = trainer.ppo.old_logprobs == "rollout"
+    from_rollout = trainer.ppo.old_logprobs == "rollout"
     return parts, [
-        trainer.train_rlhf(minibatch, measure_mismatch=measure and number == 0)
+        trainer.train_rlhf(minibatch, measure_mismatch=from_rollout and number == 0)
         for number, minibatch in enumerate(minibatches)
     ]

@@ -13,5 +13,5 @@ def save(output: Path, step: int, *, keep: int = 10, text: str = "weights " * 50
     )  # fmt: skip
 
 
-def names(output: Path) -> list[str]:
+def checkpoint_names(output: Path) -> list[str]:
     return sorted(path.name for path in (output / "checkpoints").iterdir())

@@ -1,4 +1,4 @@
-"""Extracts the training commands a shell script runs, by running it with stubs for all programs it starts."""
+"""Extracts the training commands a shell script runs, by running it with stubs for all programs it calls."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ SETTINGS = {
     "make_preferences": arguments.PairSettings,
 }
 
-# Records its own name and arguments. scripts/install.sh and the pipelines read the output of `-c` and pip: one GPU, and
-# any number otherwise. The checksum has a pipe as input, which must be read.
+# Records its own name and arguments. scripts/install.sh and the pipelines use the output of `-c` and pip: 1 for the GPU
+# count, any number otherwise. The checksum has a pipe as input, which must be read.
 STUB = """#!/bin/bash
 case "$1 $2" in
     "-c "*device_count*) echo 1 ;;
@@ -42,11 +42,11 @@ esac
 
 @dataclass(frozen=True)
 class Command:
-    """One start of a training program.
+    """One call of a training program.
 
     Attributes:
         program: file in training/.
-        arguments: of the program.
+        arguments: those of the program.
         processes: over all nodes.
         nodes: number of nodes.
     """
@@ -71,7 +71,7 @@ class Command:
 
 
 def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
-    """Run a bash script's text in `folder`, with the repository's folders linked in, and record what it starts.
+    """Run a bash script's text in `folder`, with the repository's folders linked in, and record what it calls.
 
     Raises:
         AssertionError: the script fails, or the launcher rejects its arguments.
@@ -91,18 +91,18 @@ def commands_of(script: str, *arguments: str, folder: Path) -> list[Command]:
         "PATH": f"{stubs / 'bin'}:/usr/bin:/bin", "VENV": str(stubs), "CXX": "bash", "PROCESSES": "",
         "OUTPUT": "", "COMMANDS_FILE": str(record), "HOSTFILE": "hostfile",
     }  # fmt: skip
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", script, "script", *arguments], cwd=folder, env=environment, text=True, capture_output=True,
         stdin=subprocess.DEVNULL, timeout=60,
     )  # fmt: skip
-    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
-    starts = [line.split("\0")[:-1] for line in record.read_text().split("END-OF-COMMAND\0") if line]
-    commands = [_command(words) for words in starts if any(word.endswith(PROGRAMS) for word in words)]
+    assert completed.returncode == 0, f"{script}\n{completed.stdout}\n{completed.stderr}"
+    calls = [line.split("\0")[:-1] for line in record.read_text().split("END-OF-COMMAND\0") if line]
+    commands = [_command(argv) for argv in calls if any(word.endswith(PROGRAMS) for word in argv)]
     return [command for command in commands if "training" in command.program.parts]
 
 
-def _command(words: list[str]) -> Command:
-    launcher, arguments = words[0], words[1:]
+def _command(argv: list[str]) -> Command:
+    launcher, arguments = argv[0], argv[1:]
     index = next(i for i, word in enumerate(arguments) if word.endswith(PROGRAMS))
     processes, nodes = 1, 1
     if launcher == "deepspeed":
@@ -141,7 +141,7 @@ def settings_in_text(path: Path) -> dict[str, str]:
 
 @cache
 def module_of(program: Path) -> ModuleType:
-    """The program imported, not run."""
+    """The program, imported as a module without running its main."""
     spec = importlib.util.spec_from_file_location(f"{program.parent.name}_{program.stem}", program)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

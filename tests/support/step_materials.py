@@ -128,8 +128,8 @@ def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero:
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times and rates."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    clock = ("time", "tokens_per_second", "seconds_rollout", "seconds_scoring", "seconds_update")
-    return [{name: value for name, value in line.items() if name not in clock} for line in lines]
+    timing_fields = ("time", "tokens_per_second", "seconds_rollout", "seconds_scoring", "seconds_update")
+    return [{name: value for name, value in line.items() if name not in timing_fields} for line in lines]
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:
@@ -150,11 +150,11 @@ def assert_loads_with_plain_transformers(step: str, output: Path) -> None:
         assert model.generation_config.eos_token_id == tokenizer.eos_token_id
 
 
-def assert_same_line(ours: dict, theirs: dict, case: object) -> None:
+def assert_same_line(actual: dict, expected: dict, case: object) -> None:
     """Equal up to the rounding of float32 sums in another order."""
-    assert ours.keys() == theirs.keys(), case
-    for name, value in theirs.items():
-        rounding = 1e-4 if name == "rollout_logprob_mismatch_max" else 2e-6  # this mismatch is pure rounding
-        close = pytest.approx(value, rel=1e-4, abs=rounding) if not isinstance(value, str) else value
-        same = ours[name] == close
-        assert same, f"{case}: {theirs['phase']} {theirs['step']}: {name} is {ours[name]} and not {value}"
+    assert actual.keys() == expected.keys(), case
+    for name, value in expected.items():
+        tolerance = 1e-4 if name == "rollout_logprob_mismatch_max" else 2e-6  # this metric is rounding error alone
+        matching = pytest.approx(value, rel=1e-4, abs=tolerance) if not isinstance(value, str) else value
+        same = actual[name] == matching
+        assert same, f"{case}: {expected['phase']} {expected['step']}: {name} is {actual[name]} and not {value}"
