@@ -52,7 +52,7 @@ LOADERS = {"causal": load_causal_lm, "classifier": load_scalar_head}
 def test_a_weight_that_is_not_finite_is_named_with_its_file(kind, dtype, value, folders):
     rewrite(folders[kind], set_value(NORM, value))
     kind_of_value = "NaN" if math.isnan(value) else "infinite"
-    with pytest.raises(ValueError, match=rf"tensor {NORM} in model\.safetensors has {kind_of_value} values,"):
+    with pytest.raises(ValueError, match=rf"tensor {NORM} in model\.safetensors has {kind_of_value} values:"):
         LOADERS[kind](folders[kind], dtype=dtype)
 
 

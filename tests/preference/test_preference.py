@@ -286,7 +286,7 @@ def test_settings_without_effect_or_outside_the_usual_range_warn(run, materials)
 def test_the_mismatched_row_is_the_next_one_with_another_prompt():
     assert next_different([b"a", b"a", b"b", b"c", b"a"]) == [2, 2, 3, 4, 2]
     assert next_different([b"a", b"b"]) == [1, 0]
-    with pytest.raises(ValueError, match="one prompt"):
+    with pytest.raises(ValueError, match="the same prompt"):
         next_different([b"a", b"a"])
 
 
