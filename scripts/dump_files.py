@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dschat.arguments import PPOArguments
-from dschat.arguments.command_line import out_of_bounds
+from dschat.arguments.flags import out_of_bounds
 from dschat.arguments.strict_json import kind_of, read_json_object
 from dschat.rlhf.experience import Experience
 

@@ -147,8 +147,8 @@ def _unused_layers(
 
 def _integer_weights(expected: dict[str, list[int]], stored: dict[str, StoredTensor]) -> list[str]:
     integers = [name for name in sorted(expected) if name in stored and stored[name].dtype[0] in "IUB"
-                and name.endswith(("weight", "bias"))]  # fmt: skip
-    if not integers or stored[integers[0]].dtype == "BF16":
+                and stored[name].dtype != "BF16" and name.endswith(("weight", "bias"))]  # fmt: skip
+    if not integers:
         return []
     return [
         f"{integers[0]} is stored as {stored[integers[0]].dtype} (integers), and config.json has no "

@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -259,10 +260,10 @@ def test_kernels_are_not_loaded_from_a_folder_that_another_user_may_have_created
     trap.mkdir(parents=True)
     trap.chmod(0o777)
     monkeypatch.setattr("tempfile.tempdir", str(parent))
-    monkeypatch.setattr(cpp_kernels.sys, "prefix", cpp_kernels.sys.base_prefix)
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)  # as outside a virtual environment
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     if where == "TORCH_EXTENSIONS_DIR":
         monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(parent))
     with pytest.warns(UserWarning, match="others may write there"):
-        folder = cpp_kernels._folder()
+        folder = cpp_build._folder()
     assert folder != trap and not list(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700

@@ -443,7 +443,7 @@ BAD_WEIGHTS = {
     "cut short": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "is damaged or cut short"),
     "a missing shard": (
         lambda folder: (folder / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+            json.dumps({"metadata": {}, "weight_map": {"a": "model-00001-of-00002.safetensors"}})
         ),
         "lacks model-00001-of-00002.safetensors",
     ),
@@ -452,7 +452,7 @@ BAD_WEIGHTS = {
     "code in a shard": (lambda folder: put_code(folder, "weights.pkl"), "would run"),
     "a shard elsewhere": (
         lambda folder: (folder / "model.safetensors.index.json").write_text(
-            json.dumps({"weight_map": {"a": "../model.safetensors"}})
+            json.dumps({"metadata": {}, "weight_map": {"a": "../model.safetensors"}})
         ),
         "names files outside its folder",
     ),
@@ -473,7 +473,8 @@ def put_code(folder: Path, name: str = "pytorch_model.bin") -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"weight": Runs(folder / "was_run")}, folder / name)
     if name != "pytorch_model.bin":
-        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"weight": name}}))
+        index = {"metadata": {}, "weight_map": {"weight": name}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
 
 
 @pytest.mark.parametrize("damage, message", BAD_WEIGHTS.values(), ids=BAD_WEIGHTS.keys())
