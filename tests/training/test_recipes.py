@@ -32,7 +32,8 @@ CHECKS = {STEP1: partial(one_model_problems, "sft"), STEP2: partial(one_model_pr
           STEP3: rlhf_problems}  # fmt: skip
 # Mistakes that begin so are about models and data that are not on this machine.
 ABOUT_FILES = ("--data_path ", "--model_name_or_path ", "--actor_model_name_or_path ", "--critic_model_name_or_path ",
-               "--reward_model_name_or_path ", "--reward ", "--ref_model_name_or_path ", "--eval_data_path ", "--judge ")  # fmt: skip
+               "--reward_model_name_or_path ", "--reward ", "--ref_model_name_or_path ", "--eval_data_path ",
+               "--judge ")  # fmt: skip
 
 GPU_BYTES, USABLE = 80e9, 0.9  # the rest: CUDA, NCCL, DeepSpeed's buckets, fragmentation
 LARGER_GPU_BYTES = {f"{STEP3}/training_scripts/opt/multi_node/run_66b.sh": 180e9,
