@@ -147,6 +147,9 @@ def differences(before: Path, after: Path) -> list[str]:
     """One line for each number that differs between runs of the same name, and for each metric on one side only."""
     lines = []
     for folder in sorted(path.parent for path in before.glob("*/metrics.jsonl")):
+        if not (after / folder.name / "metrics.jsonl").is_file():
+            lines.append(f"{folder.name}: no metrics.jsonl after")
+            continue
         old, new = lines_of(folder), lines_of(after / folder.name)
         if len(old) != len(new):
             lines.append(f"{folder.name}: {len(old)} lines before, {len(new)} after")
