@@ -79,6 +79,15 @@ def tiny_llama_folder(tmp_path: Path, tiny_tokenizer) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def single_rank_group():
+    """The tests of a module run as one rank of a process group (see rlhf_models)."""
+    from rlhf_models import group_of_one
+
+    with group_of_one():
+        yield
+
+
 @pytest.fixture(scope="session")
 def programs():
     """Runs scripts on several processes (see programs.py)."""

@@ -6,7 +6,6 @@ from pathlib import Path
 import deepspeed
 import pytest
 import torch
-from rlhf_models import group_of_one
 from torch import nn
 
 from dschat.checkpoints.loading import load_checkpoint
@@ -43,10 +42,7 @@ CHANGES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 def network() -> nn.Module:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_models import QUESTIONS, group_of_one, make_trainer, prompts_of, save_models
+from rlhf_models import QUESTIONS, make_trainer, prompts_of, save_models
 from torch import nn
 
 from dschat import arguments
@@ -16,11 +16,7 @@ from dschat.models.tokenizer import load_tokenizer
 from dschat.preference import response_scoring
 from dschat.rlhf.rollouts.result import Timings
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from rlhf_models import group_of_one
 from tiny_tokenizers import BOS_HEADERS, CHATML, make_tokenizer
 
 from dschat.data.chat_template import decode_responses, encode_conversation, encode_prompt, ensure_chat_template
@@ -34,10 +33,7 @@ ANSWERS = ["It is 5.", "Of course, the sum of 17 and 4 is", "21."]
 ENDED = [True, False, True]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 def actor_tokenizer(template=CHATML):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from plain_ppo import Row
-from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
@@ -32,10 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")

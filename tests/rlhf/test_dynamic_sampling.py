@@ -7,15 +7,11 @@ from typing import Any
 import dynamic_ranks
 import pytest
 from dynamic_ranks import CASES, QUESTIONS, REWARD, SIZE, SLOTS
-from rlhf_models import group_of_one, save_models
+from rlhf_models import save_models
 
 from dschat.data.batches import GlobalBatches
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")

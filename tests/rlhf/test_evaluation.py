@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, prompts_of, save_models
+from rlhf_models import QUESTIONS, eval_rows, make_trainer, prompts_of, save_models
 
 from dschat.rlhf.answer_metrics import answer_metrics
 from dschat.rlhf.evaluation import evaluate
@@ -19,11 +19,7 @@ from dschat.rlhf.rollouts.metrics import experience_metrics, experience_sums
 from dschat.rlhf.rollouts.result import RolloutResult, Timings
 from dschat.rlhf.rollouts.score_shaping import flat_groups
 
-
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_models
+from rlhf_models import QUESTIONS, eval_rows, make_trainer, save_models
 
 from dschat import arguments
 from dschat.checkpoints.selection import find_checkpoint, newest_checkpoint
@@ -27,10 +27,7 @@ def equal(prompts, responses, rows): return [1.0] * len(responses)
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import plain_ppo
 import pytest
 import torch
 import transformers as hf
-from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollouts.result import Timings
@@ -23,10 +23,7 @@ SETTINGS = plain_ppo.Settings(
 PPO = vars(SETTINGS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

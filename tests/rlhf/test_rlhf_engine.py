@@ -6,17 +6,14 @@ import pytest
 import rlhf_ranks
 import torch
 import transformers as hf
-from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.models.weights import full_weights
 
 TESTS = Path(__file__).parent
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank_group():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")

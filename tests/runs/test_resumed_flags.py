@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from rlhf_models import QUESTIONS, eval_rows, group_of_one, make_trainer, save_models
+from rlhf_models import QUESTIONS, eval_rows, make_trainer, save_models
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError
@@ -43,10 +43,7 @@ def test_flags_that_checkpoints_depend_on_take_effect_when_they_change():
     assert {declared[name] for name in (OPTIMIZER_FLAGS + STATE_FLAGS).split()} == {"apply"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_rank():
-    with group_of_one():
-        yield
+pytestmark = pytest.mark.usefixtures("single_rank_group")
 
 
 @pytest.fixture(scope="module")
