@@ -312,7 +312,7 @@ def test_sampling_names_invalid_arguments():
     logits = torch.zeros(2, 10, device=DEVICE)
     with pytest.raises(ValueError, match="temperature is -1.0.*uniform is None"):
         sample(logits, None, temperature=-1.0)
-    with pytest.raises(ValueError, match=r"uniform is \(3,\), but 2 rows"):
+    with pytest.raises(ValueError, match=r"uniform is \(3,\), but it needs one number per row"):
         sample(logits, torch.zeros(3, device=DEVICE), temperature=1.0)
     with pytest.raises(ValueError, match="logits have stride 2"):
         sample(logits[:, ::2], torch.zeros(2, device=DEVICE), temperature=1.0)
