@@ -6,7 +6,6 @@ The types are for argparse, which adds the flag to their messages. Does not impo
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dschat.arguments.bounds import Bounds
 from dschat.arguments.strict_json import parse_json, read_json_file
 from dschat.arguments.text_rules import path_problem
 
@@ -46,25 +46,16 @@ def number_type(
     kind: type, *, at_least: float | None = None, at_most: float | None = None, above: float | None = None
 ) -> Callable[[str], Any]:
     """An argparse type: a finite number within bounds. kind: int or float."""
+    bounds = Bounds(at_least=at_least, above=above, at_most=LARGEST if at_most is None else at_most)
 
     def parse(text: str) -> Any:
         try:
-            value = kind(text if text.isascii() else "")  # int() also accepts digits of other scripts
+            value = kind(text if text.isascii() and "_" not in text else "")  # int() accepts 1_000, and other digits
         except ValueError:
             expected = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r:.100} is not {expected}") from None
-        rules = [f"at least {at_least}"] * (at_least is not None) + [f"above {above}"] * (above is not None)
-        rules += [f"at most {at_most}"] * (at_most is not None) + ["finite"] * (kind is float)
-        within = (
-            (at_least is None or value >= at_least)
-            and (above is None or value > above)
-            and (at_most is None or value <= at_most)
-            and (kind is int or math.isfinite(value))
-        )
-        if within and at_most is None and abs(value) > LARGEST:
-            within, rules = False, [*rules, f"at most {LARGEST:g}"]
-        if not within:
-            raise argparse.ArgumentTypeError(f"{text:.100}: must be {' and '.join(rules)}")
+        if violation := bounds.violation(value):
+            raise argparse.ArgumentTypeError(f"{text:.100}: must be {violation}")
         return value
 
     return parse

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dschat.arguments.strict_json import parse_json
+from dschat.distributed.terminal import quoted
 
 from .chat_template import Message
 
@@ -53,12 +54,12 @@ def _message(message: Any, name: str) -> Message:
     extra = {key: message[key] for key in ("name", "tool_call_id", "tool_calls") if message.get(key)}
     calls = extra.get("tool_calls", [])
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"{name} has tool_calls {shortened(calls)}; they must be a list of JSON objects")
+        raise ValueError(f"{name} has tool_calls {quoted(calls)}; they must be a list of JSON objects")
     role, content = message["role"], message.get("content")
     if role == "assistant" and "tool_calls" in extra and content is None:
         content = ""
     if role not in ROLES:
-        raise ValueError(f"{name} has role {shortened(role)}; use one of {', '.join(ROLES)}")
+        raise ValueError(f"{name} has role {quoted(role)}; use one of {', '.join(ROLES)}")
     if not isinstance(content, str):
         raise ValueError(f"{name} has content of type {_type_name(content)}; it must be text")
     if not content.strip() and role not in ("system", "tool") and "tool_calls" not in extra:
@@ -78,12 +79,6 @@ def _transcript(text: str) -> list[Message] | None:
     if "" in contents:
         raise ValueError("a turn of the Human/Assistant transcript is empty")
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
-
-
-def shortened(value: Any) -> str:
-    """The repr of a value for a message: one line of readable length."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def _type_name(value: Any) -> str:

@@ -20,8 +20,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dschat.distributed.terminal import quoted
+
 from .chat_template import Message
-from .messages import parse_messages, parse_tools, shortened, with_system
+from .messages import parse_messages, parse_tools, with_system
 
 KINDS = ("prompt", "sft", "preference", "unpaired")
 _LARGEST_FLOAT32 = 3.4028234663852886e38  # the largest margin that fits the float32 loss
@@ -149,7 +151,7 @@ def _parse_bool(value: Any, name: str, *, rule: str) -> bool:
     names = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     text = str(value).strip().lower()
     if text not in names:
-        raise ValueError(f"{name} {shortened(value)} is {rule}")
+        raise ValueError(f"{name} {quoted(value)} is {rule}")
     return names[text]
 
 
@@ -183,9 +185,9 @@ def _margin(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
-        raise ValueError(f"margin {shortened(value)} is not a finite number")
+        raise ValueError(f"margin {quoted(value)} is not a finite number")
     if abs(margin) > _LARGEST_FLOAT32:
-        raise ValueError(f"margin {shortened(value)} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
+        raise ValueError(f"margin {quoted(value)} is out of the range of float32 (at most {_LARGEST_FLOAT32:.1e})")
     return margin
 
 

@@ -20,3 +20,9 @@ def printable(text: object) -> str:
     Newlines, tabs and letters of every script are kept. Works per character, so chunks of a stream can be passed.
     """
     return str(text).translate(_ESCAPES)
+
+
+def quoted(value: object) -> str:
+    """The repr of a value for a message: one line of readable length."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dschat.arguments.strict_json import read_json_object
+from dschat.distributed.terminal import quoted
 
 JSON_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json",
@@ -212,12 +213,6 @@ def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     except Exception as error:  # the tokenizers package has no error type of its own
         return [f"the tokenizer cannot encode a conversation ({one_line(error)}): download its files again"]
     return []
-
-
-def quoted(value: object) -> str:
-    """A value in a message, of readable length."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
 
 
 def one_line(error: object) -> str:

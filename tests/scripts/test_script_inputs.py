@@ -128,7 +128,7 @@ def write_dumps(folder: Path) -> None:
     save_file({"0.warp": torch.zeros(1)}, folder / "dump_fields" / "iteration_rank0.safetensors")
 
 
-NO_NUMBERS = ("word", "", "1.5", "nan", "1e3")
+NO_NUMBERS = ("word", "", "1.5", "nan", "1e3", "1_0")
 NO_FLOATS = ("word", "", "nan", "inf", "1e999")
 
 
