@@ -53,13 +53,14 @@ def causal_problems(config: PreTrainedConfig) -> list[str]:
 
 
 def config_problems(folder: Path) -> list[str]:
-    """Invalid values in config.json that transformers would misread, or reject without a clear message."""
+    """A missing config.json, and values in it that transformers would misread, or reject without a clear message."""
     path = folder / "config.json"
-    if not path.is_file():
-        return []
     if (folder / "adapter_config.json").exists():
         return [f"{folder} holds a PEFT adapter, not a full model: merge it into its base model "
                 "(merge_and_unload, then save_pretrained), and use that folder"]  # fmt: skip
+    if not path.is_file():
+        return ["no model configuration: the folder has no config.json; name one that save_pretrained wrote "
+                "(a run exports its model when it ends)"]  # fmt: skip
     config, problems = read_json_object(path, constants=True), []
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

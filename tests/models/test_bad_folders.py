@@ -69,7 +69,8 @@ MODELS = {  # damage to the folder of a valid causal language model → part of 
     "tokenizer's version": (edited("tokenizer.json", version="99"), "no tokenizer could be loaded"),
     "weights cut short": (written("model.safetensors", b"\x10\0\0\0\0\0\0\0{}"), "is damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
-    "no config": (lambda folder: (folder / "config.json").unlink(), "no model configuration"),
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(), "no model configuration: the folder has no config.json"),
     "no tokenizer": (lambda folder: [file.unlink() for file in folder.glob("tokenizer*")], "has no tokenizer"),
     "more layers than the files": (edited("config.json", num_hidden_layers=99), "the files hold 2"),
     "fewer layers than the files": (edited("config.json", num_hidden_layers=1), "the files hold 2 layers"),
@@ -87,6 +88,8 @@ MODELS = {  # damage to the folder of a valid causal language model → part of 
     "end token is text": (edited("generation_config.json", eos_token_id="x"), "eos_token_id is 'x'"),
     "end tokens hold text": (edited("generation_config.json", eos_token_id=[1, "x"]), "eos_token_id is [1, 'x']"),
     "adapter": (written("adapter_config.json", b"{}"), "holds a PEFT adapter"),
+    "adapter without config": (
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "holds a PEFT adapter"),
     "adapter's weights only": (lambda folder: (folder / "model.safetensors").rename(folder / "adapter.safetensors")
                                and None, "has no weights"),
     "weights of another model": (tensors(lambda name: f"foo.{name}"), "lack 21 parameters"),
