@@ -16,7 +16,8 @@ PromptDataArguments = subset(
 )  # fmt: skip
 PairDeviceArguments = subset(DeviceArguments, "PairDeviceArguments", keep=["dtype", "deterministic"])
 _OutputArguments = subset(
-    RunArguments, "_OutputArguments",
+    RunArguments,
+    "_OutputArguments",
     keep=["output_dir", "seed", "collective_timeout", "rendezvous_timeout", "local_rank"],
 )
 

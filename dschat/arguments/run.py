@@ -71,8 +71,7 @@ class RunArguments:
     )
     collective_timeout: float = flag(
         1800.0,
-        "Seconds without a heartbeat of a rank, or without progress of any rank, before the run ends "
-        "with a report.",
+        "Seconds without a heartbeat of a rank, or without progress of any rank, before the run ends with a report.",
         above=0,
         at_most=MAX_TIMEOUT,
         on_resume="apply",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat.data.chat_template import stop_token_ids
+from dschat.models.backbone import Backbone, Packing, backbone_of
 from dschat.models.loading import LoadOptions, load_pretrained
-from dschat.models.packed_attention import packed_attention
 from dschat.models.tokenizer import load_tokenizer
 from dschat.models.verification import verify_logprobs
-from dschat.tensors import linear_logprobs, position_ids
+from dschat.tensors import linear_logprobs
 
 __all__ = ["LogprobHead", "TokenLogprobs", "head_transform", "load_causal_lm", "load_tokenizer", "verify_head"]
 
@@ -128,7 +127,7 @@ class TokenLogprobs(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         output_embeddings = model.get_output_embeddings()
-        body = backbone(model)
+        body = backbone_of(model)
         if output_embeddings is None or body is None:
             raise ValueError(
                 f"{type(model).__name__} has no output embedding separate from its backbone, but log-probs are "
@@ -137,8 +136,12 @@ class TokenLogprobs(nn.Module):
         scale, softcap = head_transform(model)
         self.model = model
         self.head = LogprobHead(output_embeddings, scale=scale, softcap=softcap)
-        self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
-        self.uses_packing_mask = False  # see dschat.models.packed_attention
+        self.backbone = Backbone(model, body)
+
+    @property
+    def packing(self) -> Packing:
+        """How the forward pass avoids padding; see dschat.models.backbone."""
+        return self.backbone.packing
 
     def forward(
         self,
@@ -151,6 +154,8 @@ class TokenLogprobs(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Log p(token i | tokens < i) for the tokens selected by loss_mask.
 
+        Tokens before the first selected one of a row are its prompt: rows with the same prompt may share it.
+
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens.
@@ -158,36 +163,28 @@ class TokenLogprobs(nn.Module):
                 prediction and counts as False. It may be all False: the result still has a graph, with zero gradients.
             temperature: logits are divided by it.
             with_entropy: also return the entropy of the distribution that predicts each token.
-            packed_positions: [B, S] long, for packed rows: restarts at 0 with each conversation, 0 on padding
+            packed_positions: [B, S] long, for rows of several conversations: restarts at 0 with each, 0 on padding
                 (which is on the right). loss_mask must be False on the first token of each conversation.
 
         Returns:
             logprobs [B, S] float32 in nats, zero for tokens not selected; or (logprobs, entropy [B, S]).
         """
-        hidden = self.hidden_states(input_ids, attention_mask, packed_positions).flatten(0, 1)  # [B·S, H]
+        prompts = loss_mask.int().argmax(dim=1) - attention_mask.int().argmax(dim=1)  # [B]; ≤ 0 without a prompt
+        hidden, source = self.backbone(
+            input_ids, attention_mask, prompt_lengths=prompts,
+            starts=None if packed_positions is None else packed_positions == 0,
+        )  # [N, H], [B · S]  # fmt: skip
         # The first real token of a row has no prediction, or one from padding: it is excluded.
         selected = nn.functional.pad(loss_mask[:, 1:] & attention_mask[:, :-1], (1, 0))  # [B, S]
-        tokens = selected.flatten().nonzero().squeeze(1)  # [N]
+        tokens = selected.flatten().nonzero().squeeze(1)  # [n]
         labels = input_ids.flatten()[tokens]
         # tokens - 1: the hidden state one column earlier predicts a token; same row, since column 0 is excluded.
-        outputs = self.head(hidden.index_select(0, tokens - 1), labels, temperature, with_entropy)  # [N]
+        outputs = self.head(hidden.index_select(0, source[tokens - 1]), labels, temperature, with_entropy)  # [n]
 
         def scatter(values: Tensor) -> Tensor:
             return values.new_zeros(selected.numel()).index_copy(0, tokens, values).view_as(selected)  # [B, S]
 
         return (scatter(outputs[0]), scatter(outputs[1])) if with_entropy else scatter(outputs)
-
-    def hidden_states(
-        self, input_ids: Tensor, attention_mask: Tensor, packed_positions: Tensor | None = None
-    ) -> Tensor:
-        """Last hidden states [B, S, H], the input of the output embedding; positions count real tokens only."""
-        positions = position_ids(attention_mask) if packed_positions is None else packed_positions
-        mask: Tensor | None = attention_mask.long()
-        if packed_positions is not None:  # without a mask, transformers blocks attention where positions restart
-            mask = packed_attention(packed_positions, self.model.dtype) if self.uses_packing_mask else None
-        position_arguments = {"position_ids": positions} if self.accepts_position_ids else {}
-        out = backbone(self.model)(input_ids=input_ids, attention_mask=mask, use_cache=False, **position_arguments)
-        return out.last_hidden_state
 
 
 def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
@@ -208,16 +205,6 @@ def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:
         scale *= getattr(config, name, None) or 1.0
     scale /= getattr(config, "logits_mup_width_multiplier", None) or 1.0  # Inkling
     return scale, getattr(config, "final_logit_softcapping", None)  # Gemma 2 and later
-
-
-def backbone(model: PreTrainedModel) -> nn.Module | None:
-    """The submodule that maps ids to hidden states; None if it is not separate from the head."""
-    if model.base_model is not model:
-        return model.base_model
-    # Llama 4: the backbone's attribute name differs from the class's base_model_prefix.
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    parts = [part for part in model.children() if embeddings in part.modules() and head not in part.modules()]
-    return parts[0] if len(parts) == 1 and parts[0] is not embeddings else None
 
 
 def verify_head(model: PreTrainedModel) -> None:

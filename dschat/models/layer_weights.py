@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from dschat.models.weights import gathered
+from dschat.models.weights import gathered, is_partitioned
 
+Result = TypeVar("Result")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # containers, never called
 
 
@@ -65,6 +66,27 @@ def full_layers(module: nn.Module, *, dtype: torch.dtype | None = None) -> Itera
     finally:
         for handle in handles:
             handle.remove()
+
+
+def run_with_full_weights(module: nn.Module, dtype: torch.dtype, run: Callable[[torch.dtype], Result]) -> Result:
+    """run(precision), with full weights in float32, gathered one layer at a time.
+
+    A module that cannot run this way, since it reads a weight outside its layer's forward, is gathered as a whole and
+    runs in its own precision. A collective under ZeRO-3.
+
+    Args:
+        dtype: of the module's parameters.
+    """
+    if dtype != torch.float32 or any(is_partitioned(parameter) for parameter in module.parameters()):
+        try:
+            with full_layers(module, dtype=torch.float32):
+                return run(torch.float32)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # any error of the model's own code
+            pass
+    with gathered(list(module.parameters())):
+        return run(dtype)
 
 
 def _gather_during_forward(layer: nn.Module, weights: list[_OwnedParameter], dtype: torch.dtype | None) -> list[Any]:

@@ -1,66 +1,129 @@
-"""Attention in packed rows: tests how a model can keep conversations separate, and builds the mask."""
+"""Attention over packed rows as one of transformers' attention implementations: any model that dispatches can use it.
+
+Inside `packed_attention(config, layout)` a model's mask function returns a PackedMask instead of a tensor, which the
+model hands to every layer's attention function; that one attends inside the sequences of the layout. Windows and
+chunks come from the model's own mask function, evaluated at the positions inside each sequence.
+"""
 
 from __future__ import annotations
 
-import deepspeed
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-# Two rows of two conversations, the second row with padding: lengths of conversations and of padding.
-_TRIAL = (((9, 15), 0), ((13, 8), 3))
+from dschat.models.packed_layout import PackedLayout, Visible
+
+ATTENTION_NAME = "dschat_packed"
+_layout: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
-@torch.no_grad()
-def choose_packing(engine: deepspeed.DeepSpeedEngine) -> None:
-    """Set the network's `uses_packing_mask` so that packed log-probs equal those of the unpacked conversations.
+@dataclass(frozen=True)
+class PackedMask:
+    """What one kind of layer attends to: a layout, and the masks of its buckets (None: causal)."""
 
-    Most models block attention between conversations where position ids restart; others compute their own positions
-    or masks and need an explicit mask. Leaves the engine in evaluation mode. All ranks call this together.
+    layout: PackedLayout
+    masks: list[Tensor | None]
+
+
+@contextmanager
+def packed_attention(config: PreTrainedConfig, layout: PackedLayout) -> Iterator[None]:
+    """Run the model of this config over one packed row.
+
+    The backward pass may leave the context before it runs, except under gradient checkpointing (recompute_contexts).
+    """
+    original, token = config._attn_implementation, _layout.set(layout)
+    config._attn_implementation = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = original
+        _layout.reset(token)
+
+
+def recompute_contexts(config: PreTrainedConfig) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """`context_fn` of torch.utils.checkpoint: layers are recomputed with the attention of their forward pass."""
+    layout = _layout.get()
+    return nullcontext(), nullcontext() if layout is None else packed_attention(config, layout)
+
+
+def _packed_mask(
+    *_: Any, mask_function: Callable[..., Tensor], allow_is_causal_skip: bool = True, local_size: int | None = None,
+    use_vmap: bool = False, **__: Any,
+) -> PackedMask:  # fmt: skip
+    """The model's mask for the current layout, with the signature of transformers' AttentionMaskInterface.
+
+    Raises: NotImplementedError for masks that depend on more than positions.
+    """
+    layout = _layout.get()
+    if layout is None or use_vmap:
+        raise NotImplementedError("packed attention: this model's mask depends on more than positions")
+    causal = allow_is_causal_skip and (local_size is None or local_size >= layout.longest)
+    visible: Visible | None = None if causal else lambda queries, keys: mask_function(0, 0, queries, keys)
+    return PackedMask(layout, layout.masks(visible))
+
+
+def _attend_packed(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: PackedMask | None, *,
+    scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
+    is_causal: bool | None = None, position_bias: Tensor | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention inside the sequences of a packed row, with the signature of transformers' AttentionInterface.
 
     Args:
-        engine: around TokenLogprobs.
+        query: [1, H, N, D]; key, value: [1, G, N, D], [1, G, N, Dv].
+        softcap, s_aux: of models that cap the logits or have attention sinks.
 
-    Raises:
-        ValueError: neither works (recurrent models, ALiBi models that compute distances from padding masks).
+    Returns: [1, N, H, Dv], None
+
+    Raises: NotImplementedError for a bias by position, or without a PackedMask.
     """
-    engine.eval()
-    network = engine.module
-    vocabulary = network.model.get_input_embeddings().num_embeddings
-    width = sum(_TRIAL[0][0])
-    tokens = torch.randint(vocabulary, (len(_TRIAL), width), generator=torch.Generator().manual_seed(0))
-    positions = torch.tensor([[i for n in lengths for i in range(n)] + [0] * pad for lengths, pad in _TRIAL])
-    tokens, positions = tokens.to(engine.device), positions.to(engine.device)
-    predicted = positions > 0  # tokens with a prediction, packed and unpacked
-    real = torch.ones_like(predicted)
-    unpacked, unmasked = torch.zeros_like(tokens, dtype=torch.float32), engine(tokens, real, predicted)
-    for row, (lengths, _) in enumerate(_TRIAL):
-        for start, stop in zip((0, lengths[0]), (lengths[0], sum(lengths)), strict=True):
-            part = (slice(row, row + 1), slice(start, stop))
-            unpacked[part] = engine(tokens[part], real[part], predicted[part])
-    # Difference caused by attention across conversations; rounding differences are far smaller.
-    leak = (unmasked - unpacked).abs().max()
-    windowed = getattr(network.model.config.get_text_config(), "sliding_window", None)
-    for by_mask in (False,) if windowed else (False, True):  # packed_attention has no sliding window
-        network.uses_packing_mask = by_mask
-        try:
-            difference = (engine(tokens, real, predicted, packed_positions=positions) - unpacked).abs().max()
-        except Exception:  # the architecture may not accept a 4D mask: any error of its own code
-            continue
-        if difference <= leak / 10:
-            return
-    raise ValueError(
-        f"--packing: {type(network.model).__name__} attends across the conversations of a packed row, "
-        "which would change their losses: remove --packing, or choose another architecture."
+    if not isinstance(attention_mask, PackedMask) or position_bias is not None or is_causal is False:
+        raise NotImplementedError("packed attention: this model's attention depends on more than its mask")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if softcap is None and s_aux is None:
+        attend = partial(_sdpa, scale=scale, dropout=dropout)
+    else:
+        attend = partial(_transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
+    layout, masks = attention_mask.layout, attention_mask.masks
+    out = layout.attention(query[0], key[0], value[0], masks=masks, attend=attend)  # [H, N, Dv]
+    return out.transpose(0, 1)[None], None
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float) -> Tensor:
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
 
 
-def packed_attention(positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive mask [B, 1, S, S]: 0 on this and earlier tokens of the same conversation, elsewhere the dtype's minimum.
+def _transformed_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention with soft-capped logits (Gemma 2), or one extra logit per head that takes probability (gpt-oss)."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    logits = q @ k.transpose(-1, -2) * scale  # [B, H, L, K]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    if mask is None:
+        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
+    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(probabilities, dropout) @ v
 
-    Args:
-        positions: [B, S] long, 0 at the start of each conversation and on padding, which attends to itself only.
-    """
-    conversation = (positions == 0).cumsum(dim=-1)  # [B, S]
-    visible = (conversation[:, :, None] == conversation[:, None, :]).tril()  # [B, S, S]
-    mask = torch.zeros(visible.shape, dtype=dtype, device=positions.device)
-    return mask.masked_fill(~visible, torch.finfo(dtype).min)[:, None]
+
+AttentionInterface.register(ATTENTION_NAME, _attend_packed)
+AttentionMaskInterface.register(ATTENTION_NAME, _packed_mask)

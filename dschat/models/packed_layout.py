@@ -1,25 +1,28 @@
-"""Where the sequences of a packed micro-batch lie, and attention that stays inside each of them."""
+"""Where the sequences of a packed row lie, and attention that stays inside each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-# A bucket holds segments whose padding costs less than a call of its own.
+# Adjacent sequences share one attention call while padding them to the longest costs less than a call of their own.
 _PADDING_FACTOR, _PADDING_TOKENS = 1.25, 16
+
+Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # q [B, H, L, D], k, v, mask → [B, H, L, Dv]
+Visible = Callable[[Tensor, Tensor], Tensor]  # positions of queries and of keys, broadcast → bool, True where attended
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens that attends to itself causally, and to all of `prefix` where there is one.
+    """A run of tokens that attends to itself, and to all of `prefix` where there is one.
 
     Attributes:
         start, length: of the run in the packed row.
-        prefix: (start, length) of the prompt that other segments may share; length 0: none.
+        prefix: (start, length) of a prompt that other segments may share; length 0: none.
     """
 
     start: int
@@ -32,80 +35,110 @@ class _Bucket:
     """Adjacent segments of similar length: one rectangular attention call.
 
     Attributes:
-        rows, columns: segments, and the longest of them.
-        start, stop: their tokens in the packed row.
-        queries: [rows · columns] long, index of each query in the bucket's tokens; None: all of the same length.
-        real: [stop - start] long, index of each token among rows · columns; None as above.
-        keys: [rows · (prefix + columns)] long, index in the packed row; None without prefixes.
-        mask: [rows, 1, columns, prefix + columns] bool, True where attended; None: causal.
+        tokens: their tokens in the packed row are the next `tokens` ones after those of the previous bucket.
+        columns: length of the longest segment.
+        prefixes: [rows] long on the CPU, length of each row's prefix.
+        queries: [rows · columns] long, index of each query among the bucket's tokens; None: no padding is needed.
+        real: [tokens] long, index of each token in rows · columns; None as above.
+        keys: [rows · (prefix + columns)] long, index of each key in the packed row; None without prefixes.
     """
 
-    rows: int
+    tokens: int
     columns: int
-    start: int
-    stop: int
+    prefixes: Tensor
     queries: Tensor | None
     real: Tensor | None
     keys: Tensor | None
-    mask: Tensor | None
+
+    def mask(self, visible: Visible) -> Tensor:
+        """[rows, 1, columns, prefix + columns] bool, True where a query attends to a key."""
+        place, before = torch.arange(int(self.prefixes.max())), self.prefixes[:, None]
+        queries = before + torch.arange(self.columns)  # [rows, columns], positions in the sequence
+        keys = torch.cat([place.expand(len(self.prefixes), -1), queries], dim=1)  # [rows, prefix + columns]
+        real = torch.cat([place < before, torch.ones_like(queries, dtype=torch.bool)], dim=1)
+        return (visible(queries[:, :, None], keys[:, None, :]) & real[:, None, :])[:, None]
 
 
 class PackedLayout:
-    """Segments of one packed row, cut into buckets for attention.
+    """The segments of one packed row, cut into buckets for attention.
 
     Args:
-        segments: in the order of their tokens, without gaps. A bucket holds adjacent segments, so order them by length.
+        segments: in the order of their tokens, without gaps. A bucket holds adjacent ones, so order them by length.
         device: of the index tensors.
+
+    Attributes:
+        longest: tokens of the longest sequence, prefix included.
     """
 
-    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
-        self.segments = list(segments)
-        self.tokens = sum(segment.length for segment in segments)
-        self.buckets = [_bucket(part, device) for part in _similar(self.segments)]
+    def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
+        self.device = device
+        self.longest = max(segment.length + segment.prefix[1] for segment in segments)
+        self.buckets = [_bucket(part, device) for part in _similar(segments)]
+        self._causal = self._masks_of(lambda q, k: k <= q, prefixes_only=True)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: float) -> Tensor:
+    def masks(self, visible: Visible | None) -> list[Tensor | None]:
+        """The mask of each bucket; None for a causal one.
+
+        Args:
+            visible: the model's attention pattern, causality included; None: causal.
+        """
+        return self._causal if visible is None else self._masks_of(visible, prefixes_only=False)
+
+    def _masks_of(self, visible: Visible, *, prefixes_only: bool) -> list[Tensor | None]:
+        return [
+            None if prefixes_only and bucket.keys is None else bucket.mask(visible).to(self.device)
+            for bucket in self.buckets
+        ]
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, *, masks: Sequence[Tensor | None], attend: Attention
+    ) -> Tensor:
         """Attention of each segment to itself and its prefix.
 
         Args:
             query: [H, N, D]; key, value: [G, N, D], [G, N, Dv]; H is a multiple of G.
+            masks: of `self.masks`.
+            attend: attention over rectangular batches; causal where its mask is None.
 
         Returns: [H, N, Dv]
         """
-        sizes = [bucket.stop - bucket.start for bucket in self.buckets]
+        sizes = [bucket.tokens for bucket in self.buckets]
         # One split each: its backward is one concatenation, where every slice's would fill a tensor of all tokens.
-        queries, keys, values = (tensor.split(sizes, dim=1) for tensor in (query, key, value))
-        parts = [
-            self._attend(bucket, q, k, v, (key, value), scale, dropout)
-            for bucket, q, k, v in zip(self.buckets, queries, keys, values, strict=True)
+        parts = zip(*(tensor.split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
+        outputs = [
+            _attend(bucket, part, (key, value), mask, attend)
+            for bucket, part, mask in zip(self.buckets, parts, masks, strict=True)
         ]
-        return torch.cat(parts, dim=1)
+        return torch.cat(outputs, dim=1)
 
-    @staticmethod
-    def _attend(bucket: _Bucket, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], scale: float,
-                dropout: float) -> Tensor:  # fmt: skip
-        if bucket.keys is not None:
-            k, v = (tensor.index_select(1, bucket.keys) for tensor in whole)
-        elif bucket.queries is not None:
-            k, v = (tensor.index_select(1, bucket.queries) for tensor in (k, v))
-        if bucket.queries is not None:
-            q = q.index_select(1, bucket.queries)
-        q, k, v = (tensor.unflatten(1, (bucket.rows, -1)).transpose(0, 1) for tensor in (q, k, v))  # [rows, H, L, D]
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bucket.mask, dropout_p=dropout, scale=scale, is_causal=bucket.mask is None,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )  # fmt: skip
-        out = out.transpose(0, 1).flatten(1, 2)  # [H, rows · columns, Dv]
-        return out if bucket.real is None else out.index_select(1, bucket.real)
+
+def _attend(
+    bucket: _Bucket, part: tuple[Tensor, Tensor, Tensor], row: tuple[Tensor, Tensor], mask: Tensor | None,
+    attend: Attention,
+) -> Tensor:  # fmt: skip
+    """[H, tokens, Dv] of one bucket; `part` are its own queries, keys and values, `row` the keys and values of all."""
+    q, k, v = part
+    if bucket.keys is not None:
+        k, v = (tensor.index_select(1, bucket.keys) for tensor in row)
+    elif bucket.queries is not None:
+        k, v = (tensor.index_select(1, bucket.queries) for tensor in (k, v))
+    if bucket.queries is not None:
+        q = q.index_select(1, bucket.queries)
+    q, k, v = (tensor.unflatten(1, (len(bucket.prefixes), -1)).transpose(0, 1) for tensor in (q, k, v))
+    out = attend(q, k, v, mask).transpose(0, 1).flatten(1, 2)  # [H, rows · columns, Dv]
+    return out if bucket.real is None else out.index_select(1, bucket.real)
 
 
 def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Adjacent segments whose lengths differ little, with a prefix each or none."""
+    """Adjacent segments whose lengths differ little, all with a prefix or all without."""
     parts: list[list[Segment]] = []
     low = high = 0
     for segment in segments:
         low, high = min(low, segment.length), max(high, segment.length)
-        if not parts or bool(parts[-1][-1].prefix[1]) != bool(segment.prefix[1]) or (
-            high > low * _PADDING_FACTOR + _PADDING_TOKENS
+        if (
+            not parts
+            or bool(parts[-1][-1].prefix[1]) != bool(segment.prefix[1])
+            or (high > low * _PADDING_FACTOR + _PADDING_TOKENS)
         ):
             parts.append([])
             low = high = segment.length
@@ -113,25 +146,18 @@ def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
     return parts
 
 
-def _bucket(segments: Sequence[Segment], device: torch.device) -> _Bucket:
-    start, stop = segments[0].start, segments[-1].start + segments[-1].length
-    columns, prefix = max(s.length for s in segments), max(s.prefix[1] for s in segments)
-    lengths = torch.tensor([s.length for s in segments])[:, None]
-    starts = torch.tensor([s.start for s in segments])[:, None]
-    column = torch.arange(columns)
+def _bucket(segments: Sequence[Segment], device: torch.device | str) -> _Bucket:
+    starts, lengths = (np.array([getattr(s, name) for s in segments])[:, None] for name in ("start", "length"))
+    prefix_starts, prefixes = (np.array([s.prefix[i] for s in segments])[:, None] for i in (0, 1))
+    column = np.arange(lengths.max())
     inside = column < lengths  # [rows, columns]
-    own = torch.where(inside, starts + column, starts)  # padding repeats a token of the row; its result is dropped
-    equal = bool(inside.all())
-    queries = None if equal else (own - start).flatten().to(device)
-    real = None if equal else inside.flatten().nonzero().squeeze(1).to(device)
-    keys = mask = None
-    if prefix:
-        prefix_length = torch.tensor([s.prefix[1] for s in segments])[:, None]
-        prefix_start = torch.tensor([s.prefix[0] for s in segments])[:, None]
-        place = torch.arange(prefix)
-        before = place < prefix_length  # [rows, prefix]
-        shared = torch.where(before, prefix_start + place, prefix_start)
-        keys = torch.cat([shared, own], dim=1).flatten().to(device)
-        causal = torch.ones(columns, columns, dtype=torch.bool).tril().expand(len(segments), -1, -1)
-        mask = torch.cat([before[:, None, :].expand(-1, columns, -1), causal], dim=2)[:, None].to(device)
-    return _Bucket(len(segments), columns, start, stop, queries, real, keys, mask)
+    own = np.where(inside, starts + column, starts)  # padding repeats a token of the row; its result is dropped
+    queries = real = keys = None
+    if not inside.all():
+        queries, real = (own - starts[0]).ravel(), inside.ravel().nonzero()[0]
+    if prefixes.any():
+        place = np.arange(prefixes.max())
+        shared = np.where(place < prefixes, prefix_starts + place, prefix_starts)
+        keys = np.concatenate([shared, own], axis=1).ravel()
+    indices = [None if index is None else torch.from_numpy(index).to(device) for index in (queries, real, keys)]
+    return _Bucket(int(lengths.sum()), len(column), torch.from_numpy(prefixes[:, 0]), *indices)

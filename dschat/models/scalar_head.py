@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dschat.models.backbone import Backbone, Packing
 from dschat.models.loading import LoadOptions, load_pretrained, read_config
 from dschat.models.weights import full_shape, gathered
-from dschat.tensors import position_ids
 
 logger = logging.getLogger(__name__)
 
@@ -111,19 +110,28 @@ class TokenScores(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.accepts_position_ids = "position_ids" in inspect.signature(model.base_model.forward).parameters
+        self.backbone = Backbone(model, model.base_model)
 
     @property
     def scores_tokens(self) -> bool:
         """True for decoders, whose head is applied per token; False for encoders with a pooled head."""
         return hasattr(self.model, "score") and self.model.base_model is not self.model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, whole_sequence: bool = False) -> Tensor:
+    @property
+    def packing(self) -> Packing:
+        """How the forward pass avoids padding; see dschat.models.backbone."""
+        return self.backbone.packing
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, whole_sequence: bool = False,
+        prompt_lengths: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Scores of all prefixes: column i scores the tokens up to and including i.
 
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens.
+            prompt_lengths: [B] long, leading real tokens that rows with the same ones may share; None: none.
             whole_sequence: return `sequence_scores` instead, for callers that must use an engine's forward.
 
         Returns:
@@ -133,30 +141,32 @@ class TokenScores(nn.Module):
             ValueError: the model has no per-token head.
         """
         if whole_sequence:
-            return self.sequence_scores(input_ids, attention_mask)
+            return self.sequence_scores(input_ids, attention_mask, prompt_lengths)
         if not self.scores_tokens:
             raise ValueError(
                 f"{type(self.model).__name__} scores whole sequences only, but a critic needs a score at every token: "
                 "use it as reward model, and choose a decoder (OPT, Llama, Qwen2, GPT-2, …) for the critic."
             )
-        positions = {"position_ids": position_ids(attention_mask)} if self.accepts_position_ids else {}
-        outputs = self.model.base_model(
-            input_ids=input_ids, attention_mask=attention_mask.long(), use_cache=False, **positions
-        )
-        return self.model.score(outputs.last_hidden_state)[..., 0].float()  # [B, S]
+        hidden, source = self.backbone(input_ids, attention_mask, prompt_lengths=prompt_lengths)
+        scores = self.model.score(hidden)[:, 0].float()  # [N]
+        return scores[source].view_as(input_ids)  # [B, S]
 
-    def sequence_scores(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def sequence_scores(
+        self, input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor | None = None
+    ) -> Tensor:
         """Score of each whole sequence, at its last real token.
 
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens, at least one per row.
+            prompt_lengths: as for `forward`.
 
         Returns:
             [B] float32.
         """
         if self.scores_tokens:
-            return last_token_scores(self(input_ids, attention_mask), attention_mask)
+            scores = self(input_ids, attention_mask, prompt_lengths=prompt_lengths)
+            return last_token_scores(scores, attention_mask)
         # Encoders count positions from column 0: move the real tokens to the left and pad on the right.
         order = attention_mask.long().argsort(dim=1, descending=True, stable=True)
         mask = attention_mask.gather(1, order)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dschat.models.layer_weights import full_layers
-from dschat.models.weights import full_shape, gathered, is_partitioned
+from dschat.models.layer_weights import run_with_full_weights
+from dschat.models.weights import full_shape
 from dschat.models.windows import short_windows
 from dschat.tensors import logprobs_of
 
@@ -53,27 +53,16 @@ def verify_logprobs(model: PreTrainedModel, token_logprobs: nn.Module) -> None:
 
 
 def _find_problem(model: PreTrainedModel, token_logprobs: nn.Module) -> str | None:
-    exact = model.dtype == torch.float32
-    if not (exact or model.device.type == "meta") or any(is_partitioned(p) for p in token_logprobs.parameters()):
-        try:
-            with full_layers(token_logprobs, dtype=torch.float32):
-                return _first_problem(model, token_logprobs, torch.float32)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # the model's own code may read a weight outside its layer's forward
-            pass
-    with ExitStack() as stack:
-        stack.enter_context(gathered(list(token_logprobs.parameters())))
-        try:
-            return _first_problem(model, token_logprobs, model.dtype)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # any error of the model's own code: not supported
-            return (
-                f"it cannot be run as a causal language model on a batch of token ids "
-                f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
-                "choose a causal decoder."
-            )
+    try:
+        return run_with_full_weights(token_logprobs, model.dtype, partial(_first_problem, model, token_logprobs))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # any error of the model's own code: not supported
+        return (
+            f"it cannot be run as a causal language model on a batch of token ids "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}): "
+            "choose a causal decoder."
+        )
 
 
 def _first_problem(model: PreTrainedModel, token_logprobs: Logprobs, dtype: torch.dtype) -> str | None:

@@ -87,9 +87,7 @@ def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
                 path, models.actor_model_name_or_path, tokens=tokens, add_eot_token=add_eot_token,
                 trust_remote_code=trusted,
             )  # fmt: skip
-            path_problems = model_problems(
-                "--reward", path, tokens=length, lengths=lengths, trust_remote_code=trusted
-            )
+            path_problems = model_problems("--reward", path, tokens=length, lengths=lengths, trust_remote_code=trusted)
         problems += path_problems
     if ppo.trains_critic and models.critic_path != models.actor_model_name_or_path:
         flag = "--critic_model_name_or_path" if models.critic_model_name_or_path else "--reward_model_name_or_path"

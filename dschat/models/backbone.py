@@ -1,0 +1,103 @@
+"""Hidden states of a padded batch: over its real tokens alone where the model allows it, else over a rectangle."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from dschat.models.packed_attention import packed_attention
+from dschat.models.packed_rows import pack_rows, shared_prompts
+from dschat.tensors import position_ids
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a batch is run.
+
+    Attributes:
+        remove_padding: as one row of its real tokens; otherwise padded to a rectangle.
+        share_prompts: equal prompts of several rows once; needs remove_padding.
+    """
+
+    remove_padding: bool = False
+    share_prompts: bool = False
+
+
+class Backbone:
+    """Runs a model without its head. Not a module: the model's own modules hold the parameters.
+
+    Args:
+        model: whose config selects the attention.
+        body: its submodule that maps ids to hidden states.
+
+    Attributes:
+        packing: rectangles, until dschat.models.packing_trial finds what the model supports.
+    """
+
+    def __init__(self, model: PreTrainedModel, body: nn.Module) -> None:
+        # In a tuple, since a module as an attribute of a module would be registered twice.
+        self._modules_of = (model, body)
+        self.packing = Packing()
+        self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
+
+    def __call__(
+        self, input_ids: Tensor, attention_mask: Tensor, *, prompt_lengths: Tensor | None = None,
+        starts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Last hidden states of the real tokens, and where each column's are.
+
+        Args:
+            input_ids: [B, S] long, padded on either side.
+            attention_mask: [B, S] bool, True on real tokens.
+            prompt_lengths: [B] long, leading real tokens that rows may share if they are equal; ≤ 0: none.
+            starts: [B, S] bool, True where a conversation starts, in rows that hold several.
+
+        Returns:
+            hidden: [N, H]; source: [B · S] long, the row of `hidden` of each column, undefined on padding.
+        """
+        if not self.packing.remove_padding:
+            return self._rectangle(input_ids, attention_mask, starts)
+        prompts = []
+        if self.packing.share_prompts and prompt_lengths is not None and starts is None and len(input_ids) > 1:
+            prompts = shared_prompts(input_ids, attention_mask, prompt_lengths.clamp(min=0).tolist())
+        rows = pack_rows(attention_mask, starts=starts, prompts=prompts)
+        tokens = input_ids.flatten()[rows.tokens][None]  # [1, N]
+        with packed_attention(self._modules_of[0].config, rows.layout):
+            return self._run(tokens, torch.ones_like(tokens), rows.position_ids)[0], rows.source
+
+    def _rectangle(self, input_ids: Tensor, attention_mask: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As __call__, over the padded rows; rows of several conversations are cut into one row for each."""
+        source = torch.arange(input_ids.numel(), device=input_ids.device)
+        if starts is not None:
+            real = attention_mask.flatten().nonzero().squeeze(1)
+            conversation = (starts & attention_mask).flatten()[real].cumsum(0) - 1  # [tokens]
+            lengths = conversation.bincount()
+            column = torch.arange(len(real), device=real.device) - (lengths.cumsum(0) - lengths)[conversation]
+            width = int(lengths.max())
+            source[real] = conversation * width + column
+            rectangle = input_ids.new_zeros(len(lengths) * width)
+            rectangle[source[real]] = input_ids.flatten()[real]
+            input_ids = rectangle.view(-1, width)
+            attention_mask = torch.arange(width, device=real.device) < lengths[:, None]
+        positions = position_ids(attention_mask)
+        return self._run(input_ids, attention_mask.long(), positions).flatten(0, 1), source
+
+    def _run(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+        """Last hidden states [B, S, H]; positions count real tokens only."""
+        arguments = {"position_ids": positions} if self.accepts_position_ids else {}
+        body = self._modules_of[1]
+        return body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **arguments).last_hidden_state
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module | None:
+    """The submodule that maps ids to hidden states; None if it is not separate from the head."""
+    if model.base_model is not model:
+        return model.base_model
+    # Llama 4: the backbone's attribute name differs from the class's base_model_prefix.
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    parts = [part for part in model.children() if embeddings in part.modules() and head not in part.modules()]
+    return parts[0] if len(parts) == 1 and parts[0] is not embeddings else None
