@@ -84,6 +84,22 @@ class Update:
         self.totals["value_loss"] += float(loss)
         return {"values": values, "value_loss": loss}
 
+    def of_rank(self, experience: Experience) -> dict[str, Tensor]:
+        """The tensors that a dump records, of all rows of one rank; 0 in rows that are not trained on."""
+        tensors: dict[str, Tensor] = {}
+        trained = experience.trained_mask.any(dim=1).nonzero().squeeze(1)
+        for rows in trained.split(self.dump.ppo.per_device_training_batch_size):
+            part = experience.rows(rows)
+            part = Experience(**{name: tensor.to(self.device) for name, tensor in part.tensors().items()})
+            for name, tensor in (self.actor_backward(part) | self.critic_backward(part)).items():
+                tensor = tensor.detach().cpu()
+                if tensor.dim() == 0:
+                    tensors[name] = tensors.get(name, 0.0) + tensor
+                else:
+                    whole = tensors.setdefault(name, tensor.new_zeros(experience.response_mask.shape))
+                    whole[rows, : tensor.shape[1]] = tensor
+        return tensors
+
     def metrics(self) -> dict[str, float]:
         """Losses and gradient norms of the update, once all micro-batches are done."""
         norms = {"actor_grad_norm": grad_norm(self.actor)}
@@ -102,23 +118,15 @@ def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = Fals
             comparisons.append(
                 Comparison(f"rank {rank} returns", experience.returns, returns * experience.response_mask)
             )
-        size = dump.ppo.per_device_training_batch_size
-        for number, start in enumerate(range(0, len(experience), size)):
-            part = experience.rows(range(start, min(start + size, len(experience))))
-            part = Experience(**{name: tensor.to(device) for name, tensor in part.tensors().items()})
-            for name, tensor in (update.actor_backward(part) | update.critic_backward(part)).items():
-                if f"{name}.{number}" not in recorded:
-                    continue  # --actor_freeze_steps: the run did not update the actor
-                recorded_tensor = recorded[f"{name}.{number}"]
-                if recorded_tensor.shape != tensor.shape:
-                    raise ValueError(
-                        f"{folder / f'update_rank{rank}.safetensors'}: {name}.{number} has shape "
-                        f"{tuple(recorded_tensor.shape)}, that of the replay {tuple(tensor.shape)}"
-                    )
-                mask = part.response_mask if tensor.dim() else torch.ones((), dtype=torch.bool, device=device)
-                comparisons.append(
-                    Comparison(f"rank {rank} {name}.{number}", recorded_tensor * mask.cpu(), (tensor * mask).detach())
+        replayed = update.of_rank(experience)
+        for name in sorted(replayed.keys() & recorded.keys()):  # --actor_freeze_steps: the run did not update the actor
+            if recorded[name].shape != replayed[name].shape:
+                raise ValueError(
+                    f"{folder / f'update_rank{rank}.safetensors'}: {name} has shape {tuple(recorded[name].shape)}, "
+                    f"that of the replay {tuple(replayed[name].shape)}"
                 )
+            mask = experience.trained_mask if replayed[name].dim() else torch.ones((), dtype=torch.bool)
+            comparisons.append(Comparison(f"rank {rank} {name}", recorded[name] * mask, replayed[name] * mask))
     for name, value in update.metrics().items():
         if name in dump.metrics:
             recorded_value = torch.nan if dump.metrics[name] is None else dump.metrics[name]

@@ -27,6 +27,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.arguments.script_inputs import PORTS, exit_on_mistake, number_type
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.terminal import printable
+from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
@@ -59,8 +60,10 @@ def load_scorer(
         raise ValueError(f"{path} has no scalar head: its scores would be random. Name an output folder of step 2.")
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code).to(device)
+    network = TokenScores(model)
+    enable_packing(network, remove_padding=True, share_prompts=False)
     longest = longest_sequence(model.config, tokenizer)
-    return TextScorer(TokenScores(model), tokenizer, max_tokens=min(max_tokens or longest, longest))
+    return TextScorer(network, tokenizer, max_tokens=min(max_tokens or longest, longest))
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -146,9 +149,7 @@ def serve_model(options: argparse.Namespace) -> int:
     server = RewardServer(scorer, limits=limits, token=token)
     try:
         asyncio.run(
-            serve_until_signal(
-                server, host=options.host, port=options.port, shutdown_seconds=options.shutdown_seconds
-            )
+            serve_until_signal(server, host=options.host, port=options.port, shutdown_seconds=options.shutdown_seconds)
         )
     except OSError as error:
         print(f"--host {options.host} --port {options.port}: cannot listen there ({error})", file=sys.stderr)

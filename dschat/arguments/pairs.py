@@ -14,7 +14,10 @@ PromptDataArguments = subset(
     DataArguments, "PromptDataArguments",
     keep=[field.name for field in fields(DataArguments) if field.name not in _UNUSED_FOR_PROMPTS],
 )  # fmt: skip
-PairDeviceArguments = subset(DeviceArguments, "PairDeviceArguments", keep=["dtype", "deterministic"])
+PairDeviceArguments = subset(
+    DeviceArguments, "PairDeviceArguments",
+    keep=["dtype", "max_tokens_per_micro_batch", "remove_padding", "share_prompts", "deterministic"],
+)  # fmt: skip
 _OutputArguments = subset(
     RunArguments,
     "_OutputArguments",

@@ -133,6 +133,22 @@ class DeviceArguments:
     gradient_checkpointing: bool = flag(
         False, "Recompute activations in the backward pass, which saves memory and costs time.", on_resume="apply"
     )
+    max_tokens_per_micro_batch: int = flag(
+        0,
+        "Tokens per forward pass and device; 0: the batch size per device times the longest row of the step. A longer "
+        "row runs alone.",
+        at_least=0, on_resume="apply",
+    )  # fmt: skip
+    remove_padding: bool = flag(
+        True,
+        "Run batches without padding, where the model allows it (found by a trial when it is loaded).",
+        on_resume="apply",
+    )
+    share_prompts: bool = flag(
+        True,
+        "Compute a prompt once for all of its responses, in scoring and in updates.",
+        needs=["remove_padding"], on_resume="apply",
+    )  # fmt: skip
     deterministic: bool = flag(False, "Use deterministic GPU operations where they exist.", on_resume="apply")
     deepspeed_config: str | None = flag(
         None, "JSON file merged over the generated DeepSpeed configuration. Default: none.", on_resume="apply"

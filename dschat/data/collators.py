@@ -52,9 +52,9 @@ def collate_preferences(
 
     Returns:
         input_ids: [2B, S] long, right-padded; attention_mask: [2B, S] bool; loss_mask: [2B, S] bool, True on the
-        response tokens (for DPO); margin: [B] float32, 0 where a row has none; ref_logprobs: [B, 2] float32, of chosen
-        and rejected under the reference, 0 where a row has none; pair_mask: [B] bool, False only for the placeholder
-        row of an empty list.
+        response tokens (for DPO); prompt_lengths: [2B] long; margin: [B] float32, 0 where a row has none; ref_logprobs:
+        [B, 2] float32, of chosen and rejected under the reference, 0 where a row has none; pair_mask: [B] bool, False
+        only for the placeholder row of an empty list.
     """
     pairs = features or [{"chosen_ids": [pad_token_id], "rejected_ids": [pad_token_id], "prompt_length": 1}]
     rows = [pair["chosen_ids"] for pair in pairs] + [pair["rejected_ids"] for pair in pairs]
@@ -66,6 +66,7 @@ def collate_preferences(
         "input_ids": input_ids,
         "attention_mask": attention_mask,
         "loss_mask": attention_mask & after_prompt,
+        "prompt_lengths": prompt_length,
         "margin": torch.tensor([0.0 if margin is None else margin for margin in margins], dtype=torch.float32),
         "ref_logprobs": _ref_logprobs(pairs),
         "pair_mask": torch.full((len(pairs),), len(features) > 0),

@@ -10,12 +10,15 @@ from datasets import concatenate_datasets
 
 from .datasets import DataSplits
 
+FORWARD_TOKENS = "forward_tokens"  # column with the tokens of a row in its longest forward pass, if not its length
+
 
 def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
     """Add a column `mismatched_ids`: a row's prompt and the response of the next row with another prompt.
 
     The pairing depends on the rows alone, not on the batches, so reference log-probs can be precomputed. The rows wrap
     around: the last training row is followed by the first held-out one. The column is held in memory, 4 bytes a token.
+    Also a column `forward_tokens`: the longer of the two sequences.
 
     Args:
         splits: of kind "unpaired".
@@ -36,6 +39,7 @@ def with_mismatched(splits: DataSplits, *, max_tokens: int) -> DataSplits:
     ]
     offsets = np.cumsum([0, *map(len, joined)], dtype=np.int32)
     rows = rows.add_column("mismatched_ids", pyarrow.ListArray.from_arrays(offsets, np.concatenate(joined)))
+    rows = rows.add_column(FORWARD_TOKENS, np.maximum(np.diff(starts), np.diff(offsets)))
     train = len(splits.train)
     held_out = rows.select(range(train, len(rows))) if len(splits.eval) else splits.eval
     return replace(splits, train=rows.select(range(train)), eval=held_out)

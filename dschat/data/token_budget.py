@@ -1,121 +1,147 @@
-"""Token-budget micro-batches: which rows of a step one forward pass reads. Pure integer arithmetic."""
+"""Token-budget micro-batches: which rows of a step one forward pass reads. Pure integer arithmetic.
+
+Rows are balanced by cost, tokens + quadratic · tokens², so that the ranks and micro-batches of a step take equally
+long. A micro-batch never has more tokens than its budget; only a row that exceeds it alone does.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Prompts = Sequence[tuple[Sequence[int], int]]  # rows with the same prompt, and its length in tokens
 
 
-@dataclass
-class _Bin:
-    """A micro-batch while it is filled; bins are ordered by cost, then by number."""
+@dataclass(frozen=True)
+class Unit:
+    """Rows that are computed together, and their tokens: a shared prompt counts once."""
 
-    cost: float
-    number: int
-    tokens: int = 0
-    items: list[int] = field(default_factory=list)
-
-    def __lt__(self, other: _Bin) -> bool:
-        return (self.cost, self.number) < (other.cost, other.number)
+    rows: tuple[int, ...]
+    tokens: int
 
 
-def token_cost(length: int, *, quadratic: float = 0.0) -> float:
-    """Cost of a sequence of this length: length + quadratic · length², in units of one token's linear layers.
-
-    Args:
-        quadratic: attention against linear layers: for hidden size H about 1 / (6·H).
-    """
-    return length + quadratic * length * length
-
-
-def micro_batch_count(lengths: Sequence[int], budget: int) -> int:
-    """Micro-batches that first-fit-decreasing needs; at most 11/9 of the optimum plus one.
+def rows_as_units(lengths: Sequence[int], *, prompts: Prompts = (), budget: int) -> list[Unit]:
+    """The rows of a step as units; a group too large for the budget is split, each part with the prompt.
 
     Args:
         lengths: tokens of each row.
-        budget: tokens per micro-batch; a row that exceeds it alone is its own micro-batch.
-
-    Source: Johnson 1973, "Near-optimal bin packing algorithms".
+        prompts: groups of rows that share a prompt; the others are units of their own.
     """
-    return len(_first_fit_decreasing(lengths, budget))
+    units, grouped = [], set()
+    for rows, prompt in prompts:
+        grouped.update(rows)
+        part: list[int] = []
+        tokens = prompt
+        for row in sorted(rows, key=lambda row: (lengths[row], row)):
+            if part and tokens + lengths[row] - prompt > budget:
+                units.append(Unit(tuple(part), tokens))
+                part, tokens = [], prompt
+            part.append(row)
+            tokens += lengths[row] - prompt
+        units.append(Unit(tuple(part), tokens))
+    units += [Unit((row,), length) for row, length in enumerate(lengths) if row not in grouped]
+    return units
 
 
-def split_by_tokens(
-    lengths: Sequence[int], budget: int, *, count: int | None = None, quadratic: float = 0.0
+def split_units(
+    units: Sequence[Unit], budget: int, *, count: int | None = None, quadratic: float = 0.0
 ) -> list[list[int]]:
-    """Cut rows into micro-batches of at most `budget` tokens with costs as equal as possible.
+    """Cut units into micro-batches of at most `budget` tokens with costs as equal as possible.
 
-    Longest rows first, each to the cheapest micro-batch that has room for it; where that does not fit, the
-    first-fit-decreasing micro-batches are kept, as they always fit.
+    Longest units first, each to the cheapest micro-batch that has room for it; where one finds no room, the
+    micro-batches of first-fit-decreasing, which always fit.
 
     Args:
-        lengths: tokens of each row, at least 1.
-        budget: tokens per micro-batch; a row that exceeds it alone is its own micro-batch.
-        count: number of micro-batches, at least micro_batch_count(lengths, budget) (ranks agree on the largest);
-            those beyond the number of rows are empty. None: micro_batch_count.
-        quadratic: see token_cost.
+        count: number of micro-batches, at least fewest(units, budget) (ranks agree on the largest); None: that.
+        quadratic: see the module.
 
-    Returns: row indices of each micro-batch, ascending; `count` lists.
+    Returns: the rows of each micro-batch, ascending; `count` lists, those beyond the number of units empty.
 
     Raises:
         ValueError: count is too small.
     """
-    fitted = _first_fit_decreasing(lengths, budget)
+    fitted = _first_fit_decreasing(units, budget)
     count = len(fitted) if count is None else count
     if count < len(fitted):
-        raise ValueError(f"{len(lengths)} rows need {len(fitted)} micro-batches of {budget} tokens, not {count}")
-    bins = [_Bin(0.0, number) for number in range(count)]
-    for row in _longest_first(lengths):
-        full = []
-        while bins and bins[0].items and bins[0].tokens + lengths[row] > budget:
-            full.append(heapq.heappop(bins))
-        if not bins:
-            return [sorted(part) for part in fitted] + [[] for _ in range(count - len(fitted))]
-        bins[0].tokens += lengths[row]
-        bins[0].cost += token_cost(lengths[row], quadratic=quadratic)
-        bins[0].items.append(row)
-        heapq.heapreplace(bins, bins[0])
-        for other in full:
-            heapq.heappush(bins, other)
-    return [sorted(part.items) for part in sorted(bins, key=lambda part: part.number)]
+        raise ValueError(f"{len(units)} rows need {len(fitted)} micro-batches of {budget} tokens, not {count}")
+    balanced = _longest_to_cheapest(units, budget, count, quadratic)
+    parts = fitted + [[] for _ in range(count - len(fitted))] if balanced is None else balanced
+    return [sorted(row for unit in part for row in unit.rows) for part in parts]
+
+
+def fewest(units: Sequence[Unit], budget: int) -> int:
+    """Micro-batches that first-fit-decreasing needs, at most 11/9 of the optimum plus one.
+
+    Source: Johnson 1973, "Near-optimal bin packing algorithms".
+    """
+    return len(_first_fit_decreasing(units, budget))
+
+
+def split_padded(lengths: Sequence[int], budget: int, *, count: int | None = None) -> list[list[int]]:
+    """Cut rows into rectangles: rows of similar length, with rows × longest at most `budget`, for models with padding.
+
+    Args: as for split_units.
+    """
+    parts: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        if parts and lengths[parts[-1][0]] * (len(parts[-1]) + 1) <= budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    if count is not None and count < len(parts):
+        raise ValueError(f"{len(lengths)} rows need {len(parts)} micro-batches of {budget} tokens, not {count}")
+    while count is not None and len(parts) < count:  # halve the largest
+        largest = max(range(len(parts)), key=lambda number: len(parts[number]))
+        half = len(parts[largest]) // 2
+        parts[largest : largest + 1] = [parts[largest][:half], parts[largest][half:]]
+    return [sorted(part) for part in parts]
 
 
 def balance_over_ranks(lengths: Sequence[int], ranks: int, *, quadratic: float = 0.0) -> list[list[int]]:
-    """Assign equally many rows to each rank, with costs as equal as possible: longest first to the cheapest rank.
+    """Assign rows to ranks with costs as equal as possible: longest first, each to the cheapest rank.
 
-    Args:
-        lengths: tokens of each row of the global batch; their number is a multiple of `ranks`.
+    Returns: row indices of each rank, ascending; every rank has one where there are at least as many rows.
 
-    Returns: row indices of each rank, ascending.
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies": at most 4/3 of the optimum.
     """
-    share = len(lengths) // ranks
-    parts = [_Bin(0.0, number) for number in range(ranks)]
-    full: list[_Bin] = []
-    for row in _longest_first(lengths):
-        part = heapq.heappop(parts)
-        part.cost += token_cost(lengths[row], quadratic=quadratic)
-        part.items.append(row)
-        if len(part.items) == share:
-            full.append(part)
-        else:
-            heapq.heappush(parts, part)
-    return [sorted(part.items) for part in sorted(full, key=lambda part: part.number)]
+    units = [Unit((row,), length) for row, length in enumerate(lengths)]
+    parts = _longest_to_cheapest(units, sum(lengths), ranks, quadratic)
+    return [sorted(unit.rows[0] for unit in part) for part in parts]
 
 
-def _longest_first(lengths: Sequence[int]) -> list[int]:
-    return sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+def _longest_to_cheapest(units: Sequence[Unit], budget: int, count: int, quadratic: float) -> list[list[Unit]] | None:
+    """`count` lists of units, or None if this order leaves a unit without room."""
+    parts: list[list[Unit]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    cheapest = [(0.0, number) for number in range(count)]  # a heap
+    for unit in _longest_first(units):
+        full = []
+        while cheapest and parts[cheapest[0][1]] and tokens[cheapest[0][1]] + unit.tokens > budget:
+            full.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, number = cheapest[0]
+        parts[number].append(unit)
+        tokens[number] += unit.tokens
+        heapq.heapreplace(cheapest, (cost + unit.tokens + quadratic * unit.tokens**2, number))
+        for entry in full:
+            heapq.heappush(cheapest, entry)
+    return parts
 
 
-def _first_fit_decreasing(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    parts: list[list[int]] = []
+def _first_fit_decreasing(units: Sequence[Unit], budget: int) -> list[list[Unit]]:
+    parts: list[list[Unit]] = []
     room: list[int] = []
-    for row in _longest_first(lengths):
-        number = next((i for i, left in enumerate(room) if left >= lengths[row]), None)
-        if number is None:
+    for unit in _longest_first(units):
+        number = next((number for number, left in enumerate(room) if left >= unit.tokens), len(parts))
+        if number == len(parts):
             parts.append([])
             room.append(budget)
-            number = len(parts) - 1
-        parts[number].append(row)
-        room[number] -= lengths[row]
+        parts[number].append(unit)
+        room[number] -= unit.tokens
     return parts
+
+
+def _longest_first(units: Iterable[Unit]) -> list[Unit]:
+    return sorted(units, key=lambda unit: (-unit.tokens, unit.rows))

@@ -33,6 +33,11 @@ class Rollout:
         """P, the number of prompt columns: the longest prompt of the call."""
         return self.sequences.shape[1] - self.response_mask.shape[1]
 
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] long, tokens of each prompt."""
+        return self.attention_mask[:, : self.prompt_length].sum(dim=1)
+
     def responses(self) -> list[list[int]]:
         """The response token ids of each row, EOS included, without padding."""
         lengths = self.response_mask.sum(dim=1).tolist()

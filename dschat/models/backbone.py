@@ -53,7 +53,7 @@ class Backbone:
         Args:
             input_ids: [B, S] long, padded on either side.
             attention_mask: [B, S] bool, True on real tokens.
-            prompt_lengths: [B] long, leading real tokens that rows may share if they are equal; ≤ 0: none.
+            prompt_lengths: [B] long, leading real tokens that rows may share if they are equal; 0: none.
             starts: [B, S] bool, True where a conversation starts, in rows that hold several.
 
         Returns:
@@ -63,7 +63,7 @@ class Backbone:
             return self._rectangle(input_ids, attention_mask, starts)
         prompts = []
         if self.packing.share_prompts and prompt_lengths is not None and starts is None and len(input_ids) > 1:
-            prompts = shared_prompts(input_ids, attention_mask, prompt_lengths.clamp(min=0).tolist())
+            prompts = shared_prompts(input_ids, attention_mask, prompt_lengths)
         rows = pack_rows(attention_mask, starts=starts, prompts=prompts)
         tokens = input_ids.flatten()[rows.tokens][None]  # [1, N]
         with packed_attention(self._modules_of[0].config, rows.layout):

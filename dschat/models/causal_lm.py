@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from dschat.data.chat_template import stop_token_ids
 from dschat.models.backbone import Backbone, Packing, backbone_of
 from dschat.models.loading import LoadOptions, load_pretrained
+from dschat.models.packed_rows import prompt_lengths_of
 from dschat.models.tokenizer import load_tokenizer
 from dschat.models.verification import verify_logprobs
 from dschat.tensors import linear_logprobs
@@ -169,9 +170,8 @@ class TokenLogprobs(nn.Module):
         Returns:
             logprobs [B, S] float32 in nats, zero for tokens not selected; or (logprobs, entropy [B, S]).
         """
-        prompts = loss_mask.int().argmax(dim=1) - attention_mask.int().argmax(dim=1)  # [B]; ≤ 0 without a prompt
         hidden, source = self.backbone(
-            input_ids, attention_mask, prompt_lengths=prompts,
+            input_ids, attention_mask, prompt_lengths=prompt_lengths_of(loss_mask, attention_mask),
             starts=None if packed_positions is None else packed_positions == 0,
         )  # [N, H], [B · S]  # fmt: skip
         # The first real token of a row has no prediction, or one from padding: it is excluded.

@@ -101,16 +101,22 @@ def _runs(
     return sorted(shared, key=lambda run: run.length) + rest
 
 
-def shared_prompts(input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Sequence[int]) -> list:
+def prompt_lengths_of(loss_mask: Tensor, attention_mask: Tensor) -> Tensor:
+    """[B] long: real tokens before the first one of the loss, in [B, S] masks; 0 in rows without any."""
+    return (loss_mask.int().argmax(dim=1) - attention_mask.int().argmax(dim=1)).clamp(min=0)
+
+
+def shared_prompts(input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor) -> list:
     """Rows with the same prompt, for pack_rows: pairs of rows (at least two) and prompt length.
 
     Args:
         input_ids: [B, S] long; attention_mask: [B, S] bool, True on real tokens, which are adjacent in each row.
-        prompt_lengths: [B], leading real tokens that may be shared; 0: none.
+        prompt_lengths: [B] long, leading real tokens that may be shared; 0: none.
     """
     ids, mask = input_ids.cpu().numpy(), attention_mask.cpu().numpy()
+    lengths = prompt_lengths.tolist()
     groups: dict[bytes, list[int]] = {}
-    for row, (first, length) in enumerate(zip(mask.argmax(axis=1), prompt_lengths, strict=True)):
+    for row, (first, length) in enumerate(zip(mask.argmax(axis=1), lengths, strict=True)):
         if length:
             groups.setdefault(ids[row, first : first + length].tobytes(), []).append(row)
-    return [(rows, int(prompt_lengths[rows[0]])) for rows in groups.values() if len(rows) > 1]
+    return [(rows, lengths[rows[0]]) for rows in groups.values() if len(rows) > 1]

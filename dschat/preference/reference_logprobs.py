@@ -16,7 +16,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.verified_folder import written_folder
 from dschat.data.arrow import content_digest, is_prepared
 from dschat.data.datasets import DataSplits
+from dschat.data.micro_batches import limit_of
 from dschat.distributed import collectives, groups, watchdog
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
@@ -40,7 +41,15 @@ from dschat.runs.fit import Batch, Objective, collated, evaluation_steps, schedu
 
 ResponseLogprobs = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
 _TABLES = "logprobs.safetensors"
-BatchPlan = tuple[list[list[int]], int]  # row indices of each batch over all ranks; micro-batch size
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Row indices of each batch over all ranks, and how it is cut into micro-batches."""
+
+    steps: list[list[int]]
+    rows_per_device: int
+    max_tokens: int
 
 
 def with_reference_logprobs(
@@ -64,12 +73,13 @@ def with_reference_logprobs(
     eval_steps = evaluation_steps(
         splits.eval["length"][:], batch_size=model.per_device_eval_batch_size, max_batches=settings.run.eval_iters
     )
+    max_tokens = devices.max_tokens_per_micro_batch
     plans = {
-        "train": (steps, model.per_device_train_batch_size),
-        "eval": (eval_steps, model.per_device_eval_batch_size),
+        "train": BatchPlan(steps, model.per_device_train_batch_size, max_tokens),
+        "eval": BatchPlan(eval_steps, model.per_device_eval_batch_size, max_tokens),
     }
     watchdog.phase("reference fingerprint")
-    cache = Path(folder, f"reference-{_fingerprint(path, splits, plans, dtype=devices.dtype)}")
+    cache = Path(folder, f"reference-{_fingerprint(path, splits, plans, devices=devices)}")
     tables = load_file(cache / _TABLES) if is_prepared(cache, verify=True) else None
     if not all(collectives.all_gather_objects(tables is not None)):
         config = frozen_config(
@@ -114,10 +124,10 @@ def _logprob_table(
     engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, plan: BatchPlan, *,
     response_logprobs: ResponseLogprobs, name: str,
 ) -> torch.Tensor:  # fmt: skip
-    steps, micro_batch_size = plan
+    steps, limit = plan.steps, limit_of(engine.module, rows=plan.rows_per_device, max_tokens=plan.max_tokens)
     local_table = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
     for number, step in enumerate(steps, start=1):
-        for indices in share(step, micro_batch_size):
+        for indices in share(rows, step, limit):
             watchdog.phase("reference")
             logprobs = response_logprobs(engine, collated(objective, rows, indices, engine.device))
             local_table[indices] = logprobs[: len(indices)].double()
@@ -129,16 +139,19 @@ def _logprob_table(
     return torch.where(is_computed[:, None], table.cpu(), torch.nan).float()
 
 
-def _fingerprint(path: str, splits: DataSplits, plans: dict[str, BatchPlan], *, dtype: str) -> str:
+def _fingerprint(
+    path: str, splits: DataSplits, plans: dict[str, BatchPlan], *, devices: arguments.DeviceArguments
+) -> str:
     """Digest of everything that affects the values bitwise; the main rank reads weights and rows."""
     name = None
     if collectives.is_main():
         inputs = {
             "weights": weights_digest(path),
             "rows": [content_digest(splits.train), content_digest(splits.eval)],
-            "cuts": plans,
+            "cuts": {name: asdict(plan) for name, plan in plans.items()},
+            "packing": [devices.remove_padding, devices.share_prompts],
             "world_size": collectives.world_size(),
-            "computation": [dtype, get_accelerator().device_name(), torch.__version__],
+            "computation": [devices.dtype, get_accelerator().device_name(), torch.__version__],
         }
         name = hashlib.blake2b(json.dumps(inputs, sort_keys=True).encode(), digest_size=8).hexdigest()
     return collectives.all_gather_objects(name)[0]

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import PairSettings
+from dschat.data.micro_batches import limit_of
 from dschat.distributed import groups
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.causal_lm import load_tokenizer
+from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import ResponseBatch, RewardModel, Rewards, load_function, model_paths, parse_reward
@@ -62,8 +64,9 @@ def _reward_model(path: str, settings: PairSettings, actor_tokenizer: PreTrained
         dtype=dtype, zero_stage=0, micro_batch_size=micro_batch_size, world_size=groups.data_parallel_size()
     )
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
-    network = load_scalar_head(path, dtype=DTYPES[dtype], tokenizer=tokenizer, trust_remote_code=trusted)
-    return RewardModel(
-        frozen_engine(TokenScores(network), config=config), tokenizer=tokenizer, actor_tokenizer=actor_tokenizer,
-        micro_batch_size=micro_batch_size,
-    )  # fmt: skip
+    network = TokenScores(load_scalar_head(path, dtype=DTYPES[dtype], tokenizer=tokenizer, trust_remote_code=trusted))
+    devices = settings.devices
+    enable_packing(network, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
+    engine = frozen_engine(network, config=config)
+    limit = limit_of(network, rows=micro_batch_size, max_tokens=devices.max_tokens_per_micro_batch)
+    return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=actor_tokenizer, limit=limit)

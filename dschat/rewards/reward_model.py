@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from dschat.data.chat_template import Message, decode_responses, encode_answer
 from dschat.data.collators import collate_sft
 from dschat.data.encoding import cut_left
-from dschat.distributed.micro_batches import forward_in_micro_batches
+from dschat.data.micro_batches import MicroBatchLimit, forward_in_micro_batches
 from dschat.generation import Rollout
 from dschat.models.positions import position_limit
 from dschat.models.tokenizer import load_tokenizer
@@ -50,13 +50,13 @@ class RewardModel:
         tokenizer: the reward model's own.
         actor_tokenizer: tokenizer of the rollouts; if it differs, conversations are re-tokenised from their text.
             Those longer than the reward model's maximum are truncated on the left, keeping a BOS.
-        micro_batch_size: rows per forward pass; None: the whole rollout.
+        limit: tokens per forward pass.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, *, tokenizer: PreTrainedTokenizerBase,
-                 actor_tokenizer: PreTrainedTokenizerBase, micro_batch_size: int | None = None):  # fmt: skip
+                 actor_tokenizer: PreTrainedTokenizerBase, limit: MicroBatchLimit):  # fmt: skip
         self.engine, self.tokenizer, self.actor_tokenizer = engine, tokenizer, actor_tokenizer
-        self.micro_batch_size = micro_batch_size
+        self.limit = limit
         self.max_tokens = longest_sequence(engine.module.model.config, tokenizer)
         self.reads_actor_ids = same_tokenization(tokenizer, actor_tokenizer)
 
@@ -69,14 +69,16 @@ class RewardModel:
             messages: the prompts as chat messages, used by a reward model with its own tokenizer.
         """
         if self.reads_actor_ids:
-            input_ids, attention_mask = rollout.sequences, rollout.attention_mask
+            inputs = {
+                "input_ids": rollout.sequences,
+                "attention_mask": rollout.attention_mask,
+                "prompt_lengths": rollout.prompt_lengths,
+            }
         else:
             rows = self._retokenised(rollout, messages)
             batch = collate_sft(rows, pad_token_id=self.tokenizer.pad_token_id, pad_to_multiple_of=1)
-            input_ids, attention_mask = (batch[name].to(self.engine.device) for name in ("input_ids", "attention_mask"))
-        return forward_in_micro_batches(
-            self.engine, input_ids, attention_mask, whole_sequence=True, micro_batch_size=self.micro_batch_size
-        )
+            inputs = {name: batch[name].to(self.engine.device) for name in ("input_ids", "attention_mask")}
+        return forward_in_micro_batches(self.engine, inputs, whole_sequence=True, limit=self.limit)
 
     def _retokenised(self, rollout: Rollout, messages: Sequence[list[Message]]) -> list[dict[str, list]]:
         texts = decode_responses(self.actor_tokenizer, rollout.responses())

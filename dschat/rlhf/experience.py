@@ -1,7 +1,7 @@
 """The rollout buffer: scored rollouts (Experience), and their split into shuffled minibatches (MiniDataset)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -58,6 +58,17 @@ class Experience:
     def loss_mask(self) -> Tensor:
         """[B, P+T] bool: response_mask over all columns."""
         return F.pad(self.response_mask, (self.sequences.shape[1] - self.response_mask.shape[1], 0))
+
+    @property
+    def prompt_lengths(self) -> Tensor:
+        """[B] long, tokens of each prompt."""
+        prompt_columns = self.sequences.shape[1] - self.response_mask.shape[1]
+        return self.attention_mask[:, :prompt_columns].sum(dim=1)
+
+    def without_tokens(self) -> "Experience":
+        """The first row with an empty response_mask: a placeholder that adds 0 to every loss and metric."""
+        row = self.rows([0])
+        return replace(row, response_mask=torch.zeros_like(row.response_mask), trained=torch.zeros_like(row.trained))
 
     @property
     def trained_mask(self) -> Tensor:

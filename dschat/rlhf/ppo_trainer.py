@@ -138,19 +138,17 @@ class DeepSpeedPPOTrainer:
         Returns: metrics of the whole step, the same on all ranks. If no rank has a token to train on, no model is
             updated: skipped_updates is 0 and updates_without_signal 1.
         """
-        size = self.ppo.per_device_training_batch_size
-        micro_batches = [minibatch.rows(range(start, start + size)) for start in range(0, len(minibatch), size)]
         counts = StepCounts.of(minibatch)
         if not counts.tokens and not unsupervised:  # no optimizer step: Adam's momentum would update the weights
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics: dict[str, float] = {}
         if not freeze_actor:
             metrics = self.policy_update.step(
-                micro_batches, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch,
+                minibatch, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch,
                 record=record,
             )  # fmt: skip
         if self.engine.critic is not None:
-            metrics = self.critic_update.step(micro_batches, counts, record=record) | metrics
+            metrics = self.critic_update.step(minibatch, counts, record=record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
 
@@ -190,8 +188,7 @@ class DeepSpeedPPOTrainer:
     def model_outputs(self, rollout: Rollout) -> ModelOutputs:
         """Log-probs and values of the rollout under the current models."""
         return compute_model_outputs(
-            self.engine, rollout, old_logprobs=self.ppo.old_logprobs, temperature=self.rollouts.temperature,
-            micro_batch_size=self.ppo.per_device_training_batch_size,
+            self.engine, rollout, old_logprobs=self.ppo.old_logprobs, temperature=self.rollouts.temperature
         )  # fmt: skip
 
     def judge_scores(self, batch: ResponseBatch) -> list[float | None]:

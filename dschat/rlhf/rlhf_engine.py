@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -12,16 +12,20 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings, RolloutArguments
 from dschat.arguments.command_line import as_settings_errors
+from dschat.data.micro_batches import MicroBatchLimit, limit_of
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import ROLLOUT_ENGINES, RolloutEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
+from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
 from dschat.rewards.weighted_sum import RewardModel
 from dschat.runs.trainable import ModelHyperparameters, build_trainable
+
+Network = TypeVar("Network", TokenLogprobs, TokenScores)
 
 
 class DeepSpeedRLHFEngine:
@@ -57,6 +61,10 @@ class DeepSpeedRLHFEngine:
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
         self.actor = self._rollout_engine(settings.rollouts)
         self.actor_ema = self._moving_average() if self.models.enable_ema else None
+
+    def limit_of(self, engine: deepspeed.DeepSpeedEngine) -> MicroBatchLimit:
+        """Tokens per forward pass of one of the models."""
+        return limit_of(engine.module, rows=self.micro_batch_size, max_tokens=self.devices.max_tokens_per_micro_batch)
 
     @property
     def reward(self) -> deepspeed.DeepSpeedEngine | None:
@@ -169,7 +177,7 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        return TokenLogprobs(network)
+        return self._packed(TokenLogprobs(network))
 
     def _scalar_head(self, path: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float,
                      trained: bool = False) -> TokenScores:  # fmt: skip
@@ -183,7 +191,11 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        return TokenScores(network)
+        return self._packed(TokenScores(network))
+
+    def _packed(self, network: Network) -> Network:
+        enable_packing(network, remove_padding=self.devices.remove_padding, share_prompts=self.devices.share_prompts)
+        return network
 
     def _frozen_config(self, zero_stage: int, *, offload: bool, dtype: str | None = None) -> dict[str, Any]:
         return frozen_config(
@@ -203,9 +215,7 @@ class DeepSpeedRLHFEngine:
         config = self._frozen_config(self.models.critic_zero_stage, offload=self.models.offload_reward_model)
         tokenizer = load_tokenizer(path, trust_remote_code=self.models.trust_remote_code)
         engine = frozen_engine(self._scalar_head(path, config, tokenizer, dropout=0.0), config=config)
-        return RewardModel(
-            engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer, micro_batch_size=self.micro_batch_size
-        )
+        return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=self.tokenizer, limit=self.limit_of(engine))
 
     def _moving_average(self) -> deepspeed.DeepSpeedEngine:
         # float32: in bf16 an update of size 1 − decay is rounded away.

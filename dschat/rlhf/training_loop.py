@@ -166,7 +166,8 @@ class PPORun:
             update_of_run = number * self.updates_per_iteration + update
             texts = self.unsupervised.of_update(update_of_run) if self.unsupervised else ()
             mismatch_measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
-            dump = UpdateDump(folder) if dumping and update == 0 else None
+            shape = iteration.minibatches[update].response_mask.shape
+            dump = UpdateDump(folder, shape) if dumping and update == 0 else None
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(
                     iteration.minibatches[update], texts, freeze_actor=update_of_run < trainer.ppo.actor_freeze_steps,

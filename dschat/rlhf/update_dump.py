@@ -6,11 +6,11 @@ import json
 import math
 import shutil
 import sys
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -68,16 +68,24 @@ def _warn_and_remove(folder: Path, error: Exception) -> None:
 class UpdateDump:
     """Records the tensors that an update's losses compute on this rank, then writes them.
 
-    update_rank*.safetensors: "logprobs.M" and "policy_loss.M" (KL and entropy included where the loss has
-    them), "values.M" and "value_loss.M" of micro-batch M.
+    update_rank*.safetensors: "logprobs" and "values" [B, T] of the minibatch, 0 in rows that are not trained on;
+    "policy_loss" (KL and entropy included where the loss has them) and "value_loss", sums over micro-batches.
+
+    Args:
+        shape: [B, T] of the minibatch's responses.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.tensors = folder, defaultdict(list)
+    def __init__(self, folder: Path, shape: torch.Size) -> None:
+        self.folder, self.shape, self.tensors = folder, shape, {}
 
-    def record(self, name: str, tensor: Tensor) -> None:
-        """Append a copy of the next micro-batch's tensor under this name."""
-        self.tensors[name].append(tensor.detach().clone())
+    def record(self, rows: Sequence[int], name: str, tensor: Tensor) -> None:
+        """Add a micro-batch's tensor: a scalar to the sum, others to their rows."""
+        tensor = tensor.detach()
+        if tensor.dim() == 0:
+            self.tensors[name] = self.tensors.get(name, 0.0) + tensor
+        elif rows:
+            whole = self.tensors.setdefault(name, tensor.new_zeros(self.shape))
+            whole[list(rows), : tensor.shape[1]] = tensor
 
     def write(self, metrics: Mapping[str, float]) -> None:
         """Write the recorded tensors, and on the main rank the update's metrics. A collective.
@@ -93,8 +101,7 @@ class UpdateDump:
 
     def _write(self, metrics: Mapping[str, float]) -> None:
         failpoint.reached("dump_update")
-        tensors = {f"{name}.{part}": x for name, parts in self.tensors.items() for part, x in enumerate(parts)}
-        save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()},
+        save_file({name: tensor.contiguous().cpu() for name, tensor in self.tensors.items()},
                   self.folder / f"update_rank{collectives.rank()}.safetensors")  # fmt: skip
         if collectives.is_main():
             finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}

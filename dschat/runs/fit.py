@@ -14,8 +14,10 @@ from transformers import PreTrainedTokenizerBase
 from dschat import arguments
 from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.selection import find_checkpoint
-from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
+from dschat.data.micro_batches import MicroBatchLimit, limit_of
+from dschat.data.mismatched import FORWARD_TOKENS
 from dschat.distributed import collectives, failpoint, groups, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
 from dschat.models.weights import export_model
@@ -92,10 +94,14 @@ def fit(
         f"{total_steps} steps of {batches.global_batch_size} rows, {batches.dropped_per_epoch} rows dropped per epoch"
     )
 
+    max_tokens = settings.devices.max_tokens_per_micro_batch
+    limit = limit_of(engine.module, rows=model.per_device_train_batch_size, max_tokens=max_tokens)
+
     def evaluate(step: int) -> None:
         metrics = evaluation(
-            engine, splits.eval, objective, batch_size=model.per_device_eval_batch_size, max_batches=run.eval_iters
-        )
+            engine, splits.eval, objective, max_batches=run.eval_iters,
+            limit=limit_of(engine.module, rows=model.per_device_eval_batch_size, max_tokens=max_tokens),
+        )  # fmt: skip
         session.log_evaluation(
             step, metrics, export=lambda folder: export_model(engine.module.model, folder, tokenizer)
         )
@@ -107,7 +113,7 @@ def fit(
             watchdog.phase("update")
             failpoint.reached("update")
             rows, done = batches.step(step), step + 1
-            metrics = train_step(engine, objective, splits.train, rows, model.per_device_train_batch_size)
+            metrics = train_step(engine, objective, splits.train, rows, limit)
             session.log.metrics(done, metrics)
             session.health.check_metrics(done, metrics, skipped=["skipped_updates" in metrics])
             if session.evaluation_is_due(done):
@@ -143,10 +149,10 @@ def build_engine(
 
 
 def train_step(
-    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], micro_batch_size: int
+    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], limit: MicroBatchLimit
 ) -> dict[str, float]:
     """One optimizer step: this rank's share of a global batch in micro-batches. Returns metrics over all ranks."""
-    parts = (collated(objective, rows, part, engine.device) for part in share(indices, micro_batch_size))
+    parts = (collated(objective, rows, part, engine.device) for part in share(rows, indices, limit))
     micro_batches = list(objective.prepare(engine, parts))
     count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
     return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
@@ -154,17 +160,17 @@ def train_step(
 
 @torch.no_grad()
 def evaluation(
-    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, *, batch_size: int, max_batches: int
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, objective: Objective, *, limit: MicroBatchLimit, max_batches: int
 ) -> dict[str, float]:
     """Evaluate the objective over the evaluation rows of all ranks, each row once; {} if there are none.
 
     Args:
-        batch_size: rows per device and forward pass.
-        max_batches: limit of forward passes per device; 0: evaluate all rows.
+        limit: size of the micro-batches; its rows per device form a batch.
+        max_batches: limit of batches per device; 0: evaluate all rows.
     """
     engine.eval()
-    steps = evaluation_steps(rows["length"][:], batch_size=batch_size, max_batches=max_batches)
-    shares = [part for step in steps for part in share(step, batch_size)]
+    steps = evaluation_steps(rows["length"][:], batch_size=limit.rows, max_batches=max_batches)
+    shares = [part for step in steps for part in share(rows, step, limit)]
     totals: Metrics = {}
     for batch in objective.prepare(engine, (collated(objective, rows, part, engine.device) for part in shares)):
         watchdog.phase("evaluation")
@@ -181,7 +187,12 @@ def evaluation_means(sums: Mapping[str, float], *, counted: str) -> dict[str, fl
 
 
 def evaluation_steps(lengths: Sequence[int], *, batch_size: int, max_batches: int) -> list[list[int]]:
-    """The rows of each forward pass of all ranks together; arguments as for `evaluation`."""
+    """The rows of each batch of all ranks together.
+
+    Args:
+        batch_size: rows per device.
+        max_batches: as for `evaluation`.
+    """
     longest_first = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     size = batch_size * groups.data_parallel_size()
     steps = [longest_first[start : start + size] for start in range(0, len(lengths), size)]
@@ -199,7 +210,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def share(step: Sequence[int], micro_batch_size: int) -> list[list[int]]:
-    """This rank's micro-batches of a step; every rank has the same number, the last may be empty."""
+def share(rows: Dataset, step: Sequence[int], limit: MicroBatchLimit) -> list[list[int]]:
+    """This rank's micro-batches of a step; every rank has the same number, some may be empty."""
     rank, size = groups.data_parallel_rank(), groups.data_parallel_size()
-    return rank_share(step, rank=rank, world_size=size, micro_batch_size=micro_batch_size)
+    column = FORWARD_TOKENS if FORWARD_TOKENS in rows.column_names else "length"
+    lengths = rows.select_columns([column])[list(step)][column]
+    return [[step[i] for i in part] for part in limit.rank_share(lengths, rank=rank, world_size=size)]

@@ -3,13 +3,13 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from dschat.arguments import OneModelSettings
 from dschat.distributed.deepspeed_config import DTYPES
+from dschat.models.packing_trial import TokenNetwork, enable_packing
 
-Network = TypeVar("Network", bound=nn.Module)
+Network = TypeVar("Network", bound=TokenNetwork)
 
 
 def load_network(
@@ -35,4 +35,6 @@ def load_network(
         deepspeed_config=deepspeed_config,
         trust_remote_code=model.trust_remote_code,
     )
-    return wrapper(network)
+    wrapped = wrapper(network)
+    enable_packing(wrapped, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
+    return wrapped

@@ -12,6 +12,7 @@ import transformers as hf
 from tiny_tokenizers import BOS_HEADERS, CHATML, make_tokenizer
 
 from dschat.data.chat_template import decode_responses, encode_conversation, encode_prompt, ensure_chat_template
+from dschat.data.micro_batches import MicroBatchLimit
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
@@ -79,7 +80,8 @@ def classifier(tokenizer, kind: str = "llama", positions: int = 96) -> hf.PreTra
 
 def reward_model(model, tokenizer, actor, *, stage: int = 0) -> RewardModel:
     config = frozen_config(dtype="fp32", zero_stage=stage, micro_batch_size=3, world_size=1)
-    return RewardModel(frozen_engine(TokenScores(model), config=config), tokenizer=tokenizer, actor_tokenizer=actor)
+    engine = frozen_engine(TokenScores(model), config=config)
+    return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=actor, limit=MicroBatchLimit(rows=8, padded=True))
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from dschat.distributed import launch
 from dschat.distributed.engines import Metrics
 from dschat.losses.sft import sft_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.models.packed_attention import choose_packing
 from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, fit
@@ -54,7 +53,6 @@ def main() -> None:
         count=lambda batch: batch["loss_mask"].sum(),
         loss_of=loss_of,
         evaluation=evaluation,
-        verify=choose_packing if supervised.packing else None,
     )
     load = partial(
         load_network, load_model=load_causal_lm, wrapper=TokenLogprobs, settings=settings, tokenizer=tokenizer

@@ -25,7 +25,7 @@ def pairwise(
     engine: deepspeed.DeepSpeedEngine, batch: Batch, pairs: float, *, centering_coef: float
 ) -> tuple[torch.Tensor, Metrics]:
     """Bradley–Terry loss normalised by the pairs of the whole step; chosen and rejected share one forward pass."""
-    scores = engine(batch["input_ids"], batch["attention_mask"])  # [2B, S]
+    scores = engine(batch["input_ids"], batch["attention_mask"], prompt_lengths=batch["prompt_lengths"])  # [2B, S]
     chosen, rejected = last_token_scores(scores, batch["attention_mask"]).chunk(2)  # [B], [B]
     real = batch["pair_mask"]
     return pairwise_loss(

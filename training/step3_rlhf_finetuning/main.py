@@ -64,11 +64,18 @@ def main() -> None:
         world_size=groups.data_parallel_size(), seed=run.seed, group_size=ppo.num_samples_per_prompt,
     )  # fmt: skip
     dataset = MiniDataset(
-        shuffle, generation_batches=rollouts.generation_batches, ppo_epochs=ppo.ppo_epochs,
+        shuffle,
+        generation_batches=rollouts.generation_batches,
+        ppo_epochs=ppo.ppo_epochs,
         whiten_advantages=ppo.whiten_advantages,
     )
     unsupervised = unsupervised_batches(
-        settings, tokenizer, options, minibatch_size=schedule.minibatch_size, device=device
+        settings,
+        tokenizer,
+        options,
+        minibatch_size=schedule.minibatch_size,
+        limit=trainer.engine.limit_of(trainer.engine.policy),
+        device=device,
     )
 
     with signals.capture_signals() as signal_flag:

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from dschat.distributed.micro_batches import forward_in_micro_batches
+from dschat.data.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 
@@ -30,41 +30,37 @@ class ModelOutputs:
 
 
 def compute_model_outputs(
-    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: Literal["recompute", "rollout"], temperature: float,
-    micro_batch_size: int,
-) -> ModelOutputs:  # fmt: skip
+    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: Literal["recompute", "rollout"], temperature: float
+) -> ModelOutputs:
     """Forward passes of all models with dropout off. A collective under ZeRO-3.
 
     Args:
         old_logprobs: "rollout" uses the decoder's log-probs instead of a forward pass of the actor.
         temperature: of sampling.
-        micro_batch_size: sequences per forward pass.
     """
     mask = rollout.response_mask
-    ids, attention_mask = rollout.sequences, rollout.attention_mask
-    loss_mask = F.pad(mask, (rollout.prompt_length, 0))  # [B, P+T]
+    rows = {"input_ids": rollout.sequences, "attention_mask": rollout.attention_mask}
+    with_loss_mask = rows | {"loss_mask": F.pad(mask, (rollout.prompt_length, 0))}  # [B, P+T]
     if old_logprobs == "rollout":
         logprobs, entropy = rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
     else:
         engine.policy.eval()
         outputs = forward_in_micro_batches(
-            engine.policy, ids, attention_mask, loss_mask, temperature=temperature, with_entropy=True,
-            micro_batch_size=micro_batch_size,
+            engine.policy, with_loss_mask, temperature=temperature, with_entropy=True,
+            limit=engine.limit_of(engine.policy),
         )  # [B, P+T] each  # fmt: skip
         logprobs, entropy = (response_columns(output, mask) for output in outputs)
     ref_logprobs = values = None
     if engine.ref is not None:
-        ref_logprobs = response_columns(
-            forward_in_micro_batches(
-                engine.ref, ids, attention_mask, loss_mask, temperature=temperature, micro_batch_size=micro_batch_size
-            ),
-            mask,
+        outputs = forward_in_micro_batches(
+            engine.ref, with_loss_mask, temperature=temperature, limit=engine.limit_of(engine.ref)
         )
+        ref_logprobs = response_columns(outputs, mask)
     if engine.critic is not None:
         engine.critic.eval()
-        values = state_columns(
-            forward_in_micro_batches(engine.critic, ids, attention_mask, micro_batch_size=micro_batch_size), mask
-        )
+        with_prompts = rows | {"prompt_lengths": rollout.prompt_lengths}
+        outputs = forward_in_micro_batches(engine.critic, with_prompts, limit=engine.limit_of(engine.critic))
+        values = state_columns(outputs, mask)
     return ModelOutputs(old_logprobs=logprobs, entropy=entropy, ref_logprobs=ref_logprobs, values=values)
 
 

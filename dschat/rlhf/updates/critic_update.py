@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -14,7 +13,15 @@ from dschat.losses.value import explained_variance, value_loss
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.model_outputs import state_columns
-from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard, step_metrics
+from dschat.rlhf.updates.optimizer_steps import (
+    Record,
+    RecordPart,
+    StepCounts,
+    discard,
+    discard_part,
+    micro_batches_of,
+    step_metrics,
+)
 
 
 class CriticUpdate:
@@ -23,23 +30,28 @@ class CriticUpdate:
     def __init__(self, engine: DeepSpeedRLHFEngine, *, ppo: PPOArguments) -> None:
         self.engine, self.ppo = engine, ppo
 
-    def step(
-        self, micro_batches: Sequence[Experience], counts: StepCounts, *, record: Record = discard
-    ) -> dict[str, float]:
+    def step(self, minibatch: Experience, counts: StepCounts, *, record: Record = discard) -> dict[str, float]:
         """Update the critic; returns the metrics of the step. A collective.
 
-        Args: as in DeepSpeedPPOTrainer.train_rlhf; micro_batches are those of the minibatch.
+        Args: as in DeepSpeedPPOTrainer.train_rlhf.
         """
-        loss = partial(self.loss, counts=counts, record=record)
-        step = optimizer_step(self.engine.critic, [partial(loss, micro_batch) for micro_batch in micro_batches])
+        parts = micro_batches_of(minibatch, self.engine.limit_of(self.engine.critic))
+        loss = partial(self.loss, counts=counts)
+        step = optimizer_step(
+            self.engine.critic, [partial(loss, part, record=partial(record, rows)) for rows, part in parts]
+        )
         variance = explained_variance({name: torch.tensor(value) for name, value in step.items()})
         return step_metrics(step, "critic") | {
             "value_loss": step["loss"], "explained_variance": float(variance),
         }  # fmt: skip
 
-    def loss(self, micro_batch: Experience, counts: StepCounts, *, record: Record = discard) -> tuple[Tensor, Metrics]:
+    def loss(
+        self, micro_batch: Experience, counts: StepCounts, *, record: RecordPart = discard_part
+    ) -> tuple[Tensor, Metrics]:
         """Value loss of a micro-batch and its metrics."""
-        values = self.engine.critic(micro_batch.sequences, micro_batch.attention_mask)  # [B, P+T]
+        values = self.engine.critic(
+            micro_batch.sequences, micro_batch.attention_mask, prompt_lengths=micro_batch.prompt_lengths
+        )  # [B, P+T]
         values = state_columns(values, micro_batch.response_mask)  # [B, T]
         loss, metrics = value_loss(
             values, micro_batch.values, micro_batch.returns, micro_batch.trained_mask,

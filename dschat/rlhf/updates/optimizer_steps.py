@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dschat.distributed.collectives import sum_over_ranks
+from dschat.data.micro_batches import MicroBatchLimit
+from dschat.distributed.collectives import max_over_ranks, sum_over_ranks
 from dschat.rlhf.experience import Experience
 
-Record = Callable[[str, Tensor], None]  # receives the tensors that the losses compute, by name
+# Receives the tensors that the losses compute: rows of the minibatch, name, tensor of these rows (or a scalar).
+Record = Callable[[Sequence[int], str, Tensor], None]
+RecordPart = Callable[[str, Tensor], None]  # the same for one micro-batch
 ENGINE_METRICS = ("loss", "grad_norm", "learning_rate", "skipped_updates")  # added by optimizer_step
 
 
-def discard(name: str, tensor: Tensor) -> None:
+def discard(rows: Sequence[int], name: str, tensor: Tensor) -> None:
     """A Record callback that ignores its tensors."""
+
+
+def discard_part(name: str, tensor: Tensor) -> None:
+    """A RecordPart callback that ignores its tensors."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,21 @@ class StepCounts:
         mask = minibatch.trained_mask
         tokens, responses = sum_over_ranks(torch.stack([mask.sum(), mask.any(-1).sum()])).tolist()
         return cls(float(tokens), float(responses))
+
+
+def micro_batches_of(minibatch: Experience, limit: MicroBatchLimit) -> list[tuple[list[int], Experience]]:
+    """The trained rows of a minibatch in micro-batches, equally many on all ranks. A collective.
+
+    Returns: pairs of row indices and these rows; on a rank that has fewer micro-batches than another, the last ones
+        have no indices and one row without tokens to train on.
+    """
+    trained = minibatch.trained_mask.any(dim=1).nonzero().squeeze(1).tolist() or [0]
+    part = minibatch.rows(trained)
+    rows = limit.step_rows(part.sequences, part.attention_mask, part.prompt_lengths)
+    budget = limit.budget(max(rows.lengths))
+    own = torch.tensor(limit.fewest(rows, budget=budget), device=part.sequences.device)
+    pieces = limit.split(rows, budget=budget, count=int(max_over_ranks(own)))
+    return [([trained[i] for i in piece], part.rows(piece) if piece else part.without_tokens()) for piece in pieces]
 
 
 def step_metrics(step: Mapping[str, float], model: str) -> dict[str, float]:

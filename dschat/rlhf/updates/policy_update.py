@@ -17,7 +17,15 @@ from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.logprob_mismatch import mismatch_metrics, rollout_logprob_mismatch
 from dschat.rlhf.rollouts.model_outputs import response_columns
 from dschat.rlhf.updates.actor_loss import ActorLoss
-from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard, step_metrics
+from dschat.rlhf.updates.optimizer_steps import (
+    Record,
+    RecordPart,
+    StepCounts,
+    discard,
+    discard_part,
+    micro_batches_of,
+    step_metrics,
+)
 
 
 class PolicyUpdate:
@@ -32,20 +40,21 @@ class PolicyUpdate:
         self.actor_loss = ActorLoss(ppo, max_tokens=rollouts.max_answer_seq_len)
 
     def step(
-        self, micro_batches: Sequence[Experience], unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts, *,
+        self, minibatch: Experience, unsupervised: Sequence[dict[str, Tensor]], counts: StepCounts, *,
         kl_coef: float, measure_mismatch: bool = False, record: Record = discard,
     ) -> dict[str, float]:  # fmt: skip
         """Update the policy, then its moving average; returns the metrics of the step. A collective.
 
-        Args: as in DeepSpeedPPOTrainer.train_rlhf; micro_batches are those of the minibatch.
+        Args: as in DeepSpeedPPOTrainer.train_rlhf.
         """
         zero = torch.zeros((), dtype=torch.long, device=self.engine.policy.device)  # NCCL reduces device tensors only
         text_tokens = float(sum_over_ranks(sum((batch["loss_mask"].sum() for batch in unsupervised), zero)))
         mismatches: list[Metrics] | None = [] if measure_mismatch else None
-        loss = partial(self.loss, counts=counts, kl_coef=kl_coef, mismatches=mismatches, record=record)
+        loss = partial(self.loss, counts=counts, kl_coef=kl_coef, mismatches=mismatches)
+        parts = micro_batches_of(minibatch, self.engine.limit_of(self.engine.policy))
         step = optimizer_step(
             self.engine.policy,
-            [partial(loss, micro_batch) for micro_batch in micro_batches]
+            [partial(loss, part, record=partial(record, rows)) for rows, part in parts]
             + [partial(self.unsupervised_loss, batch, text_tokens) for batch in unsupervised],
         )
         self.engine.update_ema(self.engine.models.ema_decay)
@@ -53,7 +62,7 @@ class PolicyUpdate:
 
     def loss(
         self, micro_batch: Experience, counts: StepCounts, *, kl_coef: float, mismatches: list[Metrics] | None = None,
-        record: Record = discard,
+        record: RecordPart = discard_part,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
         """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
         entropy, with_entropy = None, self.actor_loss.needs_entropy

@@ -8,11 +8,12 @@ from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import as_settings_errors
-from dschat.data.batches import GlobalBatches, rank_share
+from dschat.data.batches import GlobalBatches
 from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions
+from dschat.data.micro_batches import MicroBatchLimit
 from dschat.distributed import groups
-from dschat.runs.fit import Batch, to_device
+from dschat.runs.fit import Batch, share, to_device
 from dschat.runs.set_up import load_splits
 
 
@@ -35,40 +36,36 @@ class UnsupervisedBatches:
 
     Args:
         rows: prepared "sft" rows.
-        micro_batch_size: texts per forward pass and device.
+        limit: tokens per forward pass.
         minibatch_size: texts per update and device.
         seed: seed of the shuffle.
         pad_token_id: used for right padding.
         device: device of the tensors.
     """
 
-    def __init__(self, rows: Dataset, *, micro_batch_size: int, minibatch_size: int, seed: int, pad_token_id: int,
+    def __init__(self, rows: Dataset, *, limit: MicroBatchLimit, minibatch_size: int, seed: int, pad_token_id: int,
                  device: torch.device):  # fmt: skip
-        self.rows, self.micro_batch_size, self.pad_token_id, self.device = rows, micro_batch_size, pad_token_id, device
+        self.rows, self.limit, self.pad_token_id, self.device = rows, limit, pad_token_id, device
         size = minibatch_size * groups.data_parallel_size()
         self.batches = GlobalBatches(rows["length"], global_batch_size=size, seed=seed)
 
     def of_update(self, update: int) -> list[Batch]:
         """This rank's micro-batches for the given update, counted from 0 over the whole run."""
-        share = rank_share(
-            self.batches.step(update),
-            rank=groups.data_parallel_rank(),
-            world_size=groups.data_parallel_size(),
-            micro_batch_size=self.micro_batch_size,
-        )
-        batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in share]
+        parts = share(self.rows, self.batches.step(update), self.limit)
+        batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in parts]
         return [to_device(batch, self.device) for batch in batches]
 
 
 def unsupervised_batches(
     settings: RLHFSettings, tokenizer: PreTrainedTokenizerBase, prompts: DataOptions, *, minibatch_size: int,
-    device: torch.device,
+    limit: MicroBatchLimit, device: torch.device,
 ) -> UnsupervisedBatches | None:  # fmt: skip
     """The texts of --unsupervised_dataset_name, or None without it. A collective; raises SettingsError.
 
     Args:
         prompts: data options of the prompts, whose folders and limits apply to the texts too.
         minibatch_size: texts per update and device.
+        limit: tokens per forward pass.
     """
     ppo = settings.ppo
     if not ppo.unsupervised_dataset_name:
@@ -76,6 +73,6 @@ def unsupervised_batches(
     options = text_options(prompts, ppo.unsupervised_dataset_name, settings.rollouts.max_answer_seq_len)
     with as_settings_errors():
         return UnsupervisedBatches(
-            load_splits("sft", tokenizer, options).train, micro_batch_size=ppo.per_device_training_batch_size,
-            minibatch_size=minibatch_size, seed=settings.run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
+            load_splits("sft", tokenizer, options).train, limit=limit, minibatch_size=minibatch_size,
+            seed=settings.run.seed, pad_token_id=tokenizer.pad_token_id, device=device,
         )  # fmt: skip
