@@ -132,15 +132,28 @@ def set_dropout(config: PreTrainedConfig, dropout: float) -> None:
     """
     if not 0 <= dropout < 1:
         raise ValueError(f"--dropout {dropout} is not in [0, 1): 0 switches dropout off, 0.1 is common.")
-    has_dropout = False
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for name, value in list(vars(part).items()):
-            is_probability = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_probability and ("dropout" in name or name.endswith("pdrop")):
-                setattr(part, name, dropout)
-                has_dropout = True
-    if not has_dropout:
+    fields = _dropout_fields(config)
+    for part, name in fields:
+        setattr(part, name, dropout)
+    if not fields:
         logger.warning("--dropout %s has no effect: %s has no dropout", dropout, config.model_type)
+
+
+def may_drop(model: PreTrainedModel) -> bool:
+    """True if any dropout probability of the model, or of its config, is above 0."""
+    modules = (part.p for part in model.modules() if isinstance(part, torch.nn.Dropout))
+    return any(p > 0 for p in modules) or any(getattr(*field) > 0 for field in _dropout_fields(model.config))
+
+
+def _dropout_fields(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, str]]:
+    """Config and name of each dropout probability."""
+    return [
+        (part, name)
+        for part in {id(c): c for c in (config, config.get_text_config())}.values()
+        for name, value in vars(part).items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+        if "dropout" in name or name.endswith("pdrop")
+    ]
 
 
 def is_zero3(deepspeed_config: dict[str, Any] | None) -> bool:

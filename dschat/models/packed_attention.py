@@ -94,7 +94,7 @@ def _attend_packed(
         attend = partial(_transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
     layout, masks = attention_mask.layout, attention_mask.masks
     out = layout.attention(query[0], key[0], value[0], masks=masks, attend=attend)  # [H, N, Dv]
-    return out.transpose(0, 1)[None], None
+    return out.transpose(0, 1)[None].contiguous(), None
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float) -> Tensor:

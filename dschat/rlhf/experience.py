@@ -31,21 +31,22 @@ class Experience:
             in a group whose scores are all equal (--dynamic_sampling).
         kl, rewards, advantages, returns: [B, T].
 
-    Without a reference model ref_logprobs and kl are None, without a critic values and returns are.
+    Without a reference model ref_logprobs and kl are None, without a critic values and returns are. old_logprobs,
+    entropy and kl are None where the only update on the rollout computes them (see DeepSpeedPPOTrainer).
     """
 
     sequences: Tensor
     attention_mask: Tensor
     response_mask: Tensor
     rollout_logprobs: Tensor
-    old_logprobs: Tensor
-    entropy: Tensor
     scores: Tensor
     has_score: Tensor
     ended: Tensor
     trained: Tensor
     rewards: Tensor
     advantages: Tensor
+    old_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
     ref_logprobs: Tensor | None = None
     kl: Tensor | None = None
     values: Tensor | None = None

@@ -10,6 +10,7 @@ from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.distributed import failpoint, watchdog
 from dschat.generation import Rollout, SamplingParams
+from dschat.models.loading import may_drop
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Judge, ResponseBatch, Rewards, Scores
 from dschat.rlhf.advantages import kl_estimate, token_rewards
@@ -17,7 +18,7 @@ from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.logprob_mismatch import rollout_logprob_mismatch
-from dschat.rlhf.rollouts.model_outputs import ModelOutputs, compute_model_outputs
+from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs
 from dschat.rlhf.rollouts.result import RolloutResult, Timings, sample_records
 from dschat.rlhf.rollouts.score_shaping import ScoreShaping
 from dschat.rlhf.updates.critic_update import CriticUpdate
@@ -38,6 +39,8 @@ class DeepSpeedPPOTrainer:
         rewards: scores the responses.
         seed: seed of sampling.
         judge: computes scores that are logged but never trained on.
+        updates_per_rollout: if there is only one, its forward pass also gives the old log-probs, unless they are needed
+            earlier or depend on dropout; then rollouts have none (see Experience). None: unknown.
 
     Attributes:
         kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
@@ -45,7 +48,7 @@ class DeepSpeedPPOTrainer:
     """
 
     def __init__(self, engine: DeepSpeedRLHFEngine, *, rollouts: RolloutArguments, ppo: PPOArguments, rewards: Rewards,
-                 seed: int, judge: Judge | None = None):  # fmt: skip
+                 seed: int, judge: Judge | None = None, updates_per_rollout: int | None = None):  # fmt: skip
         self.engine, self.rollouts, self.ppo, self.seed, self.judge = engine, rollouts, ppo, seed, judge
         self.rewards, self.kl_coef = rewards, ppo.kl_coef
         self.tokenizer = engine.tokenizer
@@ -55,6 +58,7 @@ class DeepSpeedPPOTrainer:
             overlong_buffer=ppo.overlong_buffer, overlong_factor=ppo.overlong_factor,
             max_tokens=rollouts.max_answer_seq_len,
         )  # fmt: skip
+        self.updates_per_rollout = updates_per_rollout
         self.policy_update = PolicyUpdate(engine, rollouts=rollouts, ppo=ppo)
         self.critic_update = CriticUpdate(engine, ppo=ppo)
 
@@ -80,7 +84,7 @@ class DeepSpeedPPOTrainer:
         """
         result = self.rollout_and_score(
             prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt,
-            update_moments=update_moments, normalize=True,
+            update_moments=update_moments, normalize=True, old_logprobs=self.old_logprobs,
         )  # fmt: skip
         experience, greedy = result.experience, None
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
@@ -92,13 +96,14 @@ class DeepSpeedPPOTrainer:
     @torch.no_grad()
     def rollout_and_score(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
-        update_moments: bool = False, normalize: bool = False,
+        update_moments: bool = False, normalize: bool = False, old_logprobs: OldLogprobs | None = None,
     ) -> RolloutResult:  # fmt: skip
         """Roll out, score, shape rewards; the advantages of the returned experience are still 0.
 
         Args:
             samples: responses per prompt; response j is sampled with the sample id sample_id · samples + j.
             update_moments, normalize: as in Rewards.score; evaluation does neither.
+            old_logprobs: where they come from; None: --old_logprobs.
         """
         timings = Timings()
         sample_ids = prompts["row_index"] if sample_ids is None else sample_ids
@@ -108,7 +113,7 @@ class DeepSpeedPPOTrainer:
             rollout = self.generate(prompts, self.sampling, iteration=iteration, sample_ids=sample_ids)
         with timings.measure("scoring"):
             batch = self.response_batch(rollout, prompts)
-            outputs = self.model_outputs(rollout)
+            outputs = self.model_outputs(rollout, old_logprobs or self.ppo.old_logprobs)
             scores = self.rewards.score(rollout, batch, update_moments=update_moments, normalize=normalize)
             if failpoint.reached("scores"):
                 scores.total.fill_(torch.nan)
@@ -117,7 +122,7 @@ class DeepSpeedPPOTrainer:
             )
         experience = self.experience(rollout, outputs, scores)
         mismatch = {}
-        if self.ppo.old_logprobs == "recompute":
+        if self.ppo.old_logprobs == "recompute" and outputs.old_logprobs is not None:
             mismatch = rollout_logprob_mismatch(outputs.old_logprobs, rollout.logprobs, rollout.response_mask)
         return RolloutResult(experience, records, timings, mismatch)
 
@@ -185,10 +190,19 @@ class DeepSpeedPPOTrainer:
             max_tokens=self.rollouts.max_answer_seq_len,
         )
 
-    def model_outputs(self, rollout: Rollout) -> ModelOutputs:
+    @property
+    def old_logprobs(self) -> OldLogprobs:
+        """Where the old log-probs of a rollout come from that is trained on."""
+        ppo = self.ppo
+        kl_in_reward = ppo.needs_reference and ppo.kl_in == "reward"
+        if ppo.old_logprobs == "rollout" or self.updates_per_rollout != 1 or kl_in_reward:
+            return ppo.old_logprobs
+        return "recompute" if may_drop(self.engine.policy.module.model) else "update"
+
+    def model_outputs(self, rollout: Rollout, old_logprobs: OldLogprobs) -> ModelOutputs:
         """Log-probs and values of the rollout under the current models."""
         return compute_model_outputs(
-            self.engine, rollout, old_logprobs=self.ppo.old_logprobs, temperature=self.rollouts.temperature
+            self.engine, rollout, old_logprobs=old_logprobs, temperature=self.rollouts.temperature
         )  # fmt: skip
 
     def judge_scores(self, batch: ResponseBatch) -> list[float | None]:
@@ -221,13 +235,13 @@ class DeepSpeedPPOTrainer:
     def experience(self, rollout: Rollout, outputs: ModelOutputs, scores: Scores) -> Experience:
         """Build the Experience of a rollout, with KL and token rewards; the advantages are still 0."""
         ppo, mask, kl, kl_coef = self.ppo, rollout.response_mask, None, 0.0
-        if outputs.ref_logprobs is not None:
+        if outputs.ref_logprobs is not None and outputs.old_logprobs is not None:
             kl = kl_estimate(
                 outputs.old_logprobs, outputs.ref_logprobs, ppo.kl_estimator, response_mask=mask,
                 clip=ppo.kl_clip or None,
             )  # fmt: skip
             kl_coef = self.kl_coef if ppo.kl_in == "reward" else 0.0
-        penalty = torch.zeros_like(outputs.old_logprobs) if kl is None else kl
+        penalty = torch.zeros_like(rollout.logprobs) if kl is None else kl
         rewards = token_rewards(self.shaped_scores(rollout, scores), penalty, mask, kl_coef=kl_coef)
         return Experience(
             sequences=rollout.sequences,

@@ -1,6 +1,7 @@
 """DeepSpeed engines of the RLHF models, all on the same devices; only those that the algorithm needs are built."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import ROLLOUT_ENGINES, RolloutEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
-from dschat.models.lora import add_lora
+from dschat.models.lora import add_lora, without_adapters
 from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
@@ -34,7 +35,8 @@ class DeepSpeedRLHFEngine:
     Attributes:
         policy: the trained DeepSpeedEngine (TokenLogprobs).
         actor: rollout engine over the policy.
-        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy before training; None where no KL penalty is used.
+        ref: frozen DeepSpeedEngine (TokenLogprobs), the policy before training; None where no KL penalty is used, and
+            where only adapters are trained: then it is the policy with its adapters off (see `reference`).
         critic: DeepSpeedEngine (TokenScores), or None for critic-free algorithms.
         reward_models: path → RewardModel over a frozen DeepSpeedEngine (TokenScores).
         actor_ema: frozen float32 DeepSpeedEngine (TokenLogprobs), or None without --enable_ema.
@@ -57,7 +59,11 @@ class DeepSpeedRLHFEngine:
         self.policy = self._policy(total_steps=max(1, total_steps - ppo.actor_freeze_steps))
         self.critic = self._critic(total_steps=total_steps) if ppo.trains_critic else None
         self.ref_is_refreshed = ppo.needs_reference and ppo.ref_refresh_interval > 0
-        self.ref = self._reference(refreshed=self.ref_is_refreshed) if ppo.needs_reference else None
+        # With adapters alone trained, the policy without them is the reference.
+        only_adapters = bool(self.models.actor_lora_dim) and self.lora.only_optimize_lora
+        self.ref_is_policy = ppo.needs_reference and only_adapters and not self.ref_is_refreshed
+        has_own_reference = ppo.needs_reference and not self.ref_is_policy
+        self.ref = self._reference(refreshed=self.ref_is_refreshed) if has_own_reference else None
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
         self.actor = self._rollout_engine(settings.rollouts)
         self.actor_ema = self._moving_average() if self.models.enable_ema else None
@@ -80,6 +86,16 @@ class DeepSpeedRLHFEngine:
         """Frozen models updated from the actor (EMA, refreshed reference); they are checkpointed too."""
         ema = {"actor_ema": self.actor_ema} if self.actor_ema is not None else {}
         return ema | ({"ref": self.ref} if self.ref_is_refreshed else {})
+
+    @contextmanager
+    def reference(self) -> Iterator[deepspeed.DeepSpeedEngine | None]:
+        """The engine that computes reference log-probs inside the context, in evaluation mode; None without one."""
+        if not self.ref_is_policy:
+            yield self.ref
+            return
+        self.policy.eval()
+        with without_adapters(self.policy.module):
+            yield self.policy
 
     def update_ema(self, decay: float) -> None:
         """EMA ← decay · EMA + (1 − decay) · actor, for each parameter; a collective under ZeRO-3."""

@@ -171,7 +171,7 @@ class PPORun:
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(
                     iteration.minibatches[update], texts, freeze_actor=update_of_run < trainer.ppo.actor_freeze_steps,
-                    measure_mismatch=trainer.ppo.old_logprobs == "rollout" and not mismatch_measured,
+                    measure_mismatch=trainer.old_logprobs != "recompute" and not mismatch_measured,
                     record=dump.record if dump else discard,
                 )  # fmt: skip
             if dump:

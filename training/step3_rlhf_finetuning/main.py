@@ -24,7 +24,7 @@ from dschat.runs.set_up import data_options, load_splits, start
 
 def build_trainer(
     settings: RLHFSettings, tokenizer: PreTrainedTokenizerBase, *, sources: list[WeightedSource], judge: Judge | None,
-    total_updates: int,
+    total_updates: int, updates_per_rollout: int,
 ) -> DeepSpeedPPOTrainer:  # fmt: skip
     """Load all models into DeepSpeed engines, and build the trainer over them. A collective."""
     ppo, rewards, seed = settings.ppo, settings.rewards, settings.run.seed
@@ -37,7 +37,10 @@ def build_trainer(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
         retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
     )  # fmt: skip
-    return DeepSpeedPPOTrainer(engine, rollouts=settings.rollouts, ppo=ppo, rewards=scores, seed=seed, judge=judge)
+    return DeepSpeedPPOTrainer(
+        engine, rollouts=settings.rollouts, ppo=ppo, rewards=scores, seed=seed, judge=judge,
+        updates_per_rollout=updates_per_rollout,
+    )  # fmt: skip
 
 
 def main() -> None:
@@ -58,7 +61,14 @@ def main() -> None:
         check_evaluation_rows(run, len(prompts.eval))
         resume_from = find_checkpoint(run.output_dir, run.resume)
     schedule = rlhf_schedule(prompts.train, settings)
-    trainer = build_trainer(settings, tokenizer, sources=sources, judge=judge, total_updates=schedule.total_updates)
+    trainer = build_trainer(
+        settings,
+        tokenizer,
+        sources=sources,
+        judge=judge,
+        total_updates=schedule.total_updates,
+        updates_per_rollout=schedule.updates_per_iteration,
+    )
     shuffle = MinibatchShuffle(
         minibatch_size=schedule.minibatch_size, rank=groups.data_parallel_rank(),
         world_size=groups.data_parallel_size(), seed=run.seed, group_size=ppo.num_samples_per_prompt,

@@ -30,10 +30,11 @@ def experience_sums(
         "score": experience.scores[experience.has_score].sum(),
         "reward": experience.rewards[experience.has_score].sum(),
         "scored": experience.has_score.sum(),
-        "entropy": experience.entropy[mask].sum(),
         "ended_by_eos": experience.ended.sum(),
         "trained": experience.trained.sum(),
     }
+    if experience.entropy is not None:
+        sums["entropy"] = experience.entropy[mask].sum()
     if experience.kl is not None:
         sums["kl"] = experience.kl[mask].sum()
     if judged:
@@ -65,7 +66,7 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
     means = {name: total.pop(name) / max(total["scored"], 1.0) for name in ("score", "reward")}
-    entropy = total.pop("entropy") / max(tokens, 1.0)
+    entropy = {"entropy": total.pop("entropy") / max(tokens, 1.0)} if "entropy" in total else {}
     by_source = {}
     for name in [name.removeprefix(COUNT) for name in total if name.startswith(COUNT)]:
         count = total.pop(f"{COUNT}{name}")
@@ -76,4 +77,4 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
     for share in ("scored", "trained"):
         if means[share] == 1:
             del means[share]
-    return means | {"response_length": tokens / sequences, "entropy": entropy, "responses": sequences} | mismatch
+    return means | {"response_length": tokens / sequences, **entropy, "responses": sequences} | mismatch

@@ -12,50 +12,53 @@ from dschat.data.micro_batches import forward_in_micro_batches
 from dschat.generation import Rollout
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 
+OldLogprobs = Literal["recompute", "rollout", "update"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOutputs:
     """Outputs of actor, reference model and critic on the response tokens of a rollout, each [B, T].
 
     Attributes:
-        old_logprobs, entropy: of the actor, nats.
+        old_logprobs, entropy: of the actor, nats; None where the update computes them.
         ref_logprobs: of the reference model, nats; None without one.
         values: V of the state before each response token; None without a critic.
     """
 
-    old_logprobs: Tensor
-    entropy: Tensor
+    old_logprobs: Tensor | None
+    entropy: Tensor | None
     ref_logprobs: Tensor | None
     values: Tensor | None
 
 
 def compute_model_outputs(
-    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: Literal["recompute", "rollout"], temperature: float
+    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: OldLogprobs, temperature: float
 ) -> ModelOutputs:
     """Forward passes of all models with dropout off. A collective under ZeRO-3.
 
     Args:
-        old_logprobs: "rollout" uses the decoder's log-probs instead of a forward pass of the actor.
+        old_logprobs: "rollout" uses the decoder's log-probs instead of a forward pass of the actor, "update" none.
         temperature: of sampling.
     """
     mask = rollout.response_mask
     rows = {"input_ids": rollout.sequences, "attention_mask": rollout.attention_mask}
     with_loss_mask = rows | {"loss_mask": F.pad(mask, (rollout.prompt_length, 0))}  # [B, P+T]
+    logprobs = entropy = ref_logprobs = values = None
     if old_logprobs == "rollout":
         logprobs, entropy = rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
-    else:
+    elif old_logprobs == "recompute":
         engine.policy.eval()
         outputs = forward_in_micro_batches(
             engine.policy, with_loss_mask, temperature=temperature, with_entropy=True,
             limit=engine.limit_of(engine.policy),
         )  # [B, P+T] each  # fmt: skip
         logprobs, entropy = (response_columns(output, mask) for output in outputs)
-    ref_logprobs = values = None
-    if engine.ref is not None:
-        outputs = forward_in_micro_batches(
-            engine.ref, with_loss_mask, temperature=temperature, limit=engine.limit_of(engine.ref)
-        )
-        ref_logprobs = response_columns(outputs, mask)
+    with engine.reference() as reference:
+        if reference is not None:
+            outputs = forward_in_micro_batches(
+                reference, with_loss_mask, temperature=temperature, limit=engine.limit_of(reference)
+            )
+            ref_logprobs = response_columns(outputs, mask)
     if engine.critic is not None:
         engine.critic.eval()
         with_prompts = rows | {"prompt_lengths": rollout.prompt_lengths}

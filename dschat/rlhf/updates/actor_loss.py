@@ -42,19 +42,21 @@ class ActorLoss:
             logprobs, entropy: [B, T] of the current actor, with gradient.
             kl_coef: KL coefficient per nat, used with --kl_in loss.
         """
-        ppo, mask = self.ppo, micro_batch.trained_mask
+        ppo, mask, old_logprobs = self.ppo, micro_batch.trained_mask, micro_batch.old_logprobs
+        if old_logprobs is None:  # the only update on this rollout: the policy is still the one that sampled
+            old_logprobs = logprobs.detach()
         weights = aggregation_weights(
             mask, ppo.loss_aggregation, tokens=counts.tokens, sequences=counts.responses, max_tokens=self.max_tokens
         )
         corrected_weights, correction = weights, {}
         if self.corrects_rollouts:
             factors, correction = correction_weights(
-                micro_batch.old_logprobs, micro_batch.rollout_logprobs, mask, correction=ppo.rollout_correction,
+                old_logprobs, micro_batch.rollout_logprobs, mask, correction=ppo.rollout_correction,
                 cap=ppo.rollout_correction_cap, floor=ppo.rollout_correction_floor, normalizer=counts.tokens,
             )  # fmt: skip
             corrected_weights = weights * factors
         loss, metrics = self.policy_loss(
-            logprobs, micro_batch.old_logprobs, micro_batch.advantages, mask, weights=corrected_weights,
+            logprobs, old_logprobs, micro_batch.advantages, mask, weights=corrected_weights,
             normalizer=counts.tokens, **self.options,
         )  # fmt: skip
         metrics = metrics | correction | {"policy_loss": loss.detach()}

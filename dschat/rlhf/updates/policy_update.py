@@ -11,7 +11,9 @@ from torch import Tensor
 from dschat.arguments import PPOArguments, RolloutArguments
 from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.engines import Metrics, optimizer_step
+from dschat.losses.normalizer import divisor
 from dschat.losses.sft import sft_loss
+from dschat.rlhf.advantages import kl_estimate
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.logprob_mismatch import mismatch_metrics, rollout_logprob_mismatch
@@ -65,7 +67,8 @@ class PolicyUpdate:
         record: RecordPart = discard_part,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
         """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
-        entropy, with_entropy = None, self.actor_loss.needs_entropy
+        entropy, is_first = None, micro_batch.old_logprobs is None
+        with_entropy = self.actor_loss.needs_entropy or is_first
         logprobs = self.engine.policy(
             micro_batch.sequences, micro_batch.attention_mask, micro_batch.loss_mask, self.rollouts.temperature,
             with_entropy,
@@ -81,7 +84,22 @@ class PolicyUpdate:
         record("logprobs", logprobs)
         loss, metrics = self.actor_loss(logprobs, entropy, micro_batch, counts, kl_coef=kl_coef)
         record("policy_loss", loss)
-        return loss, metrics
+        return loss, metrics | (self.rollout_metrics(logprobs, entropy, micro_batch, counts) if is_first else {})
+
+    @torch.no_grad()
+    def rollout_metrics(
+        self, logprobs: Tensor, entropy: Tensor, micro_batch: Experience, counts: StepCounts
+    ) -> Metrics:
+        """What scoring would have logged of the trained responses: entropy per token and KL per response, nats."""
+        mask = micro_batch.trained_mask
+        metrics = {"entropy": entropy[mask].sum() / divisor(counts.tokens)}
+        if micro_batch.ref_logprobs is not None:
+            kl = kl_estimate(
+                logprobs, micro_batch.ref_logprobs, self.ppo.kl_estimator, response_mask=mask,
+                clip=self.ppo.kl_clip or None,
+            )  # fmt: skip
+            metrics["kl"] = kl[mask].sum() / divisor(counts.responses)
+        return metrics
 
     def unsupervised_loss(self, batch: dict[str, Tensor], tokens: float) -> tuple[Tensor, Metrics]:
         """PTX loss of a micro-batch of texts.
