@@ -37,7 +37,7 @@ from dschat.distributed import collectives, groups, watchdog
 from dschat.distributed.deepspeed_config import frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.models.weight_files import weights_digest
-from dschat.runs.fit import Batch, Objective, collated, evaluation_steps, schedule, share
+from dschat.runs.fit import Batch, Objective, collated, evaluation_steps, forward_tokens, schedule, share
 
 ResponseLogprobs = Callable[[deepspeed.DeepSpeedEngine, Batch], torch.Tensor]
 _TABLES = "logprobs.safetensors"
@@ -125,9 +125,10 @@ def _logprob_table(
     response_logprobs: ResponseLogprobs, name: str,
 ) -> torch.Tensor:  # fmt: skip
     steps, limit = plan.steps, limit_of(engine.module, rows=plan.rows_per_device, max_tokens=plan.max_tokens)
+    lengths = forward_tokens(rows)
     local_table = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
     for number, step in enumerate(steps, start=1):
-        for indices in share(rows, step, limit):
+        for indices in share(lengths, step, limit):
             watchdog.phase("reference")
             logprobs = response_logprobs(engine, collated(objective, rows, indices, engine.device))
             local_table[indices] = logprobs[: len(indices)].double()

@@ -16,6 +16,7 @@ from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rollouts.metrics import experience_sums
 from dschat.rlhf.rollouts.result import Timings
 from dschat.rlhf.rollouts.score_shaping import flat_groups
+from dschat.rlhf.updates.rank_balance import balance_over_ranks
 
 
 class RolloutCollector:
@@ -46,10 +47,11 @@ class RolloutCollector:
         iteration, ppo = Iteration(), self.trainer.ppo
         slots: Sequence[int] = range(self.batches.global_batch_size)
         group_of: dict[int, Experience] = {}
+        minibatches: list[Experience] | None = []
         for attempt in range(1 + ppo.dynamic_sampling):
             for part, local_slots in self.roll_out(number, attempt, slots, iteration):
                 if not ppo.dynamic_sampling:
-                    iteration.minibatches = self.dataset.add(part, iteration=number)
+                    minibatches = self.dataset.add(part, iteration=number)
                     continue
                 size = ppo.num_samples_per_prompt
                 group_of |= {slot: part.rows(range(i * size, (i + 1) * size)) for i, slot in enumerate(local_slots)}
@@ -62,7 +64,10 @@ class RolloutCollector:
             local_slots = sorted(group_of)
             for start in range(0, len(local_slots), size):
                 part = Experience.concatenate([group_of[slot] for slot in local_slots[start : start + size]])
-                iteration.minibatches = self.dataset.add(part, iteration=number)
+                minibatches = self.dataset.add(part, iteration=number)
+        iteration.minibatches = [
+            balance_over_ranks(minibatch, group_size=ppo.num_samples_per_prompt) for minibatch in minibatches
+        ]
         return iteration
 
     def roll_out(

@@ -142,6 +142,13 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
         and reward_entries(models, rewards) != [models.critic_model_name_or_path]
     ):
         warnings.append(f"--critic_model_name_or_path has no effect: --algorithm {ppo.algorithm} trains no critic")
+    tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
+    if 0 < settings.devices.max_tokens_per_micro_batch < tokens:
+        warnings.append(
+            f"--max_tokens_per_micro_batch {settings.devices.max_tokens_per_micro_batch}: --max_prompt_seq_len + "
+            f"--max_answer_seq_len is {tokens} tokens, and a longer sequence is a micro-batch of its own: {tokens} or "
+            "more is a limit that always holds"
+        )
     truncation = [f"--top_p {rollouts.top_p}"] if rollouts.top_p < 1 else []
     truncation += [f"--top_k {rollouts.top_k}"] if rollouts.top_k else []
     if ppo.old_logprobs != "rollout" or not truncation:

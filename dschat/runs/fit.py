@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import deepspeed
+import numpy as np
 import torch
 from datasets import Dataset
 from torch import nn
@@ -96,6 +97,13 @@ def fit(
 
     max_tokens = settings.devices.max_tokens_per_micro_batch
     limit = limit_of(engine.module, rows=model.per_device_train_batch_size, max_tokens=max_tokens)
+    lengths = forward_tokens(splits.train)
+    longest = max(lengths)
+    if 0 < max_tokens < longest:
+        session.log.info(
+            f"--max_tokens_per_micro_batch {max_tokens}: the longest row has {longest} tokens and is a micro-batch of "
+            f"its own: {longest} or more is a limit that always holds"
+        )
 
     def evaluate(step: int) -> None:
         metrics = evaluation(
@@ -112,8 +120,8 @@ def fit(
         for step in range(session.first_step, total_steps):
             watchdog.phase("update")
             failpoint.reached("update")
-            rows, done = batches.step(step), step + 1
-            metrics = train_step(engine, objective, splits.train, rows, limit)
+            done = step + 1
+            metrics = train_step(engine, objective, splits.train, share(lengths, batches.step(step), limit))
             session.log.metrics(done, metrics)
             session.health.check_metrics(done, metrics, skipped=["skipped_updates" in metrics])
             if session.evaluation_is_due(done):
@@ -149,13 +157,13 @@ def build_engine(
 
 
 def train_step(
-    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, indices: list[int], limit: MicroBatchLimit
+    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, micro_batches: Sequence[Sequence[int]]
 ) -> dict[str, float]:
-    """One optimizer step: this rank's share of a global batch in micro-batches. Returns metrics over all ranks."""
-    parts = (collated(objective, rows, part, engine.device) for part in share(rows, indices, limit))
-    micro_batches = list(objective.prepare(engine, parts))
-    count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in micro_batches)))
-    return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in micro_batches])
+    """One optimizer step over the row indices of this rank's micro-batches. Returns metrics over all ranks."""
+    parts = (collated(objective, rows, part, engine.device) for part in micro_batches)
+    batches = list(objective.prepare(engine, parts))
+    count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in batches)))
+    return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
 
 
 @torch.no_grad()
@@ -170,7 +178,8 @@ def evaluation(
     """
     engine.eval()
     steps = evaluation_steps(rows["length"][:], batch_size=limit.rows, max_batches=max_batches)
-    shares = [part for step in steps for part in share(rows, step, limit)]
+    lengths = forward_tokens(rows)
+    shares = [part for step in steps for part in share(lengths, step, limit)]
     totals: Metrics = {}
     for batch in objective.prepare(engine, (collated(objective, rows, part, engine.device) for part in shares)):
         watchdog.phase("evaluation")
@@ -210,9 +219,19 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def share(rows: Dataset, step: Sequence[int], limit: MicroBatchLimit) -> list[list[int]]:
-    """This rank's micro-batches of a step; every rank has the same number, some may be empty."""
+def share(lengths: Sequence[int], step: Sequence[int], limit: MicroBatchLimit) -> list[list[int]]:
+    """This rank's micro-batches of a step; every rank has the same number, some may be empty.
+
+    Args:
+        lengths: forward_tokens of all rows.
+        step: row indices of the step, of all ranks together.
+    """
     rank, size = groups.data_parallel_rank(), groups.data_parallel_size()
+    parts = limit.rank_share([int(lengths[row]) for row in step], rank=rank, world_size=size)
+    return [[step[i] for i in part] for part in parts]
+
+
+def forward_tokens(rows: Dataset) -> np.ndarray:
+    """[rows] tokens of each row in its longest forward pass."""
     column = FORWARD_TOKENS if FORWARD_TOKENS in rows.column_names else "length"
-    lengths = rows.select_columns([column])[list(step)][column]
-    return [[step[i] for i in part] for part in limit.rank_share(lengths, rank=rank, world_size=size)]
+    return np.asarray(rows[column][:], dtype=np.int64)

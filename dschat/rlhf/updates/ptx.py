@@ -13,7 +13,7 @@ from dschat.data.collators import collate_sft
 from dschat.data.datasets import DataOptions
 from dschat.data.micro_batches import MicroBatchLimit
 from dschat.distributed import groups
-from dschat.runs.fit import Batch, share, to_device
+from dschat.runs.fit import Batch, forward_tokens, share, to_device
 from dschat.runs.set_up import load_splits
 
 
@@ -46,12 +46,13 @@ class UnsupervisedBatches:
     def __init__(self, rows: Dataset, *, limit: MicroBatchLimit, minibatch_size: int, seed: int, pad_token_id: int,
                  device: torch.device):  # fmt: skip
         self.rows, self.limit, self.pad_token_id, self.device = rows, limit, pad_token_id, device
+        self.lengths = forward_tokens(rows)
         size = minibatch_size * groups.data_parallel_size()
         self.batches = GlobalBatches(rows["length"], global_batch_size=size, seed=seed)
 
     def of_update(self, update: int) -> list[Batch]:
         """This rank's micro-batches for the given update, counted from 0 over the whole run."""
-        parts = share(self.rows, self.batches.step(update), self.limit)
+        parts = share(self.lengths, self.batches.step(update), self.limit)
         batches = [collate_sft([self.rows[row] for row in rows], pad_token_id=self.pad_token_id) for rows in parts]
         return [to_device(batch, self.device) for batch in batches]
 
