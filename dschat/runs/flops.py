@@ -40,8 +40,8 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 
     Linear layers are nn.Linear, GPT-2's Conv1D, and the three-dimensional weights [experts, …] of modules named
     "experts", of which num_experts_per_tok / number of experts are used; if each expert has layers of its own, of
-    these too. Embeddings, norms, and routers that are no nn.Linear are left out. Causal attention is assumed in each layer,
-    too much for windows and for linear attention.
+    these too. Embeddings, norms, and routers that are no nn.Linear are left out. Causal attention is assumed in each
+    layer, too much for windows and for linear attention.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
