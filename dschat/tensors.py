@@ -6,16 +6,19 @@ stays float64. Inputs are never modified.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+
+from dschat.softmax_head import LogitTransform, SoftmaxHead
 
 # e²⁰ is 5e8: larger log-ratios carry no further information, and one unclamped outlier can overflow the step to inf.
 LOG_RATIO_LIMIT = 20.0
+
+# Bytes of one float32 copy of a block of logits, see linear_logprobs. A block that fits a CPU's cache is fastest; an
+# accelerator needs larger ones, since a block is about 15 kernel launches.
+LOGIT_BLOCK_BYTES = {"cpu": 16 << 20, "accelerator": 64 << 20}
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -113,17 +116,16 @@ def linear_logprobs(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_size: int = 1024,
+    chunk_size: int | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-probs of labels (and entropies) from hidden states, materialising at most chunk_size rows of logits.
+    """Log-probs of labels (and entropies) from hidden states, with a few copies of one block of logits in memory.
 
     logits = scale·(h·Wᵀ + b), then softcap·tanh(logits / softcap) if softcap is given, then ÷ temperature; the
-    product in the weight's dtype, everything after it in float32. Several chunks are recomputed in backward, the
-    activations of a single one are kept, with the same peak memory; so `weight` must keep its values until backward
-    has run. With N = 0 the result still depends on hidden, weight and bias (zero gradients, not None), as gradient
-    collectives require.
+    product in the weight's dtype, everything after it in float32. No logits are kept: backward computes them again, so
+    `weight` must keep its values until backward has run. With N = 0 the result still depends on hidden, weight and bias
+    (zero gradients, not None), as gradient collectives require. It can be differentiated once.
 
     Args:
         hidden: [N, H] float, only rows that count: a NaN row would make the gradient of weight NaN.
@@ -131,9 +133,10 @@ def linear_logprobs(
         labels: [N] long in [0, V).
         bias: [V] float, of the head.
         temperature: > 0, that of the distribution the labels were sampled from.
-        with_entropy: also return the entropy of each row's distribution; tokens of probability 0 (a bias or weight of
-            −inf) contribute neither to it nor to a gradient.
-        chunk_size: rows of logits materialised at a time, ≥ 1.
+        with_entropy: also return the entropy of each row's distribution; tokens of probability 0 (a bias of −inf)
+            contribute neither to it nor to a gradient.
+        chunk_size: size of a block, as the number of whole rows [V] that have as many logits, ≥ 1. None: a block of
+            LOGIT_BLOCK_BYTES (of the device, in float32).
         scale: multiplies the logits (a model's logit_scale, or 1 / logits_scaling).
         softcap: the model's final_logit_softcapping; None: no softcapping.
 
@@ -148,49 +151,17 @@ def linear_logprobs(
             f"temperature is {temperature}, but logits are divided by it, so it must be > 0: "
             "for greedy decoding use temperature 1.0."
         )
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size} rows of logits, but at least 1 is needed: try 1024.")
-
-    def chunk_logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> tuple[Tensor, ...]:
-        logits = at_least_float32(F.linear(hidden.to(weight.dtype), weight, bias))  # [n, V]
-        # Divisions are merged into one factor per step: each merge saves a float32 copy of the logits.
-        factor = scale / temperature
-        if softcap is not None:
-            logits, factor = torch.tanh(logits * (scale / softcap)), softcap / temperature
-        all_logprobs = F.log_softmax(logits if factor == 1 else logits * factor, dim=-1)  # [n, V]
-        logprobs = all_logprobs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)  # [n]
-        return (logprobs, _Entropy.apply(all_logprobs)) if with_entropy else (logprobs,)
-
-    if hidden.shape[0] <= chunk_size:
-        results = chunk_logprobs(hidden, weight, bias, labels)
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(
+            f"chunk_size is {chunk_size} rows of logits, but at least 1 is needed: leave it out for the default."
+        )
+    if chunk_size is None:
+        block_size = LOGIT_BLOCK_BYTES["cpu" if hidden.device.type == "cpu" else "accelerator"] // 4
     else:
-        chunks = [
-            checkpoint(chunk_logprobs, h, weight, bias, y, use_reentrant=False, preserve_rng_state=False)
-            for h, y in zip(hidden.split(chunk_size), labels.split(chunk_size), strict=True)
-        ]
-        results = tuple(torch.cat(column) for column in zip(*chunks, strict=True))
-    return results if with_entropy else results[0]
-
-
-class _Entropy(torch.autograd.Function):
-    """−Σ p·log p over the last dimension of log-probs [..., V]; a token of log-prob −inf adds 0, as p·log p → 0.
-
-    A custom Function since autograd would compute 0·(−inf) in value and gradient; it also saves one tensor, not two.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, logprobs: Tensor) -> Tensor:
-        ctx.save_for_backward(logprobs)
-        terms = logprobs.exp().mul_(logprobs)
-        return -terms.masked_fill_(logprobs == -torch.inf, 0.0).sum(dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (logprobs,) = ctx.saved_tensors
-        p, sign = logprobs.exp(), -gradient.unsqueeze(-1)
-        # d(p·log p) / d log p = p·log p + p
-        slope = (sign * logprobs).mul_(p).masked_fill_(p == 0, 0.0)
-        return slope.add_(p.mul_(sign))
+        block_size = chunk_size * weight.shape[0]
+    transform = LogitTransform(temperature=temperature, scale=scale, softcap=softcap)
+    logprobs, entropy = SoftmaxHead.apply(hidden, weight, bias, labels, transform, with_entropy, block_size)
+    return (logprobs, entropy) if with_entropy else logprobs
 
 
 _WORD = 0xFFFFFFFF

@@ -10,7 +10,8 @@ from repository import ROOT
 
 # Pure tensor functions, in any package.
 PURE = (
-    "tensors", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms", "rlhf.rollouts.score_shaping",
+    "tensors", "softmax_head", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms",
+    "rlhf.rollouts.score_shaping",
 )  # fmt: skip
 LEVELS = {
     "distributed": 1, "arguments": 1,

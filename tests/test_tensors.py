@@ -254,14 +254,15 @@ def test_a_float32_head_over_half_precision_states_computes_in_float32():
     torch.testing.assert_close(logprobs, torch.distributions.Categorical(logits=logits).log_prob(inputs["labels"]))
 
 
-def test_at_most_one_chunk_of_logits_is_saved_for_backward():
+def test_no_logits_are_saved_for_backward():
     n, h, v, chunk = 512, 4, 64, 32
     hidden, weight = torch.randn(n, h, requires_grad=True), torch.randn(v, h, requires_grad=True)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         result = linear_logprobs(hidden, weight, torch.zeros(n).long(), with_entropy=True, chunk_size=chunk)
     distinct = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() // 4 for x in saved}
-    assert sum(distinct.values()) <= n * h + v * h + 2 * n < n * v  # hidden, weight, labels (8 bytes each)
+    # hidden, weight, labels (8 bytes each); of each row the largest logit, the sum of the exponentials, the entropy
+    assert sum(distinct.values()) <= n * h + v * h + 2 * n + 3 * n < n * v
     assert result[0].requires_grad
 
 

@@ -223,7 +223,24 @@ def _size(folder: Path) -> int:
         return -1
 
 
+_condition = threading.local()  # .event: see progress_only_while
+
+
+@contextmanager
+def progress_only_while(event: threading.Event) -> Iterator[None]:
+    """Inside, this thread's progress counts only while the event is set.
+
+    For a background thread with timeouts of its own, which must not hide that the main thread hangs.
+    """
+    _condition.event = event
+    try:
+        yield
+    finally:
+        del _condition.event
+
+
 def progress() -> None:
     """Count progress of this rank: a row, a file, a batch. Cheap, so call it in every long loop."""
-    if _current is not None:
+    event: threading.Event | None = getattr(_condition, "event", None)
+    if _current is not None and (event is None or event.is_set()):
         _current.advance()

@@ -15,6 +15,7 @@ from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
 from dschat.rewards.functions import Judge, judge_scores, load_function
+from dschat.rewards.pending_scores import PendingScores
 from dschat.rewards.response_batch import ResponseBatch, prompt_text
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_model import RewardModel, same_tokenization
@@ -81,23 +82,34 @@ class Rewards:
             )
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
+    def start(self, batch: ResponseBatch) -> PendingScores:
+        """Start the functions and services on a batch in a background thread; pass the result to `score`."""
+        return PendingScores(self.sources, batch, retry_policy=self.retry_policy)
+
     @torch.no_grad()
     def score(
-        self, rollout: Rollout, batch: ResponseBatch, *, update_moments: bool = True, normalize: bool = True
-    ) -> Scores:
+        self, rollout: Rollout, batch: ResponseBatch, *, pending: PendingScores | None = None,
+        update_moments: bool = True, normalize: bool = True,
+    ) -> Scores:  # fmt: skip
         """Score a rollout. A collective; every rank passes its own.
 
         Args:
             batch: the same B responses as texts.
+            pending: what `start` returned for this batch; None: functions and services are called here, in their order
+                among the models.
             update_moments: whether these scores update the running moments; may differ between ranks.
             normalize: False: return raw scores even if training normalises them, as evaluation compares scores over
                 time and with the score of a correct answer.
         """
         device = rollout.sequences.device
         columns, failed = [], torch.zeros(len(batch), dtype=torch.bool, device=device)
-        for source in self.sources.values():
+        for name, source in self.sources.items():
             watchdog.progress()
-            scores, missing = self._scores_of(source, rollout, batch)
+            if source.model is not None:
+                scores, missing = self._model_scores(source.model, rollout, batch)
+            else:
+                returned = pending.scores(name) if pending else source.scores(batch, self.retry_policy)
+                scores, missing = self._score_tensors(source, returned, batch)
             columns.append(scores.to(device))
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
@@ -110,16 +122,19 @@ class Rewards:
         total = (weights[:, None] * normalized).nan_to_num(nan=0.0).sum(dim=0)  # [B]
         return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
 
-    def _scores_of(self, source: WeightedSource, rollout: Rollout, batch: ResponseBatch) -> tuple[Tensor, Tensor]:
-        """[B] float32 scores, NaN without one, and [B] bool, True where the source failed."""
-        if source.model is not None:
-            scores = self.models[source.model].score(rollout, batch.messages).float()
-            missing = ~scores.isfinite()
-            return scores.masked_fill(missing, torch.nan), missing
-        scores_or_none = source.scores(batch, self.retry_policy)
-        missing = torch.tensor([score is None for score in scores_or_none], dtype=torch.bool)
-        scores = torch.tensor([torch.nan if score is None else score for score in scores_or_none], dtype=torch.float32)
-        if len(scores_or_none) and not missing.any() and scores.isnan().all():
+    def _model_scores(self, model: str, rollout: Rollout, batch: ResponseBatch) -> tuple[Tensor, Tensor]:
+        """[B] float32 scores, NaN without one, and [B] bool, True where the model failed."""
+        scores = self.models[model].score(rollout, batch.messages).float()
+        missing = ~scores.isfinite()
+        return scores.masked_fill(missing, torch.nan), missing
+
+    def _score_tensors(
+        self, source: WeightedSource, returned: list[float | None], batch: ResponseBatch
+    ) -> tuple[Tensor, Tensor]:
+        """[B] float32 scores, NaN without one, and [B] bool, True where the source failed: it returned None."""
+        missing = torch.tensor([score is None for score in returned], dtype=torch.bool)
+        scores = torch.tensor([torch.nan if score is None else score for score in returned], dtype=torch.float32)
+        if len(returned) and not missing.any() and scores.isnan().all():
             message = (
                 f"warning: the reward {redacted(source.entry)} returned no score for any of {len(batch)} responses: "
                 f"does the column exist? Columns of a row: {', '.join(batch.rows[0]) or 'none'}"

@@ -113,8 +113,11 @@ class DeepSpeedPPOTrainer:
             rollout = self.generate(prompts, self.sampling, iteration=iteration, sample_ids=sample_ids)
         with timings.measure("scoring"):
             batch = self.response_batch(rollout, prompts)
+            pending = self.rewards.start(batch)  # reward functions and services run while the models do
             outputs = self.model_outputs(rollout, old_logprobs or self.ppo.old_logprobs)
-            scores = self.rewards.score(rollout, batch, update_moments=update_moments, normalize=normalize)
+            scores = self.rewards.score(
+                rollout, batch, pending=pending, update_moments=update_moments, normalize=normalize
+            )
             if failpoint.reached("scores"):
                 scores.total.fill_(torch.nan)
             records = sample_records(

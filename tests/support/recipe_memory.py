@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dschat.tensors import LOGIT_BLOCK_BYTES
+
 BF16, STATES = 2, 16  # bytes a parameter: weights; fp32 gradient, master weight and both moments of a trained one
 
 
@@ -70,10 +72,10 @@ def frozen(shape: Shape, *, stage: int, gpus: int, offload: bool) -> float:
 
 
 def activations(shape: Shape, *, sequences: int, tokens: int, checkpointing: bool) -> float:
-    """Activations saved for backward, and one chunk of logits (1,024 rows, bf16 and three float32 copies)."""
+    """Activations saved for backward, and four float32 copies of a block of logits (64 MiB)."""
     layer = 34 * shape.hidden + 8 * shape.mlp  # bytes a token
     saved = layer + 2 * shape.hidden * shape.layers if checkpointing else layer * shape.layers
-    return sequences * tokens * saved + 1024 * shape.vocabulary * 14
+    return sequences * tokens * saved + 4 * LOGIT_BLOCK_BYTES["accelerator"]
 
 
 def rollout(shape: Shape, *, sequences: int, tokens: int, stage: int, lora: int) -> float:
