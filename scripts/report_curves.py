@@ -47,6 +47,9 @@ FORMER_NAMES = {  # of metrics, in the metrics.jsonl of earlier versions
 }
 RUNNING = {
     "tokens_per_second": ("Throughput", "tokens per second"),
+    "update_tokens_per_second": ("Throughput of updates", "tokens per second"),
+    "mfu": ("Model FLOP utilisation", "share of the peak"),
+    "padding": ("Padding", "share of computed tokens"),
     "seconds_rollout": ("Rollout", "seconds"),
     "seconds_scoring": ("Scoring", "seconds"),
     "seconds_update": ("Update", "seconds"),

@@ -57,7 +57,7 @@ class MicroBatchLimit:
         return self.max_tokens or self.rows * longest
 
     def step_rows(self, input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor) -> StepRows:
-        """The rows of a step, for `split`; arguments as in dschat.models.packed_rows.shared_prompts."""
+        """Lengths and shared prompts of a step's rows, for `split`; arguments as in packed_rows.shared_prompts."""
         prompts = shared_prompts(input_ids, attention_mask, prompt_lengths) if self.share_prompts else []
         return StepRows(attention_mask.sum(dim=1).tolist(), prompts)
 
@@ -125,7 +125,7 @@ def forward_in_micro_batches(
             prompts count once if they are given by a loss_mask [B, S] or by prompt_lengths [B].
         settings: further arguments of every forward pass.
     """
-    step = limit.step_rows(rows["input_ids"], rows["attention_mask"], _prompt_lengths(rows))
+    step = limit.step_rows(rows["input_ids"], rows["attention_mask"], prompt_lengths_in(rows))
     parts = limit.split(step, budget=limit.budget(max(step.lengths)))
     # First, so that all ranks run their collectives in the same order.
     repeated = _forwards_of_other_ranks(engine, len(parts))
@@ -138,10 +138,11 @@ def forward_in_micro_batches(
     return _in_order(outputs, order)
 
 
-def _prompt_lengths(rows: Mapping[str, Tensor]) -> Tensor:
+def prompt_lengths_in(rows: Mapping[str, Tensor]) -> Tensor:
     """[B] long, 0 where nothing is known of prompts."""
     if "loss_mask" in rows:
         return prompt_lengths_of(rows["loss_mask"], rows["attention_mask"])
+    # TokenScores takes them as an argument, TokenLogprobs derives them.
     return rows.get("prompt_lengths", torch.zeros(len(rows["input_ids"]), dtype=torch.long))
 
 

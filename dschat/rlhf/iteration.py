@@ -15,6 +15,7 @@ from dschat.distributed import collectives
 from dschat.distributed.engines import Metrics
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollouts.result import Timings
+from dschat.runs.throughput import Work
 
 
 @dataclass
@@ -26,7 +27,7 @@ class Iteration:
         sums: experience_sums of each rollout batch.
         samples: responses with their scores, for the log.
         updates: metrics of the finished updates.
-        timings: seconds by phase; a resumed run has only those since resuming.
+        timings, work: seconds by phase, and what the updates computed; a resumed run has only those since resuming.
     """
 
     minibatches: list[Experience | None] = field(default_factory=list)
@@ -34,6 +35,7 @@ class Iteration:
     samples: list[dict[str, Any]] = field(default_factory=list)
     updates: list[dict[str, float]] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
+    work: Work = Work()
 
     def save(self, folder: Path) -> None:
         """Write this rank's state, needed to resume, into its own files."""

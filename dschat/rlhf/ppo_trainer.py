@@ -22,8 +22,9 @@ from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, comput
 from dschat.rlhf.rollouts.result import RolloutResult, Timings, sample_records
 from dschat.rlhf.rollouts.score_shaping import ScoreShaping
 from dschat.rlhf.updates.critic_update import CriticUpdate
-from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard
+from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard, sequences_of, trained_rows
 from dschat.rlhf.updates.policy_update import PolicyUpdate
+from dschat.runs.throughput import Work, trained_model
 
 Prompts = Mapping[str, list]  # as returned by collate_prompts
 
@@ -44,6 +45,7 @@ class DeepSpeedPPOTrainer:
 
     Attributes:
         kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
+        trained_models: what determines the work of an update.
         policy_update, critic_update: the losses and optimizer steps of the two models.
     """
 
@@ -59,6 +61,9 @@ class DeepSpeedPPOTrainer:
             max_tokens=rollouts.max_answer_seq_len,
         )  # fmt: skip
         self.updates_per_rollout = updates_per_rollout
+        self.trained_models = {
+            name: trained_model(model, engine.limit_of(model)) for name, model in engine.trained.items()
+        }
         self.policy_update = PolicyUpdate(engine, rollouts=rollouts, ppo=ppo)
         self.critic_update = CriticUpdate(engine, ppo=ppo)
 
@@ -159,6 +164,12 @@ class DeepSpeedPPOTrainer:
             metrics = self.critic_update.step(minibatch, counts, record=record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
+
+    def update_work(self, minibatch: Experience, *, freeze_actor: bool = False) -> Work:
+        """Work of train_rlhf on this rank; texts of the pretraining loss are not counted."""
+        _, rows = trained_rows(minibatch)
+        models = (model for name, model in self.trained_models.items() if not (freeze_actor and name == "actor"))
+        return sum((model.work(sequences_of(rows, model.limit)) for model in models), Work())
 
     @property
     def sampling(self) -> SamplingParams:

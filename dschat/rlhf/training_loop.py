@@ -27,6 +27,7 @@ from dschat.rlhf.updates.ptx import UnsupervisedBatches
 from dschat.runs.run_log import RunLog
 from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
+from dschat.runs.throughput import throughput_metrics
 
 
 @dataclass(kw_only=True)
@@ -168,9 +169,11 @@ class PPORun:
             mismatch_measured = any("rollout_logprob_mismatch_mean" in earlier for earlier in iteration.updates)
             shape = iteration.minibatches[update].response_mask.shape
             dump = UpdateDump(folder, shape) if dumping and update == 0 else None
+            freeze_actor = update_of_run < trainer.ppo.actor_freeze_steps
+            iteration.work += trainer.update_work(iteration.minibatches[update], freeze_actor=freeze_actor)
             with iteration.timings.measure("update"):
                 metrics = trainer.train_rlhf(
-                    iteration.minibatches[update], texts, freeze_actor=update_of_run < trainer.ppo.actor_freeze_steps,
+                    iteration.minibatches[update], texts, freeze_actor=freeze_actor,
                     measure_mismatch=trainer.old_logprobs != "recompute" and not mismatch_measured,
                     record=dump.record if dump else discard,
                 )  # fmt: skip
@@ -199,6 +202,9 @@ class PPORun:
         if metrics["seconds_rollout"]:  # 0 if the run was resumed after the rollout
             tokens = metrics["response_length"] * metrics["responses"]
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
+        metrics |= throughput_metrics(
+            iteration.work, seconds=timings["update"], engine=self.trainer.engine.policy, prefix="update_"
+        )
         log.metrics(done, metrics)
         watchdog.phase("logging")
         samples = collectives.gather_lists_to_main(iteration.samples)  # [] on all ranks but the main one

@@ -1,5 +1,6 @@
 """The training loop that steps 1 and 2 share: engine, resume, epochs of global batches, evaluation, checkpoints."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ from dschat.arguments.command_line import as_settings_errors
 from dschat.checkpoints.selection import find_checkpoint
 from dschat.data.batches import GlobalBatches
 from dschat.data.datasets import DataSplits
-from dschat.data.micro_batches import MicroBatchLimit, limit_of
+from dschat.data.micro_batches import MicroBatchLimit, StepRows, limit_of, prompt_lengths_in
 from dschat.data.mismatched import FORWARD_TOKENS
 from dschat.distributed import collectives, failpoint, groups, launch, watchdog
 from dschat.distributed.engines import Metrics, optimizer_step, sum_metrics
@@ -25,6 +26,7 @@ from dschat.models.weights import export_model
 from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
+from dschat.runs.throughput import TrainedModel, Work, throughput_metrics, trained_model
 from dschat.runs.trainable import ModelHyperparameters, build_trainable
 
 Batch = dict[str, torch.Tensor]
@@ -97,6 +99,7 @@ def fit(
 
     max_tokens = settings.devices.max_tokens_per_micro_batch
     limit = limit_of(engine.module, rows=model.per_device_train_batch_size, max_tokens=max_tokens)
+    trained = trained_model(engine, limit)
     lengths = forward_tokens(splits.train)
     longest = max(lengths)
     if 0 < max_tokens < longest:
@@ -121,7 +124,7 @@ def fit(
             watchdog.phase("update")
             failpoint.reached("update")
             done = step + 1
-            metrics = train_step(engine, objective, splits.train, share(lengths, batches.step(step), limit))
+            metrics = train_step(engine, objective, splits.train, share(lengths, batches.step(step), limit), trained)
             session.log.metrics(done, metrics)
             session.health.check_metrics(done, metrics, skipped=["skipped_updates" in metrics])
             if session.evaluation_is_due(done):
@@ -157,13 +160,29 @@ def build_engine(
 
 
 def train_step(
-    engine: deepspeed.DeepSpeedEngine, objective: Objective, rows: Dataset, micro_batches: Sequence[Sequence[int]]
+    engine: deepspeed.DeepSpeedEngine,
+    objective: Objective,
+    rows: Dataset,
+    micro_batches: Sequence[Sequence[int]],
+    model: TrainedModel,
 ) -> dict[str, float]:
     """One optimizer step over the row indices of this rank's micro-batches. Returns metrics over all ranks."""
+    start = time.perf_counter()
     parts = (collated(objective, rows, part, engine.device) for part in micro_batches)
     batches = list(objective.prepare(engine, parts))
     count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in batches)))
-    return optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
+    metrics = optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
+    work = sum((model.work(sequences_of(batch, model.limit)) for batch in batches), Work())
+    return metrics | throughput_metrics(work, seconds=time.perf_counter() - start, engine=engine)
+
+
+def sequences_of(batch: Batch, limit: MicroBatchLimit) -> StepRows:
+    """The sequences of a micro-batch; of packed rows each conversation."""
+    mask = batch["attention_mask"]
+    if "packed_positions" not in batch:
+        return limit.step_rows(batch["input_ids"], mask, prompt_lengths_in(batch))
+    conversations = (batch["packed_positions"] == 0)[mask].cumsum(0) - 1
+    return StepRows(conversations.bincount().tolist())
 
 
 @torch.no_grad()

@@ -139,7 +139,7 @@ def train_rlhf(inputs: Inputs, output: Path, processes: int) -> None:
 def lines_of(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl without times and rates."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    unstable = ("seconds_", "time", "tokens_per_second")
+    unstable = ("seconds_", "time", "tokens_per_second", "update_tokens_per_second", "mfu", "padding")
     return [{name: value for name, value in line.items() if not name.startswith(unstable)} for line in lines]
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from dschat import arguments
 from dschat.data.datasets import DataSplits
+from dschat.data.micro_batches import MicroBatchLimit
 from dschat.distributed import collectives
 from dschat.runs import signals
 from dschat.runs.fit import Objective, collated, evaluation, fit
@@ -56,27 +57,27 @@ def rows() -> Dataset:
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 100])
 def test_every_row_counts_once_whatever_the_batch_size(batch_size):
     """Σ 2l / 11 = 2 · 66 / 11 = 12; Σ (2l)² / 11 = 4 · 506 / 11 = 184."""
-    values = evaluation(Scale(), rows(), objective(), batch_size=batch_size, max_batches=0)
+    values = evaluation(Scale(), rows(), objective(), limit=MicroBatchLimit(rows=batch_size), max_batches=0)
     assert values == pytest.approx({"loss": 12.0, "squares": 184.0, "count": 11.0})
 
 
 def test_evaluation_runs_without_gradients_or_dropout_and_starts_with_the_longest_rows():
     model = Scale()
-    evaluation(model, rows(), objective(), batch_size=4, max_batches=0)
+    evaluation(model, rows(), objective(), limit=MicroBatchLimit(rows=4), max_batches=0)
     assert model.modes == {False}
     assert model.sizes == [4, 4, 3]
 
 
 def test_a_limited_evaluation_samples_batches_of_every_length():
     """Sorted in pairs: (11, 10) (9, 8) (7, 6) (5, 4) (3, 2) (1); of six batches three: the 1st, 3rd and 5th."""
-    values = evaluation(Scale(), rows(), objective(), batch_size=2, max_batches=3)
+    values = evaluation(Scale(), rows(), objective(), limit=MicroBatchLimit(rows=2), max_batches=3)
     assert values["count"] == 6
     assert values["loss"] == pytest.approx(2 * (11 + 10 + 7 + 6 + 3 + 2) / 6)
-    assert evaluation(Scale(), rows(), objective(), batch_size=2, max_batches=99)["count"] == 11
+    assert evaluation(Scale(), rows(), objective(), limit=MicroBatchLimit(rows=2), max_batches=99)["count"] == 11
 
 
 def test_an_evaluation_without_rows_has_no_metrics():
-    assert evaluation(Scale(), rows().select([]), objective(), batch_size=2, max_batches=0) == {}
+    assert evaluation(Scale(), rows().select([]), objective(), limit=MicroBatchLimit(rows=2), max_batches=0) == {}
 
 
 def test_an_empty_share_becomes_a_dummy_row_with_count_0():

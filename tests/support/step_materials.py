@@ -128,8 +128,11 @@ def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero:
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times and rates."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timing_fields = ("time", "tokens_per_second", "seconds_rollout", "seconds_scoring", "seconds_update")
-    return [{name: value for name, value in line.items() if name not in timing_fields} for line in lines]
+    timings = ("time", "mfu", "tokens_per_second", "update_tokens_per_second")
+    return [
+        {name: value for name, value in line.items() if name not in timings and not name.startswith("seconds_")}
+        for line in lines
+    ]
 
 
 def weights_of(output: Path) -> dict[str, torch.Tensor]:

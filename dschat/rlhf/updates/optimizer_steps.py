@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dschat.data.micro_batches import MicroBatchLimit
+from dschat.data.micro_batches import MicroBatchLimit, StepRows
 from dschat.distributed.collectives import max_over_ranks, sum_over_ranks
 from dschat.rlhf.experience import Experience
 
@@ -47,13 +47,22 @@ def micro_batches_of(minibatch: Experience, limit: MicroBatchLimit) -> list[tupl
     Returns: pairs of row indices and these rows; on a rank that has fewer micro-batches than another, the last ones
         have no indices and one row without tokens to train on.
     """
-    trained = minibatch.trained_mask.any(dim=1).nonzero().squeeze(1).tolist() or [0]
-    part = minibatch.rows(trained)
-    rows = limit.step_rows(part.sequences, part.attention_mask, part.prompt_lengths)
+    trained, part = trained_rows(minibatch)
+    rows = sequences_of(part, limit)
     budget = limit.budget(max(rows.lengths))
     own = torch.tensor(limit.fewest(rows, budget=budget), device=part.sequences.device)
     pieces = limit.split(rows, budget=budget, count=int(max_over_ranks(own)))
     return [([trained[i] for i in piece], part.rows(piece) if piece else part.without_tokens()) for piece in pieces]
+
+
+def trained_rows(minibatch: Experience) -> tuple[list[int], Experience]:
+    """The rows with tokens to train on, and their indices; without any, the first row."""
+    trained = minibatch.trained_mask.any(dim=1).nonzero().squeeze(1).tolist() or [0]
+    return trained, minibatch.rows(trained)
+
+
+def sequences_of(rows: Experience, limit: MicroBatchLimit) -> StepRows:
+    return limit.step_rows(rows.sequences, rows.attention_mask, rows.prompt_lengths)
 
 
 def step_metrics(step: Mapping[str, float], model: str) -> dict[str, float]:

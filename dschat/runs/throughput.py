@@ -1,0 +1,80 @@
+"""Throughput of training for the log: real tokens per second, model FLOP utilisation, share of padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from deepspeed import DeepSpeedEngine
+
+from dschat.data.micro_batches import MicroBatchLimit, StepRows
+from dschat.distributed import collectives
+from dschat.runs.flops import TRAINING_FACTOR, ModelShape, forward_flops, model_shape, peak_flops
+
+
+@dataclass(frozen=True)
+class Work:
+    """What this rank's passes of some updates took.
+
+    Attributes:
+        tokens: real tokens, a prompt counted in each of its sequences.
+        columns: tokens that were computed, padding included.
+        needed: of these, those that are not padding.
+        flops: of forward and backward passes, without padding.
+    """
+
+    tokens: float = 0.0
+    columns: float = 0.0
+    needed: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """Shape of a trained model (None if unknown), and how it is run."""
+
+    shape: ModelShape | None
+    limit: MicroBatchLimit
+
+    def work(self, rows: StepRows) -> Work:
+        """Work of an update over this rank's rows."""
+        parts = self.limit.split(rows, budget=self.limit.budget(max(rows.lengths)))
+        repeated = [length for group, length in rows.prompts for _ in group[1:]]
+        tokens = sum(rows.lengths)
+        needed = tokens - sum(repeated)
+        columns = sum(len(part) * max(rows.lengths[row] for row in part) for part in parts)
+        flops = 0.0
+        if self.shape is not None:
+            flops = forward_flops(self.shape, rows.lengths) - forward_flops(self.shape, repeated)
+        return Work(tokens, columns if self.limit.padded else needed, needed, TRAINING_FACTOR * flops)
+
+
+def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedModel:
+    try:
+        return TrainedModel(model_shape(engine.module.model), limit)
+    except (AttributeError, TypeError):  # a config without the usual fields, as recurrent models have
+        return TrainedModel(None, limit)
+
+
+def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, prefix: str = "") -> dict[str, float]:
+    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu. A collective.
+
+    Args:
+        work: of this rank's updates.
+        seconds: that they took.
+        engine: of a trained model, for device and precision.
+
+    Returns: mfu is left out where the model's FLOPs or the device's peak are unknown.
+    """
+    if not seconds:
+        return {}
+    sums = torch.tensor(list(vars(work).values()), dtype=torch.float64, device=engine.device)
+    tokens, columns, needed, flops = collectives.sum_over_ranks(sums).tolist()
+    metrics = {f"{prefix}tokens_per_second": tokens / seconds, "padding": 1 - needed / max(columns, 1.0)}
+    peak = peak_flops(engine.device, engine.module.model.dtype)
+    if peak and flops:
+        metrics["mfu"] = flops / (seconds * peak * collectives.world_size())
+    return metrics
