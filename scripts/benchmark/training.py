@@ -10,7 +10,6 @@ README.md in this folder explains what is measured and how to read the table.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -208,14 +207,15 @@ def main(argv: list[str] | None = None) -> None:
         options.json.write_text("")
     for name in options.models:
         rows = []
-        with contextlib.suppress(KeyboardInterrupt):
+        try:
             for measured in measure_model(options, name, peak):
                 rows.append(measured)
                 if options.json:
                     with options.json.open("a") as file:
                         file.write(json.dumps(measured) + "\n")
-        if rows:
-            print(f"\n{name}\n{training_table(rows)}", flush=True)
+        finally:  # also what an interrupted run has measured
+            if rows:
+                print(f"\n{name}\n{training_table(rows)}", flush=True)
 
 
 if __name__ == "__main__":

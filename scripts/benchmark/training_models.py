@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 PAD, BOS, EOS = range(FIRST_ID)
 IMPOSSIBLE = -100.0  # logit
-OFFSET = 100.0  # of the constant coordinate; the others are below about 1
+OFFSET = 1000.0  # of the constant coordinate; the norm of the others is below 50
 
 
 def save_model(name: str, folder: Path, *, dtype: torch.dtype, seed: int, eos_probability: float | None) -> Path:
@@ -68,9 +68,9 @@ def has_attention_bias(config: PreTrainedConfig) -> bool:
 
 def tokenizer(vocabulary: int) -> PreTrainedTokenizerFast:
     """Word "w17" is id 17; it adds no special tokens, so that ids survive decoding and encoding."""
-    words = {f"w{i}": i for i in range(vocabulary)}
-    backend = Tokenizer(WordLevel(words, unk_token=f"w{PAD}"))
+    special = {"<pad>": PAD, "<s>": BOS, "</s>": EOS}  # no prefix of a word, inside which it would be found
+    backend = Tokenizer(WordLevel(special | {f"w{i}": i for i in range(FIRST_ID, vocabulary)}, unk_token="<pad>"))
     backend.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=f"w{PAD}", bos_token=f"w{BOS}", eos_token=f"w{EOS}", padding_side="left"
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
     )

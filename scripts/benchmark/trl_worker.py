@@ -83,7 +83,12 @@ def rm_trainer(case: dict, channel: Channel) -> Trainer:
 
 
 def dpo_trainer(case: dict, channel: Channel) -> Trainer:
-    """The reference log-probs are computed before the first turn, as ours are."""
+    """The reference log-probs are computed before the first turn, as ours are; the rows are tokenized already."""
+
+    class Tokenized(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset: Dataset, *args: Any, **kwargs: Any) -> Dataset:
+            return dataset
+
     rows = []
     for row in case["rows"]:
         n = row["prompt_length"]
@@ -92,7 +97,7 @@ def dpo_trainer(case: dict, channel: Channel) -> Trainer:
             "rejected_ids": row["rejected_ids"][n:],
         })  # fmt: skip
     config = trl.DPOConfig(**common(case), max_length=None, precompute_ref_log_probs=True)
-    return counted(trl.DPOTrainer, channel)(
+    return counted(Tokenized, channel)(
         load(AutoModelForCausalLM, case), args=config, train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(case["model"]),
     )  # fmt: skip
@@ -109,10 +114,14 @@ def grpo_trainer(case: dict, channel: Channel) -> Trainer:
         **common(case), num_generations=case["samples"], max_completion_length=case["longest"], temperature=1.0,
         top_k=0, top_p=1.0, beta=case["kl_coef"],
     )  # fmt: skip
-    rows = [{"prompt": " ".join(f"w{token}" for token in row["input_ids"])} for row in case["rows"]]
+    tokenizer = AutoTokenizer.from_pretrained(case["model"])
+    ids = [row["input_ids"] for row in case["rows"]]
+    texts = tokenizer.batch_decode(ids)
+    if tokenizer(texts)["input_ids"] != ids:
+        raise RuntimeError("the prompts are other ids after decoding and encoding")
     return trl.GRPOTrainer(
-        load(AutoModelForCausalLM, case), reward, args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
+        load(AutoModelForCausalLM, case), reward, args=config, train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=tokenizer,
     )  # fmt: skip
 
 
