@@ -27,6 +27,7 @@ from worker_channel import Channel  # noqa: E402
 from dschat import arguments  # noqa: E402
 from dschat.data.collators import collate_preferences, collate_sft  # noqa: E402
 from dschat.data.datasets import DataSplits  # noqa: E402
+from dschat.data.micro_batches import limit_of  # noqa: E402
 from dschat.distributed import launch  # noqa: E402
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer  # noqa: E402
 from dschat.models.scalar_head import TokenScores, load_scalar_head  # noqa: E402
@@ -36,8 +37,9 @@ from dschat.rewards.weighted_sum import parse_reward  # noqa: E402
 from dschat.rlhf.collector import RolloutCollector  # noqa: E402
 from dschat.rlhf.experience import MinibatchShuffle, MiniDataset  # noqa: E402
 from dschat.rlhf.schedule import rlhf_schedule  # noqa: E402
-from dschat.runs.fit import Objective, build_engine, schedule, train_step  # noqa: E402
+from dschat.runs.fit import Objective, build_engine, forward_tokens, schedule, share, train_step  # noqa: E402
 from dschat.runs.network_loading import load_network  # noqa: E402
+from dschat.runs.throughput import trained_model  # noqa: E402
 
 NEVER = 10**6  # seconds without progress, and optimizer steps: a worker mostly waits
 SETTINGS = {"sft": arguments.SFTSettings, "rm": arguments.RewardModelSettings, "dpo": arguments.PreferenceSettings}
@@ -75,15 +77,16 @@ def supervised_turn(case: dict, tokenizer: PreTrainedTokenizerBase, channel: Cha
         ).train  # fmt: skip
     engine = build_engine(load, counting(objective, channel), settings, total_steps=NEVER)
     batches, _ = schedule(rows, settings)
+    limit = limit_of(engine.module, rows=settings.model.per_device_train_batch_size,
+                     max_tokens=settings.devices.max_tokens_per_micro_batch)  # fmt: skip
+    lengths, trained = forward_tokens(rows), trained_model(engine, limit)
     done = 0
 
     def turn() -> None:
         nonlocal done
         for step in range(done, done + case["steps"]):
-            train_step(
-                engine, counting(objective, channel), rows, batches.step(step),
-                settings.model.per_device_train_batch_size,
-            )  # fmt: skip
+            parts = share(lengths, batches.step(step), limit)
+            train_step(engine, counting(objective, channel), rows, parts, trained)
         done += case["steps"]
 
     return turn
@@ -155,7 +158,7 @@ def rl_turn(case: dict, tokenizer: PreTrainedTokenizerBase, channel: Channel) ->
     plan = rlhf_schedule(prompts, settings)
     trainer = load_program("step3_rlhf_finetuning").build_trainer(
         settings, tokenizer, sources=[parse_reward(entry) for entry in settings.rewards.reward], judge=None,
-        total_updates=plan.total_updates,
+        total_updates=plan.total_updates, updates_per_rollout=plan.updates_per_iteration,
     )  # fmt: skip
     shuffle = MinibatchShuffle(
         minibatch_size=plan.minibatch_size, rank=0, world_size=1, seed=case["seed"], group_size=case["samples"]
