@@ -43,13 +43,14 @@ def enable_packing(network: TokenNetwork, *, remove_padding: bool, share_prompts
     """
     if not remove_padding or any(p.is_meta for p in network.parameters()):
         return
-    was_training = network.training
+    was_training = network.training, network.model.training
     network.eval()
     try:
         with short_windows(network.model):
             packing, reason = run_with_full_weights(network, network.model.dtype, partial(_supported, network))
     finally:
-        network.train(was_training)
+        network.train(was_training[0])
+        network.model.train(was_training[1])
     network.backbone.packing = Packing(packing.remove_padding, packing.share_prompts and share_prompts)
     if reason is not None:
         without = "prompts are not shared" if packing.remove_padding else "batches are padded"

@@ -1,6 +1,6 @@
-"""Scoring in micro-batches: bounded forward passes, equal results, and ranks in lockstep."""
+"""Micro-batches of a step: bounded forward passes, equal results, and ranks in lockstep."""
 
-import copy
+import random
 from pathlib import Path
 
 import pytest
@@ -9,9 +9,11 @@ from rlhf_models import QUESTIONS, make_trainer, prompts_of, save_models
 from torch import nn
 
 from dschat import arguments
-from dschat.distributed import micro_batches
-from dschat.distributed.micro_batches import forward_in_micro_batches
+from dschat.data import micro_batches
+from dschat.data.micro_batches import MicroBatchLimit, StepRows, forward_in_micro_batches, limit_of
 from dschat.generation import SamplingParams
+from dschat.models.backbone import Packing
+from dschat.models.packed_rows import prompt_lengths_of
 from dschat.models.tokenizer import load_tokenizer
 from dschat.preference import response_scoring
 from dschat.rlhf.rollouts.result import Timings
@@ -25,17 +27,37 @@ def folder(request, tmp_path_factory) -> Path:
 
 
 def record_forward_passes(trainer) -> dict[str, list[tuple[int, bool]]]:
-    """Rows of each forward pass of each model, and whether any of its modules was training."""
+    """Tokens of each forward pass of each model, and whether any of its modules was training.
+
+    A padded batch counts its rows times the longest: the columns that are padding in all of its rows do not count.
+    """
     engine, passes = trainer.engine, {}
     models = {"actor": engine.policy, "ref": engine.ref, "critic": engine.critic, "reward": engine.reward}
     for name, model in models.items():
         calls = passes[name] = []
 
         def record(module, args, kwargs, calls=calls):
-            calls.append((len(kwargs["input_ids"]), any(part.training for part in module.modules())))
+            mask = kwargs["attention_mask"]
+            calls.append((len(mask) * int(mask.sum(dim=1).max()), any(part.training for part in module.modules())))
 
-        model.module.model.base_model.register_forward_pre_hook(record, with_kwargs=True)
+        if model is not None:
+            model.module.model.base_model.register_forward_pre_hook(record, with_kwargs=True)
     return passes
+
+
+def distinct_tokens(experience) -> int:
+    """Tokens of an experience with each prompt once."""
+    prompts = {
+        tuple(ids[:-columns][mask[:-columns]].tolist())
+        for columns in [experience.response_mask.shape[1]]
+        for ids, mask in zip(experience.sequences, experience.attention_mask, strict=True)
+    }
+    return sum(map(len, prompts)) + int(experience.response_mask.sum())
+
+
+WAYS = {  # devices' flags, and the budget: 0 stands for rows × longest
+    "packed": {}, "all prompts": {"share_prompts": False}, "padded": {"remove_padding": False},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("algorithm", ["ppo", "remax"])
@@ -44,31 +66,46 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
     if algorithm == "remax":
         settings |= {"kl_in": "reward", "kl_coef": 0.1}
     experiences = {}
-    for size in (16, 3):
-        trainer = make_trainer(folder, **settings, per_device_training_batch_size=size)
+    cases = [(way, budget) for way in WAYS for budget in (0, 120)] if algorithm == "ppo" else [("packed", 120)]
+    cases.append(("padded", 10_000))  # a single pass over a rectangle: the reference
+    for way, budget in cases:
+        trainer = make_trainer(
+            folder, **settings, **WAYS[way], per_device_training_batch_size=3, max_tokens_per_micro_batch=budget
+        )
         trainer.engine.policy.train()  # as an update leaves it
-        passes = record_forward_passes(trainer) if trainer.engine.critic is not None else {}
-        experiences[size] = trainer.generate_experience(prompts_of(trainer))
-        assert len(experiences[size]) == 16
+        passes = record_forward_passes(trainer)
+        experience = experiences[way, budget] = trainer.generate_experience(prompts_of(trainer))
+        assert len(experience) == 16
+        longest = int(experience.attention_mask.sum(dim=1).max())
         for name, calls in passes.items():
-            sizes = [rows for rows, _ in calls]
-            assert sizes == ([16] if size == 16 else [3, 3, 3, 3, 3, 1]), name
+            if algorithm == "remax" and name == "reward":
+                continue  # scores the greedy baselines too
+            tokens = [count for count, _ in calls]
+            assert max(tokens, default=0) <= (budget or 3 * longest), (way, budget, name)
             assert not any(training for _, training in calls), f"{name} is in training mode while it scores"
-    full, split = experiences[16], experiences[3]
-    assert torch.equal(full.sequences, split.sequences)
-    for name, expected in vars(full).items():
-        if isinstance(expected, torch.Tensor):
-            actual = getattr(split, name)
-            torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: n + m)
+            if way == "all prompts" and tokens:
+                assert sum(tokens) == experience.attention_mask.sum(), name
+            elif way == "packed" and tokens and budget:  # no group is too large for the budget
+                assert sum(tokens) == distinct_tokens(experience), name
+    expected = experiences.pop(("padded", 10_000))
+    for case, actual in experiences.items():
+        assert torch.equal(actual.sequences, expected.sequences)
+        for name, tensor in expected.tensors().items():
+            mask = expected.response_mask if name == "values" else slice(None)  # values at padding are undefined
+            torch.testing.assert_close(
+                getattr(actual, name)[mask], tensor[mask], atol=2e-6, rtol=1e-5,
+                msg=lambda m, n=name, c=case: f"{c}, {n}: {m}",
+            )  # fmt: skip
 
 
 def test_greedy_baselines_and_evaluations_are_split_too(folder):
-    trainer = make_trainer(folder, per_device_training_batch_size=3, gradient_accumulation_steps=8)
+    trainer = make_trainer(folder, max_tokens_per_micro_batch=45, gradient_accumulation_steps=8)
     passes = record_forward_passes(trainer)
     trainer.greedy_scores(prompts_of(trainer), Timings())
-    assert [rows for rows, _ in passes["reward"]] == [3, 3, 2]
+    assert len(passes["reward"]) > 1
     trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
-    assert {rows for calls in passes.values() for rows, _ in calls[-2:]} == {3, 1}
+    assert all(len(calls) > 1 for calls in passes.values())
+    assert max(tokens for calls in passes.values() for tokens, _ in calls) <= 45
 
 
 def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_batch_size(folder, monkeypatch):
@@ -90,34 +127,36 @@ def test_a_reward_model_of_make_preferences_has_micro_batches_of_the_generation_
     answers = trainer.response_batch(rollout, prompts_of(trainer, QUESTIONS[:7]))
     rows = []
     built[0].engine.module.model.base_model.register_forward_pre_hook(
-        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+        lambda module, args, kwargs: rows.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
     scores = score(rollout, answers)
-    assert rows == [3, 3, 1]
-    built[0].micro_batch_size = None
+    lengths = rollout.attention_mask.sum(dim=1)
+    assert len(rows) > 1 and sum(rows) == lengths.sum() and max(rows) <= 3 * lengths.max()
+    built[0].limit = MicroBatchLimit(rows=100)
     assert scores == pytest.approx(score(rollout, answers), abs=1e-6)
 
 
 class RecordingModel(nn.Module):
-    """Returns twice its input and its square; records the rows of each forward pass."""
+    """Returns twice its ids and their squares; records the first id of each row of each forward pass."""
 
-    def __init__(self, *, partitioned: bool) -> None:
+    def __init__(self, *, partitioned: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(1))
-        self.rows: list[list[float]] = []
+        self.rows: list[list[int]] = []
         if partitioned:
             self.weight.ds_id = 0
 
-    def forward(self, x, factor=1):
-        self.rows.append(x[:, 0].tolist())
-        return 2 * x * factor, x.square()
+    def forward(self, input_ids, attention_mask, factor=1, **_):
+        assert input_ids.shape == attention_mask.shape
+        self.rows.append(input_ids[:, 0].tolist())
+        return 2.0 * input_ids * factor, input_ids.square()
 
 
 @pytest.mark.parametrize(("other_passes", "repeated"), [(3, 0), (5, 2)])
 def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its_own_rows(
     monkeypatch, other_passes, repeated
 ):
-    """5 rows, 2 at a time, take 3 passes; another rank takes `other_passes`."""
+    """5 rows of 2 tokens, 4 tokens at a time, take 3 passes; another rank takes `other_passes`."""
     agreed = []
 
     def max_over_ranks(passes):
@@ -126,14 +165,94 @@ def test_a_rank_with_fewer_rows_runs_as_many_forward_passes_and_returns_only_its
         return torch.tensor(max(int(passes), other_passes))
 
     monkeypatch.setattr(micro_batches, "max_over_ranks", max_over_ranks)
-    x = torch.arange(10.0).view(5, 2)
+    ids = torch.arange(10).view(5, 2)
+    rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
     for partitioned in (True, False):
         model = RecordingModel(partitioned=partitioned)
-        double, square = forward_in_micro_batches(model, x, micro_batch_size=2, factor=3)
-        assert torch.equal(double, 6 * x) and torch.equal(square, x.square())
-        assert model.rows == [[0, 2], [4, 6], [8]] + [[0]] * (repeated if partitioned else 0)
+        double, square = forward_in_micro_batches(model, rows, limit=MicroBatchLimit(rows=2), factor=3)
+        assert torch.equal(double, 6.0 * ids) and torch.equal(square, ids.square())
+        own, others = model.rows[:3], model.rows[3:]
+        assert sorted(map(len, own)) == [1, 2, 2] and sorted(sum(own, [])) == [0, 2, 4, 6, 8]
+        assert others == [[0]] * (repeated if partitioned else 0)
     assert agreed == [3], "without partitioned weights there is no collective"
-    unsplit = copy.deepcopy(model)
-    unsplit.rows = []
-    assert torch.equal(forward_in_micro_batches(unsplit, x, micro_batch_size=None)[0], 2 * x)
-    assert unsplit.rows == [[0, 2, 4, 6, 8]]
+    model = RecordingModel()
+    forward_in_micro_batches(model, rows, limit=MicroBatchLimit(rows=9))
+    assert model.rows == [[0, 2, 4, 6, 8]]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_results_return_to_their_rows_whatever_the_lengths_and_the_budget(seed):
+    trial = random.Random(seed)
+    mask = torch.zeros(trial.randint(1, 12), 9, dtype=torch.bool)
+    for row in mask:
+        row[trial.randint(0, 4) : trial.randint(5, 9)] = True
+    ids = torch.arange(mask.numel()).view_as(mask)
+    limit = MicroBatchLimit(
+        rows=trial.randint(1, 4), max_tokens=trial.choice([0, 10, 17]), share_prompts=trial.random() < 0.5,
+        padded=trial.random() < 0.5, quadratic=trial.choice([0.0, 0.1]),
+    )  # fmt: skip
+    rows = {"input_ids": ids, "attention_mask": mask, "loss_mask": mask}
+    double, square = forward_in_micro_batches(RecordingModel(), rows, limit=limit)
+    assert torch.equal(double, 2.0 * ids) and torch.equal(square, ids.square())
+
+
+def test_equal_prompts_count_once_if_they_are_known_and_shared():
+    """Four rows of 6 tokens, prompts of 4 in two pairs: 8 tokens a pair, so a budget of 8 takes two passes."""
+    ids = torch.tensor([[1, 2, 3, 4, 5, 6], [7, 2, 3, 4, 5, 6], [1, 2, 3, 4, 8, 9], [7, 2, 3, 4, 8, 9]])
+    mask, loss_mask = torch.ones_like(ids, dtype=torch.bool), torch.arange(6).expand_as(ids) >= 4
+    by_length, unknown = {"prompt_lengths": torch.full((4,), 4)}, {}
+    for known, shared, passes in [
+        ({"loss_mask": loss_mask}, True, [[1, 1], [7, 7]]), (by_length, True, [[1, 1], [7, 7]]),
+        (unknown, True, [[1], [1], [7], [7]]), (by_length, False, [[1], [1], [7], [7]]),
+    ]:  # fmt: skip
+        model = RecordingModel()
+        limit = MicroBatchLimit(rows=1, max_tokens=8, share_prompts=shared)
+        forward_in_micro_batches(model, {"input_ids": ids, "attention_mask": mask} | known, limit=limit)
+        assert sorted(model.rows) == passes
+    assert prompt_lengths_of(loss_mask, mask).tolist() == [4] * 4
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 40])
+def test_every_rank_gets_as_many_micro_batches_and_together_they_hold_each_row_once(padded, max_tokens):
+    trial = random.Random(max_tokens)
+    limit = MicroBatchLimit(rows=2, max_tokens=max_tokens, padded=padded)
+    for world_size in (1, 2, 3, 7):
+        lengths = [trial.randint(1, 30) for _ in range(trial.randint(1, 25))]
+        shares = [limit.rank_share(lengths, rank=rank, world_size=world_size) for rank in range(world_size)]
+        assert len({len(share) for share in shares}) == 1
+        assert sorted(row for share in shares for part in share for row in part) == list(range(len(lengths)))
+        budget = max_tokens or 2 * max(lengths)
+        for part in (part for share in shares for part in share if len(part) > 1):
+            tokens = len(part) * max(lengths[i] for i in part) if padded else sum(lengths[i] for i in part)
+            assert tokens <= budget
+
+
+def test_the_limit_follows_what_the_network_can_do(folder):
+    engine = make_trainer(folder).engine
+    network = engine.policy.module
+    width = network.model.config.hidden_size
+    assert engine.limit_of(engine.policy) == MicroBatchLimit(rows=4, share_prompts=True, quadratic=1 / (12 * width))
+    for packing in (Packing(), Packing(remove_padding=True)):
+        network.backbone.packing = packing
+        limit = limit_of(network, rows=5, max_tokens=70)
+        assert (limit.rows, limit.max_tokens, limit.share_prompts) == (5, 70, False)
+        assert limit.padded == (not packing.remove_padding)
+    assert limit.budget(30) == 70 and MicroBatchLimit(rows=5).budget(30) == 150
+    assert limit.fewest(StepRows([50, 30, 30]), budget=70) == 2
+
+
+def test_placeholders_of_a_rank_without_rows_left_add_nothing_to_a_step(folder, monkeypatch):
+    """Another rank needs 3 more micro-batches: loss, metrics and gradients are those of this rank alone."""
+    from dschat.rlhf.updates import optimizer_steps
+
+    results = []
+    for others in (0, 3):
+        monkeypatch.setattr(optimizer_steps, "max_over_ranks", lambda own, others=others: own + others)
+        trainer = make_trainer(folder, actor_dropout=0.0, critic_dropout=0.0, entropy_coef=0.1)
+        experience = trainer.generate_experience(prompts_of(trainer))
+        passes = record_forward_passes(trainer)
+        results.append((trainer.train_rlhf(experience), len(passes["actor"]), len(passes["critic"])))
+    (alone, *counts), (together, *more) = results
+    assert [count + 3 for count in counts] == more
+    assert together == pytest.approx(alone, rel=1e-6, abs=1e-8)

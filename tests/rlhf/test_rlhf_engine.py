@@ -9,6 +9,7 @@ import transformers as hf
 from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.models.weights import full_weights
+from dschat.rlhf.experience import Experience
 
 TESTS = Path(__file__).parent
 
@@ -84,7 +85,7 @@ def test_critic_and_reward_model_default_to_each_other_and_a_critic_can_start_fr
     assert equal(backbone, {name: p for name, p in saved(folder, "actor").items() if name.startswith("model.")})
 
 
-def test_only_adapters_are_trained_and_the_reference_has_none(folder):
+def test_only_adapters_are_trained_and_reach_the_rollout(folder):
     trainer = make_trainer(folder, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True)
     engine = trainer.engine
     before = parameters(engine.policy)
@@ -93,10 +94,54 @@ def test_only_adapters_are_trained_and_the_reference_has_none(folder):
     trainer.train_rlhf(minibatch)
     moved = {name for name, value in parameters(engine.policy).items() if not torch.equal(value, before[name])}
     assert moved and all("lora_" in name for name in moved)
-    assert not any("lora_" in name for name, _ in engine.ref.named_parameters())
     again = trainer.generate_experience(prompts_of(trainer))
     assert again.kl.abs().max() > 1e-4, "adapters reach the rollout's log-probs"
     torch.testing.assert_close(again.rollout_logprobs, again.old_logprobs, atol=1e-4, rtol=1e-4)
+
+
+def base_model_logprobs(folder: Path, experience: Experience, temperature: float) -> torch.Tensor:
+    """[B, T] by plain transformers from the saved folder, one unpadded row at a time."""
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "actor", dtype=torch.float32).eval()
+    logprobs = torch.zeros(experience.response_mask.shape)
+    for row, mask in enumerate(experience.response_mask):
+        ids, count = experience.sequences[row][experience.attention_mask[row]], int(mask.sum())
+        table = (model(ids[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        logprobs[row, mask] = table.gather(1, ids[1:, None])[-count:, 0].detach()
+    return logprobs
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_with_adapters_alone_the_reference_is_the_base_model_before_and_after_updates(family, stage, tmp_path):
+    folder = save_models(tmp_path, family)
+    trainer = make_trainer(
+        folder, actor_lora_dim=2, only_optimize_lora=True, lora_learning_rate=1e-2, actor_zero_stage=stage,
+        critic_zero_stage=stage, per_device_training_batch_size=2,
+    )  # fmt: skip
+    assert trainer.engine.ref is None and trainer.engine.ref_is_policy
+    for update in range(3):
+        experience = trainer.generate_experience(prompts_of(trainer))
+        expected = base_model_logprobs(folder, experience, trainer.rollouts.temperature)
+        torch.testing.assert_close(experience.ref_logprobs, expected, atol=2e-5, rtol=1e-5)
+        torch.testing.assert_close(experience.rollout_logprobs, experience.old_logprobs, atol=1e-4, rtol=1e-4)
+        distance = float((experience.old_logprobs - expected).abs().max())
+        assert distance < 2e-5 if update == 0 else distance > 0.05, "the policy itself has moved"
+        trainer.train_rlhf(experience)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"actor_lora_dim": 0}, {"actor_lora_dim": 2}, {"actor_lora_dim": 0, "critic_lora_dim": 2},
+        {"actor_lora_dim": 2, "only_optimize_lora": True, "algorithm": "grpo", "num_samples_per_prompt": 2,
+         "ref_refresh_interval": 1},
+    ],
+)  # fmt: skip
+def test_a_policy_whose_own_weights_are_trained_or_whose_reference_is_refreshed_has_a_reference_model(folder, changes):
+    engine = make_trainer(folder, **changes).engine
+    assert engine.ref is not None and not engine.ref_is_policy
+    with engine.reference() as reference:
+        assert reference is engine.ref
 
 
 def without_largest_mismatch(metrics: dict[str, float]) -> dict[str, float]:

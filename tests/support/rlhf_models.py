@@ -76,7 +76,9 @@ def _config(family: str, vocabulary: int, dropout: float) -> hf.PreTrainedConfig
     )  # fmt: skip
 
 
-def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedPPOTrainer:
+def make_trainer(
+    root: Path, *, judge: Any = None, updates_per_rollout: int | None = None, **changes: Any
+) -> DeepSpeedPPOTrainer:
     """Engine and trainer in fp32; `changes` are fields of any argument group."""
     values = {
         "actor_model_name_or_path": str(root / "actor"), "reward_model_name_or_path": str(root / "reward"),
@@ -105,7 +107,9 @@ def make_trainer(root: Path, *, judge: Any = None, **changes: Any) -> DeepSpeedP
     scores = Rewards(
         [parse_reward(entry) for entry in entries], normalize=rewards.normalize_rewards, models=engine.reward_models
     )
-    return DeepSpeedPPOTrainer(engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=3, judge=judge)
+    return DeepSpeedPPOTrainer(
+        engine, rollouts=rollouts, ppo=ppo, rewards=scores, seed=3, judge=judge, updates_per_rollout=updates_per_rollout
+    )
 
 
 def relative_distance(
@@ -162,8 +166,8 @@ def one_iteration(
         prompts = prompts_of(trainer, [questions[i] for i in own_rows])
         parts.append(trainer.generate_experience(prompts, sample_ids=own_rows))
         minibatches = dataset.add(parts[-1])
-    from_rollout = trainer.ppo.old_logprobs == "rollout"
+    measured_by_update = trainer.old_logprobs != "recompute"
     return parts, [
-        trainer.train_rlhf(minibatch, measure_mismatch=from_rollout and number == 0)
+        trainer.train_rlhf(minibatch, measure_mismatch=measured_by_update and number == 0)
         for number, minibatch in enumerate(minibatches)
     ]
