@@ -213,7 +213,7 @@ class DeepSpeedPPOTrainer:
             return ppo.old_logprobs
         return "recompute" if may_drop(self.engine.policy.module.model) else "update"
 
-    def model_outputs(self, rollout: Rollout, old_logprobs: OldLogprobs) -> ModelOutputs:
+    def model_outputs(self, rollout: Rollout, old_logprobs: OldLogprobs = "recompute") -> ModelOutputs:
         """Log-probs and values of the rollout under the current models."""
         return compute_model_outputs(
             self.engine, rollout, old_logprobs=old_logprobs, temperature=self.rollouts.temperature
