@@ -160,7 +160,7 @@ def test_rectangles_hold_every_row_once_and_stay_within_the_budget(seed):
 
 
 def test_a_budget_is_not_exceeded_by_one_token_for_the_sake_of_balance():
-    """Longest to cheapest: 5 | 5, 5 4 | 5, 5 4 | 5 3, and then 3 tokens fit nowhere. First-fit-decreasing: 5 5 | 4 3 3."""
+    """Longest to cheapest ends at 5 4 | 5 3, where 3 more tokens fit nowhere; first-fit-decreasing: 5 5 | 4 3 3."""
     units = rows_as_units([5, 5, 4, 3, 3], budget=10)
     assert sorted(split_units(units, 10)) == [[0, 1], [2, 3, 4]]
 
