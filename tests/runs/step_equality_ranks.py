@@ -6,10 +6,7 @@ process must run first: it also writes the reference (padded rows, one in each f
 
 from __future__ import annotations
 
-import importlib.util
-import random
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,23 +15,18 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from datasets import Dataset
 from deepspeed.utils import safe_get_full_grad
-from programs import MAINS
 from rlhf_models import make_trainer, prompts_of
+from step_objectives import objectives, rows_of
 
 from dschat import arguments
-from dschat.data.collators import collate_preferences, collate_sft
-from dschat.data.datasets import DataSplits
 from dschat.data.micro_batches import limit_of
-from dschat.data.mismatched import with_mismatched
-from dschat.data.packing import packed
 from dschat.distributed import collectives, launch
+from dschat.generation import Rollout
 from dschat.models.backbone import Packing
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import full_shape, gathered
-from dschat.preference.objective import preference_objective
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.runs.fit import Objective, build_engine, train_step
@@ -59,62 +51,6 @@ ALGORITHMS = {
     "ppo": {"algorithm": "ppo", "entropy_coef": 0.1, "value_clip_range": 0.1, "num_samples_per_prompt": 2},
     "grpo": {"algorithm": "grpo", "num_samples_per_prompt": 4, "kl_in": "loss", "rollout_correction": "tis"},
 }  # fmt: skip
-
-
-def main_of(step: str) -> Any:
-    """The step's main.py as a module."""
-    spec = importlib.util.spec_from_file_location(f"{step}_main", MAINS[step])
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def rows_of(kind: str, vocabulary: int, folder: Path) -> Dataset:
-    """Rows of 4 to 31 tokens, some with equal prompts; reference log-probs are random."""
-    draw, rows = random.Random(kind), []
-
-    def tokens(least: int, most: int) -> list[int]:
-        return [draw.randrange(4, vocabulary) for _ in range(draw.randint(least, most))]
-
-    prompts = [tokens(2, 11) for _ in range(3)]
-    for number in range(9):
-        prompt, chosen, rejected = prompts[number % 3], tokens(2, 14), tokens(1, 20)
-        ids, reference = prompt + chosen, [draw.uniform(-40, -10), draw.uniform(-40, -10)]
-        if kind == "pairs":
-            row = {"chosen_ids": ids, "rejected_ids": prompt + rejected, "margin": draw.random()}
-            row["length"] = len(ids) + len(prompt + rejected)
-        else:
-            row = {"input_ids": ids, "desirable": number % 2 == 0, "length": len(ids)}
-            row["loss_mask"] = [i >= len(prompt) and i % 5 > 0 for i in range(len(ids))]
-        rows.append(row | {"prompt_length": len(prompt), "ref_logprobs": reference})
-    if kind == "packed":
-        return packed(Dataset.from_list(rows), capacity=40, seed=0, identity="", folder=str(folder))
-    dataset = Dataset.from_list(rows)
-    if kind == "unpaired":
-        splits = DataSplits(train=dataset, eval=dataset.select([]), report=None)
-        return with_mismatched(splits, max_tokens=31).train
-    return dataset
-
-
-def objectives(pad: int) -> dict[str, tuple[str, str, Objective]]:
-    """Name → kind of rows, kind of model, objective."""
-
-    def objective(collate: Callable, counted: str, loss_of: Callable) -> Objective:
-        return Objective(
-            collate=partial(collate, pad_token_id=pad), count=lambda batch: batch[counted].sum(), loss_of=loss_of,
-            evaluation=dict,
-        )  # fmt: skip
-
-    sft = objective(collate_sft, "loss_mask", main_of("sft").loss_of)
-    reward = objective(collate_preferences, "pair_mask", partial(main_of("reward").pairwise, centering_coef=0.1))
-    preferences = {
-        name: preference_objective(arguments.PreferenceArguments(preference_loss=name, beta=0.3), pad_token_id=pad)
-        for name in ("dpo", "kto")
-    }
-    return {
-        "sft": ("sft", "causal", sft), "packed sft": ("packed", "causal", sft), "reward": ("pairs", "scalar", reward),
-        "dpo": ("pairs", "causal", preferences["dpo"]), "kto": ("unpaired", "causal", preferences["kto"]),
-    }  # fmt: skip
 
 
 def engine_of(root: Path, kind: str, option: dict[str, Any], *, remove_padding: bool) -> deepspeed.DeepSpeedEngine:
@@ -213,6 +149,17 @@ def perturbed_experience(trainer: DeepSpeedPPOTrainer) -> Experience:
     return experience
 
 
+def scoring_sums(trainer: DeepSpeedPPOTrainer, own: Experience) -> dict[str, float]:
+    """Over all ranks: Σ x² of the log-probs, entropies and values that scoring computes of these rollouts."""
+    mask = own.response_mask
+    rollout = Rollout(own.sequences, own.attention_mask, mask, own.rollout_logprobs, own.ended)
+    with torch.no_grad():
+        outputs = vars(trainer.model_outputs(rollout, "recompute"))
+    names = [name for name, output in outputs.items() if output is not None]
+    sums = collectives.sum_over_ranks(torch.stack([outputs[name][mask].double().square().sum() for name in names]))
+    return {f"scoring {name}": value for name, value in zip(names, sums.tolist(), strict=True)}
+
+
 def rlhf_steps(root: Path, option: dict[str, Any], ways: dict[str, tuple], *, remove_padding: bool) -> dict:
     """(algorithm, way) → result; gradients of actor and critic together."""
     results: dict[tuple[str, str], Result] = {}
@@ -234,7 +181,7 @@ def rlhf_steps(root: Path, option: dict[str, Any], ways: dict[str, tuple], *, re
                 engine.module.backbone.packing = packing
                 perturb_adapters(engine)
             trainer.engine.devices = replace(trainer.engine.devices, max_tokens_per_micro_batch=budget)
-            metrics = trainer.train_rlhf(own, measure_mismatch=True)
+            metrics = scoring_sums(trainer, own) | trainer.train_rlhf(own, measure_mismatch=True)
             named = {f"{kind} {key}": value for kind, own in gradients.items() for key, value in own.items()}
             results[name, way] = metrics, named
         for engine in trainer.engine.trained.values():
