@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from dschat.models.packed_layout import PackedLayout, Visible
 
 ATTENTION_NAME = "dschat_packed"
+RUNS_UNCOMPILED = "packed attention is not compiled"
 _layout: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
@@ -70,6 +71,8 @@ def _packed_mask(
     return PackedMask(layout, layout.masks(visible))
 
 
+# Its loop over buckets differs with each batch: compiled layers break their graph here.
+@partial(torch.compiler.disable, reason=RUNS_UNCOMPILED)
 def _attend_packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: PackedMask | None, *,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
