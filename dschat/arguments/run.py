@@ -158,8 +158,8 @@ class DeviceArguments:
     )
     kernels: Literal["torch", "liger"] = flag(
         "torch",
-        "liger: norms and MLPs of liger-kernel, on CUDA, for the models that it supports; each is compared with the "
-        "model's own forward pass before training.",
+        "Norms and MLPs: the model's own (torch), or those of liger-kernel (liger) on CUDA, for the models that it "
+        "supports; hidden states are compared before training.",
         on_resume="apply",
     )
     deterministic: bool = flag(False, "Use deterministic GPU operations where they exist.", on_resume="apply")

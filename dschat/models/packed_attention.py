@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from dschat.models import bf16_attention
 from dschat.models.packed_layout import PackedLayout, Visible
 
 ATTENTION_NAME = "dschat_packed"
@@ -104,6 +105,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float,
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    if bf16_attention.is_faster(q, k, v, dropout=dropout):
+        return bf16_attention.attention(q, k, v, mask, scale=scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
