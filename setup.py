@@ -31,6 +31,7 @@ setup(
         "test": ["pytest>=8.0", "pytest-xdist>=3.5", "ruff>=0.12", "triton>=3.4; platform_system == 'Linux'"],
         "smollm2": ["gguf>=0.17"],
         "math": [],  # math-verify is in requirements.txt now; the name still works
+        "liger": ["liger-kernel>=0.6; platform_system == 'Linux'"],
         "reasoning": ["reasoning-gym>=0.1.25"],
     },
 )

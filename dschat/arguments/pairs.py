@@ -16,7 +16,9 @@ PromptDataArguments = subset(
 )  # fmt: skip
 PairDeviceArguments = subset(
     DeviceArguments, "PairDeviceArguments",
-    keep=["dtype", "max_tokens_per_micro_batch", "remove_padding", "share_prompts", "deterministic"],
+    keep=[
+        "dtype", "max_tokens_per_micro_batch", "remove_padding", "share_prompts", "compile", "kernels", "deterministic",
+    ],
 )  # fmt: skip
 _OutputArguments = subset(
     RunArguments,

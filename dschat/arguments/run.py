@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -149,6 +150,18 @@ class DeviceArguments:
         "Compute a prompt once for all of its responses, in scoring and in updates.",
         needs=["remove_padding"], on_resume="apply",
     )  # fmt: skip
+    compile: bool = flag(
+        False,
+        "Compile the layers of trained and frozen models with torch.compile, once per kind of layer and precision. "
+        "Rollouts run uncompiled, and so does every model under ZeRO-3.",
+        on_resume="apply",
+    )
+    kernels: Literal["torch", "liger"] = flag(
+        "torch",
+        "Norms and MLPs: the model's own (torch), or those of liger-kernel (liger) on CUDA, for the models that it "
+        "supports; hidden states are compared before training.",
+        on_resume="apply",
+    )
     deterministic: bool = flag(False, "Use deterministic GPU operations where they exist.", on_resume="apply")
     deepspeed_config: str | None = flag(
         None, "JSON file merged over the generated DeepSpeed configuration. Default: none.", on_resume="apply"
@@ -162,6 +175,20 @@ class DeviceArguments:
         problems = []
         if self.dtype == "fp16" and get_accelerator().device_name() == "cpu":
             problems.append("--dtype fp16: not supported on a CPU: use bf16 or fp32")
+        if self.kernels == "liger":
+            problems += _liger_problems(get_accelerator().device_name())
         if self.deepspeed_config:
             problems += override_problems(self.deepspeed_config, dtype=self.dtype, offload=self.offload)
         return problems
+
+
+def _liger_problems(device: str) -> list[str]:
+    """Why --kernels liger cannot be used, by the kind of device."""
+    if device != "cuda":
+        return [f"--kernels liger: its kernels need a CUDA device, but this is {device}: use --kernels torch"]
+    if find_spec("liger_kernel") is None:
+        return [
+            "--kernels liger: liger-kernel is not installed: pip install liger-kernel (the extra dschat[liger]), or "
+            "use --kernels torch"
+        ]
+    return []

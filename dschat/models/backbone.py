@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat.models.compiled_layers import CompiledLayers
 from dschat.models.packed_attention import packed_attention
 from dschat.models.packed_rows import pack_rows, shared_prompts
 from dschat.tensors import position_ids
@@ -36,12 +39,14 @@ class Backbone:
 
     Attributes:
         packing: rectangles, until dschat.models.packing_trial finds what the model supports.
+        compiled: the model's layers compiled, after compile_layers.
     """
 
     def __init__(self, model: PreTrainedModel, body: nn.Module) -> None:
         # In a tuple, since a module as an attribute of a module would be registered twice.
         self._modules_of = (model, body)
         self.packing = Packing()
+        self.compiled: CompiledLayers | None = None
         self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
 
     def __call__(
@@ -90,7 +95,14 @@ class Backbone:
         """Last hidden states [B, S, H]; positions count real tokens only."""
         arguments = {"position_ids": positions} if self.accepts_position_ids else {}
         body = self._modules_of[1]
-        return body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **arguments).last_hidden_state
+        with self.compiled.active() if self.compiled else nullcontext():
+            outputs = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **arguments)
+        return outputs.last_hidden_state
+
+    def compile_layers(self, **options: Any) -> None:
+        """Compile the layers from now on; see CompiledLayers."""
+        model, body = self._modules_of
+        self.compiled = CompiledLayers(body, name=type(model).__name__, **options)
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module | None:

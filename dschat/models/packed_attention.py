@@ -19,9 +19,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from dschat.models import bf16_attention
 from dschat.models.packed_layout import PackedLayout, Visible
 
 ATTENTION_NAME = "dschat_packed"
+RUNS_UNCOMPILED = "packed attention is not compiled"
 _layout: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
 
 
@@ -70,6 +72,8 @@ def _packed_mask(
     return PackedMask(layout, layout.masks(visible))
 
 
+# Its loop over buckets differs with each batch: compiled layers break their graph here.
+@partial(torch.compiler.disable, reason=RUNS_UNCOMPILED)
 def _attend_packed(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: PackedMask | None, *,
     scaling: float | None = None, dropout: float = 0.0, softcap: float | None = None, s_aux: Tensor | None = None,
@@ -101,6 +105,8 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float,
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
+    if bf16_attention.is_faster(q, k, v, dropout=dropout):
+        return bf16_attention.attention(q, k, v, mask, scale=scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )

@@ -60,7 +60,7 @@ def enable_packing(network: TokenNetwork, *, remove_padding: bool, share_prompts
 def _supported(network: TokenNetwork, dtype: torch.dtype) -> tuple[Packing, str | None]:
     """What gives the hidden states of padded rows, computed in this precision; the reason if that is not everything."""
     backbone, embeddings = network.backbone, network.model.get_input_embeddings().weight
-    ids, mask = _trial_rows(full_shape(embeddings)[0], embeddings.device)
+    ids, mask = trial_rows(full_shape(embeddings)[0], embeddings.device)
     prompts = torch.tensor([_PROMPT, _PROMPT, 0], device=ids.device)
     backbone.packing = Packing()
     expected, _ = backbone(ids, mask)
@@ -89,7 +89,7 @@ def _supported(network: TokenNetwork, dtype: torch.dtype) -> tuple[Packing, str 
     return supported, reason
 
 
-def _trial_rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def trial_rows(vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """ids [3, S] long and attention_mask [3, S] bool, right-padded; two rows start with the same prompt."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (len(_LENGTHS), max(_LENGTHS)), generator=generator)

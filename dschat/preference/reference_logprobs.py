@@ -150,7 +150,7 @@ def _fingerprint(
             "weights": weights_digest(path),
             "rows": [content_digest(splits.train), content_digest(splits.eval)],
             "cuts": {name: asdict(plan) for name, plan in plans.items()},
-            "packing": [devices.remove_padding, devices.share_prompts],
+            "forward": [devices.remove_padding, devices.share_prompts, devices.compile, devices.kernels],
             "world_size": collectives.world_size(),
             "computation": [devices.dtype, get_accelerator().device_name(), torch.__version__],
         }

@@ -11,10 +11,10 @@ from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
 from dschat.generation import Rollout
 from dschat.models.causal_lm import load_tokenizer
-from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import ResponseBatch, RewardModel, Rewards, load_function, model_paths, parse_reward
+from dschat.runs.network_loading import set_forward_options
 
 MAX_FAILED_CALLS = 3  # consecutive batches without any score on one process: then the run stops
 ScoreFunction = Callable[[Rollout, ResponseBatch], list[float | None]]
@@ -65,8 +65,7 @@ def _reward_model(path: str, settings: PairSettings, actor_tokenizer: PreTrained
     )
     tokenizer = load_tokenizer(path, trust_remote_code=trusted)
     network = TokenScores(load_scalar_head(path, dtype=DTYPES[dtype], tokenizer=tokenizer, trust_remote_code=trusted))
-    devices = settings.devices
-    enable_packing(network, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
+    set_forward_options(network, settings.devices)
     engine = frozen_engine(network, config=config)
-    limit = limit_of(network, rows=micro_batch_size, max_tokens=devices.max_tokens_per_micro_batch)
+    limit = limit_of(network, rows=micro_batch_size, max_tokens=settings.devices.max_tokens_per_micro_batch)
     return RewardModel(engine, tokenizer=tokenizer, actor_tokenizer=actor_tokenizer, limit=limit)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import deepspeed
 import torch
@@ -20,13 +20,11 @@ from dschat.distributed.engines import frozen_engine
 from dschat.generation import ROLLOUT_ENGINES, RolloutEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora, without_adapters
-from dschat.models.packing_trial import enable_packing
 from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import gathered
 from dschat.rewards.weighted_sum import RewardModel
+from dschat.runs.network_loading import set_forward_options
 from dschat.runs.trainable import ModelHyperparameters, build_trainable
-
-Network = TypeVar("Network", TokenLogprobs, TokenScores)
 
 
 class DeepSpeedRLHFEngine:
@@ -184,7 +182,7 @@ class DeepSpeedRLHFEngine:
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None
     ) -> TokenLogprobs:
         with as_settings_errors():
-            network = load_causal_lm(
+            model = load_causal_lm(
                 self.models.actor_model_name_or_path,
                 dtype=dtype or DTYPES[self.devices.dtype],
                 tokenizer=self.tokenizer,
@@ -193,12 +191,14 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        return self._packed(TokenLogprobs(network))
+        network = TokenLogprobs(model)
+        set_forward_options(network, self.devices)
+        return network
 
     def _scalar_head(self, path: str, config: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *, dropout: float,
                      trained: bool = False) -> TokenScores:  # fmt: skip
         with as_settings_errors():
-            network = load_scalar_head(
+            model = load_scalar_head(
                 path,
                 dtype=DTYPES[self.devices.dtype],
                 tokenizer=tokenizer,
@@ -207,10 +207,8 @@ class DeepSpeedRLHFEngine:
                 deepspeed_config=config,
                 trust_remote_code=self.models.trust_remote_code,
             )
-        return self._packed(TokenScores(network))
-
-    def _packed(self, network: Network) -> Network:
-        enable_packing(network, remove_padding=self.devices.remove_padding, share_prompts=self.devices.share_prompts)
+        network = TokenScores(model)
+        set_forward_options(network, self.devices)
         return network
 
     def _frozen_config(self, zero_stage: int, *, offload: bool, dtype: str | None = None) -> dict[str, Any]:

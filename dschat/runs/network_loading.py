@@ -5,8 +5,9 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from dschat.arguments import OneModelSettings
+from dschat.arguments import DeviceArguments, OneModelSettings
 from dschat.distributed.deepspeed_config import DTYPES
+from dschat.models.liger_kernels import use_liger_kernels
 from dschat.models.packing_trial import TokenNetwork, enable_packing
 
 Network = TypeVar("Network", bound=TokenNetwork)
@@ -36,5 +37,17 @@ def load_network(
         trust_remote_code=model.trust_remote_code,
     )
     wrapped = wrapper(network)
-    enable_packing(wrapped, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
+    set_forward_options(wrapped, devices)
     return wrapped
+
+
+def set_forward_options(network: TokenNetwork, devices: DeviceArguments) -> None:
+    """Set how the network's forward pass runs: without padding, compiled, with other kernels.
+
+    A collective under ZeRO-3. Call it before adapters are added and before the network is wrapped in an engine.
+    """
+    enable_packing(network, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
+    if devices.kernels == "liger":
+        use_liger_kernels(network)
+    if devices.compile:
+        network.backbone.compile_layers()
