@@ -39,13 +39,14 @@ class Backbone:
 
     Attributes:
         packing: rectangles, until dschat.models.packing_trial finds what the model supports.
+        aligns_left: the rows of a rectangle start in its first column, so that it is as wide as the longest one.
         compiled: the model's layers compiled, after compile_layers.
     """
 
     def __init__(self, model: PreTrainedModel, body: nn.Module) -> None:
         # In a tuple, since a module as an attribute of a module would be registered twice.
         self._modules_of = (model, body)
-        self.packing = Packing()
+        self.packing, self.aligns_left = Packing(), False
         self.compiled: CompiledLayers | None = None
         self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
 
@@ -65,6 +66,9 @@ class Backbone:
             hidden: [N, H]; source: [B · S] long, the row of `hidden` of each column, undefined on padding.
         """
         if not self.packing.remove_padding:
+            if starts is None and self.aligns_left:
+                columns = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+                starts = columns == attention_mask.int().argmax(dim=1, keepdim=True)  # [B, S]
             return self._rectangle(input_ids, attention_mask, starts)
         prompts = []
         if self.packing.share_prompts and prompt_lengths is not None and starts is None and len(input_ids) > 1:
@@ -75,9 +79,10 @@ class Backbone:
             return self._run(tokens, torch.ones_like(tokens), rows.position_ids)[0], rows.source
 
     def _rectangle(self, input_ids: Tensor, attention_mask: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As __call__, over the padded rows; rows of several conversations are cut into one row for each."""
+        """As __call__, over the padded rows; with `starts`, over one left-aligned row for each conversation."""
         source = torch.arange(input_ids.numel(), device=input_ids.device)
         if starts is not None:
+            source.zero_()
             real = attention_mask.flatten().nonzero().squeeze(1)
             conversation = (starts & attention_mask).flatten()[real].cumsum(0) - 1  # [tokens]
             lengths = conversation.bincount()

@@ -41,6 +41,7 @@ def enable_packing(network: TokenNetwork, *, remove_padding: bool, share_prompts
             says so.
         share_prompts: whether rows with equal prompts compute them once, where the model supports it.
     """
+    network.backbone.aligns_left = True
     if not remove_padding or any(p.is_meta for p in network.parameters()):
         return
     was_training = network.training, network.model.training

@@ -125,7 +125,7 @@ def _logprob_table(
     response_logprobs: ResponseLogprobs, name: str,
 ) -> torch.Tensor:  # fmt: skip
     steps, limit = plan.steps, limit_of(engine.module, rows=plan.rows_per_device, max_tokens=plan.max_tokens)
-    lengths = forward_tokens(rows)
+    lengths = forward_tokens(rows, padded=limit.padded)
     local_table = torch.zeros(len(rows), 2, dtype=torch.float64, device=engine.device)
     for number, step in enumerate(steps, start=1):
         for indices in share(lengths, step, limit):

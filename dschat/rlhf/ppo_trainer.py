@@ -209,7 +209,8 @@ class DeepSpeedPPOTrainer:
         """Where the old log-probs of a rollout come from that is trained on."""
         ppo = self.ppo
         kl_in_reward = ppo.needs_reference and ppo.kl_in == "reward"
-        if ppo.old_logprobs == "rollout" or self.updates_per_rollout != 1 or kl_in_reward:
+        needed_earlier = self.updates_per_rollout != 1 or kl_in_reward or ppo.actor_freeze_steps
+        if ppo.old_logprobs == "rollout" or needed_earlier:
             return ppo.old_logprobs
         return "recompute" if may_drop(self.engine.policy.module.model) else "update"
 

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import deepspeed
 import numpy as np
+import pyarrow.compute
 import torch
 from datasets import Dataset
 from torch import nn
@@ -99,8 +100,10 @@ def fit(
 
     max_tokens = settings.devices.max_tokens_per_micro_batch
     limit = limit_of(engine.module, rows=model.per_device_train_batch_size, max_tokens=max_tokens)
+    if limit.padded and "conversation_lengths" in splits.train.column_names:
+        limit = replace(limit, max_tokens=1)  # each row becomes a rectangle of its conversations, and runs alone
     trained = trained_model(engine, limit)
-    lengths = forward_tokens(splits.train)
+    lengths = forward_tokens(splits.train, padded=limit.padded)
     longest = max(lengths)
     if 0 < max_tokens < longest:
         session.log.info(
@@ -197,7 +200,7 @@ def evaluation(
     """
     engine.eval()
     steps = evaluation_steps(rows["length"][:], batch_size=limit.rows, max_batches=max_batches)
-    lengths = forward_tokens(rows)
+    lengths = forward_tokens(rows, padded=limit.padded)
     shares = [part for step in steps for part in share(lengths, step, limit)]
     totals: Metrics = {}
     for batch in objective.prepare(engine, (collated(objective, rows, part, engine.device) for part in shares)):
@@ -250,7 +253,18 @@ def share(lengths: Sequence[int], step: Sequence[int], limit: MicroBatchLimit) -
     return [[step[i] for i in part] for part in parts]
 
 
-def forward_tokens(rows: Dataset) -> np.ndarray:
-    """[rows] tokens of each row in its longest forward pass."""
+def forward_tokens(rows: Dataset, *, padded: bool = False) -> np.ndarray:
+    """[rows] tokens of each row in its longest forward pass.
+
+    Args:
+        padded: both responses of a pair are padded to the longer one.
+    """
+    if padded and "rejected_ids" in rows.column_names:
+        pairs = rows.select_columns(["chosen_ids", "rejected_ids"]).with_format("arrow")
+        longest = [
+            np.maximum(*(pyarrow.compute.list_value_length(column).to_numpy() for column in batch.columns))
+            for batch in pairs.iter(1000)
+        ]
+        return 2 * np.concatenate(longest).astype(np.int64) if longest else np.zeros(0, dtype=np.int64)
     column = FORWARD_TOKENS if FORWARD_TOKENS in rows.column_names else "length"
     return np.asarray(rows[column][:], dtype=np.int64)

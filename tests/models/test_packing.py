@@ -72,6 +72,7 @@ def tokens_embedded(network) -> list[int]:
 def run_padded_and_packed(network, call):
     """Outputs and gradients of both; the network is packed afterwards."""
     packing, network.backbone.packing = network.packing, PADDED
+    network.backbone.aligns_left = False
     padded = outputs_and_gradients(network, call)
     network.backbone.packing = packing
     return padded, outputs_and_gradients(network, call)

@@ -52,13 +52,16 @@ def micro_batches_of(minibatch: Experience, limit: MicroBatchLimit) -> list[tupl
     budget = limit.budget(max(rows.lengths))
     own = torch.tensor(limit.fewest(rows, budget=budget), device=part.sequences.device)
     pieces = limit.split(rows, budget=budget, count=int(max_over_ranks(own)))
-    return [([trained[i] for i in piece], part.rows(piece) if piece else part.without_tokens()) for piece in pieces]
+    return [
+        ([trained[i] for i in piece] if trained else [], part.rows(piece) if piece else part.without_tokens())
+        for piece in pieces
+    ]
 
 
 def trained_rows(minibatch: Experience) -> tuple[list[int], Experience]:
-    """The rows with tokens to train on, and their indices; without any, the first row."""
-    trained = minibatch.trained_mask.any(dim=1).nonzero().squeeze(1).tolist() or [0]
-    return trained, minibatch.rows(trained)
+    """The rows with tokens to train on, and their indices; without any, a placeholder."""
+    trained = minibatch.trained_mask.any(dim=1).nonzero().squeeze(1).tolist()
+    return trained, minibatch.rows(trained) if trained else minibatch.without_tokens()
 
 
 def sequences_of(rows: Experience, limit: MicroBatchLimit) -> StepRows:

@@ -46,7 +46,7 @@ class UnsupervisedBatches:
     def __init__(self, rows: Dataset, *, limit: MicroBatchLimit, minibatch_size: int, seed: int, pad_token_id: int,
                  device: torch.device):  # fmt: skip
         self.rows, self.limit, self.pad_token_id, self.device = rows, limit, pad_token_id, device
-        self.lengths = forward_tokens(rows)
+        self.lengths = forward_tokens(rows, padded=limit.padded)
         size = minibatch_size * groups.data_parallel_size()
         self.batches = GlobalBatches(rows["length"], global_batch_size=size, seed=seed)
 
