@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from dschat.models import bf16_attention
+from dschat.models import cpu_attention
 from dschat.models.packed_layout import PackedLayout, Visible
 
 ATTENTION_NAME = "dschat_packed"
@@ -92,11 +92,14 @@ def _attend_packed(
     if not isinstance(attention_mask, PackedMask) or position_bias is not None or is_causal is False:
         raise NotImplementedError("packed attention: this model's attention depends on more than its mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layout, masks = attention_mask.layout, attention_mask.masks
+    if softcap is None and s_aux is None and cpu_attention.supports(query, value, dropout=dropout):
+        out = cpu_attention.attention(query[0], key[0], value[0], layout, masks, scale=scale)
+        return out.transpose(0, 1)[None], None
     if softcap is None and s_aux is None:
         attend = partial(_sdpa, scale=scale, dropout=dropout)
     else:
         attend = partial(_transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
-    layout, masks = attention_mask.layout, attention_mask.masks
     out = layout.attention(query[0], key[0], value[0], masks=masks, attend=attend)  # [H, N, Dv]
     return out.transpose(0, 1)[None].contiguous(), None
 
@@ -105,8 +108,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float,
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
-    if bf16_attention.is_faster(q, k, v, dropout=dropout):
-        return bf16_attention.attention(q, k, v, mask, scale=scale)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )

@@ -31,7 +31,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class Bucket:
     """Adjacent segments of similar length: one rectangular attention call.
 
     Attributes:
@@ -113,7 +113,7 @@ class PackedLayout:
 
 
 def _attend(
-    bucket: _Bucket, part: tuple[Tensor, Tensor, Tensor], row: tuple[Tensor, Tensor], mask: Tensor | None,
+    bucket: Bucket, part: tuple[Tensor, Tensor, Tensor], row: tuple[Tensor, Tensor], mask: Tensor | None,
     attend: Attention,
 ) -> Tensor:  # fmt: skip
     """[H, tokens, Dv] of one bucket; `part` are its own queries, keys and values, `row` the keys and values of all."""
@@ -146,7 +146,7 @@ def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:
     return parts
 
 
-def _bucket(segments: Sequence[Segment], device: torch.device | str) -> _Bucket:
+def _bucket(segments: Sequence[Segment], device: torch.device | str) -> Bucket:
     starts, lengths = (np.array([getattr(s, name) for s in segments])[:, None] for name in ("start", "length"))
     prefix_starts, prefixes = (np.array([s.prefix[i] for s in segments])[:, None] for i in (0, 1))
     column = np.arange(lengths.max())
@@ -160,4 +160,4 @@ def _bucket(segments: Sequence[Segment], device: torch.device | str) -> _Bucket:
         shared = np.where(place < prefixes, prefix_starts + place, prefix_starts)
         keys = np.concatenate([shared, own], axis=1).ravel()
     indices = [None if index is None else torch.from_numpy(index).to(device) for index in (queries, real, keys)]
-    return _Bucket(int(lengths.sum()), len(column), torch.from_numpy(prefixes[:, 0]), *indices)
+    return Bucket(int(lengths.sum()), len(column), torch.from_numpy(prefixes[:, 0]), *indices)
