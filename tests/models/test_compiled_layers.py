@@ -75,12 +75,16 @@ def require_same_steps(network, batches, *, backend, tolerance=1e-5):
 SIZES = [(5, 9, 4), (12, 7), (3, 3, 3, 11, 6), (30,), (5, 4)]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen2", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow), pytest.param("qwen3", marks=pytest.mark.slow), "gemma2"],
+)
 def test_compiled_training_is_equal_and_compiles_once_for_all_sizes(name):
     graphs = require_same_steps(network_of(tiny_causal_lm(name)), [batch(s) for s in SIZES], backend="aot_eager")
     assert len(set(graphs)) == 1
 
 
+@pytest.mark.slow
 def test_generated_kernels_of_a_llama_are_equal():
     network = network_of(tiny_causal_lm("llama"))
     graphs = require_same_steps(network, [batch(s) for s in SIZES[:3]], backend="inductor")
@@ -88,6 +92,7 @@ def test_generated_kernels_of_a_llama_are_equal():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_generated_kernels_in_bf16_are_as_close_to_float32_as_the_plain_ones():
     """They round less often, so they are not equal to the plain ones."""
     model = tiny_causal_lm("llama")
