@@ -39,7 +39,7 @@ from training_cases import (  # noqa: E402
     sequence_lengths,
 )
 from training_contenders import CONTENDERS, PARTS, chosen_contenders  # noqa: E402
-from training_flops import ModelCost, peak_flops  # noqa: E402
+from training_flops import ModelShape, peak_flops, shape_of, training_flop  # noqa: E402
 from training_models import has_attention_bias, save_model  # noqa: E402
 from training_rounds import TrainingResult, measure_training  # noqa: E402
 from training_table import training_table  # noqa: E402
@@ -49,7 +49,7 @@ TOKENS_PER_TURN = {"tiny": 8192}  # about; other models run one optimizer step p
 
 def measure_model(options: argparse.Namespace, name: str, peak: float) -> Iterator[dict]:
     """Run all cases of a model; yields a row for each contender and case."""
-    cost = ModelCost.of(SHAPES[name]())
+    shape = shape_of(SHAPES[name]())
     for kind, lengths in plan(options):
         with tempfile.TemporaryDirectory(prefix="training_benchmark_") as directory:
             progress(f"{name} {kind} {lengths.name}")
@@ -63,7 +63,7 @@ def measure_model(options: argparse.Namespace, name: str, peak: float) -> Iterat
                 if kind in contender.kinds
             }
             for result in measure_training(starts, turns=options.turns, tokens=case["tokens"]):
-                yield row(options, name, case, result, cost=cost, peak=peak)
+                yield row(options, name, case, result, shape=shape, peak=peak)
 
 
 def make_case(options: argparse.Namespace, name: str, kind: str, lengths: Lengths, folder: Path) -> dict:
@@ -92,10 +92,12 @@ def make_case(options: argparse.Namespace, name: str, kind: str, lengths: Length
 
 
 def row(
-    options: argparse.Namespace, model: str, case: dict, result: TrainingResult, *, cost: ModelCost, peak: float
+    options: argparse.Namespace, model: str, case: dict, result: TrainingResult, *, shape: ModelShape, peak: float
 ) -> dict:
     """A line of the JSON file."""
-    flop = partial(cost.flop, case["kind"], prompt_tokens=case["prompt_tokens"], with_reference=options.kl_coef > 0)
+    flop = partial(
+        training_flop, shape, case["kind"], prompt_tokens=case["prompt_tokens"], with_reference=options.kl_coef > 0
+    )
     return {
         "kind": case["kind"], "model": model, "dtype": options.dtype, "lengths": case["lengths"],
         "contender": result.contender, "tokens_per_second": result.median(lambda turn: turn.tokens / turn.seconds),

@@ -11,12 +11,12 @@ the same run with the same dtype and threads.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 import torch
 from measure import synchronize
-from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from dschat.runs.flops import ModelShape, forward_flops, model_shape
 
 # Forward passes of FLOP 1, forward and backward of FLOP 3: over whole sequences.
 #   grpo: rollout 1, reference 1, update 3; ppo: also values 1 and update of the critic 3.
@@ -26,34 +26,20 @@ REFERENCE_PASSES = {"grpo": 1, "ppo": 1}  # left out without a KL penalty
 MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 
 
-@dataclass(frozen=True)
-class ModelCost:
-    """Weights of a shape that multiply: `body` in layers, `head` in the output embedding; and L · A."""
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """What determines the FLOP of a causal language model of this config."""
+    with torch.device("meta"):
+        return model_shape(AutoModelForCausalLM.from_config(config))
 
-    body: int
-    head: int
-    attention: int
 
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> ModelCost:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-        head = model.get_output_embeddings()
-        linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return cls(
-            body=sum(linear.weight.numel() for linear in linears),
-            head=head.weight.numel(),
-            attention=config.num_hidden_layers * config.num_attention_heads * width,
-        )
-
-    def flop(self, kind: str, lengths: list[int], *, prompt_tokens: int, with_reference: bool = True) -> float:
-        """FLOP of training once on sequences of these lengths, of whose tokens `prompt_tokens` have no loss."""
-        without = 0 if with_reference else REFERENCE_PASSES.get(kind, 0)
-        body, head = BODY_PASSES[kind] - without, max(0, HEAD_PASSES[kind] - without)
-        tokens, squares = sum(lengths), sum(length**2 for length in lengths)
-        body_flop = 2 * (self.body * tokens + self.attention * squares)
-        return body * body_flop + head * 2 * self.head * (tokens - prompt_tokens)
+def training_flop(
+    shape: ModelShape, kind: str, lengths: list[int], *, prompt_tokens: int, with_reference: bool = True
+) -> float:
+    """FLOP of training once on sequences of these lengths, of whose tokens `prompt_tokens` have no loss."""
+    without = 0 if with_reference else REFERENCE_PASSES.get(kind, 0)
+    body, head = BODY_PASSES[kind] - without, max(0, HEAD_PASSES[kind] - without)
+    head_flop = 2 * shape.head_parameters * (sum(lengths) - prompt_tokens)
+    return body * forward_flops(shape, lengths, head_tokens=0) + head * head_flop
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, repeat: int = 5) -> float:

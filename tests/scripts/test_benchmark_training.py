@@ -16,7 +16,7 @@ sys.path.insert(0, str(BENCHMARK))
 import shapes  # noqa: E402
 from training_cases import Lengths, Sizes, make_rows, prompt_tokens, sequence_lengths  # noqa: E402
 from training_contenders import TrainingContender, chosen_contenders  # noqa: E402
-from training_flops import ModelCost  # noqa: E402
+from training_flops import shape_of, training_flop  # noqa: E402
 from training_models import EOS, save_model  # noqa: E402
 from training_process import TrainingProcess, TrainingTurn  # noqa: E402
 from training_reward import token_score  # noqa: E402
@@ -24,6 +24,7 @@ from training_rounds import measure_training  # noqa: E402
 from training_table import training_table  # noqa: E402
 
 import training  # noqa: E402
+from dschat.runs.flops import ModelShape  # noqa: E402
 
 SIZES = Sizes(sequences=16, micro_batch=4, steps=2)
 
@@ -42,18 +43,20 @@ def toy_shape(monkeypatch):
 
 def test_flop_by_hand():
     # Weights of a layer: query and output 32 x 32, key and value 32 x 16, three of 32 x 48. Head 64 x 32.
-    cost = ModelCost.of(toy())
-    assert cost == ModelCost(body=2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), head=64 * 32, attention=2 * 32)
+    shape = shape_of(toy())
+    assert shape == ModelShape(
+        2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48), head_parameters=64 * 32, attention_width=64
+    )
     # Sequences of 3 and 5 tokens with prompts of 1 and 2: a forward pass of the layers is 2 FLOP per weight and token
     # and, for causal attention, half of 4 · n² · width; the head sees the 5 response tokens.
-    body = 2 * cost.body * 8 + 2 * cost.attention * (9 + 25)
-    head = 2 * cost.head * 5
-    assert cost.flop("sft", [3, 5], prompt_tokens=3) == 3 * body + 3 * head
-    assert cost.flop("rm", [3, 5], prompt_tokens=3) == 3 * body
+    body = 2 * shape.layer_parameters * 8 + 2 * shape.attention_width * (9 + 25)
+    head = 2 * shape.head_parameters * 5
+    assert training_flop(shape, "sft", [3, 5], prompt_tokens=3) == 3 * body + 3 * head
+    assert training_flop(shape, "rm", [3, 5], prompt_tokens=3) == 3 * body
     # Rollout, reference, forward and backward of the policy; PPO: also the values, and the critic's update.
-    assert cost.flop("grpo", [3, 5], prompt_tokens=3) == 5 * body + 5 * head
-    assert cost.flop("grpo", [3, 5], prompt_tokens=3, with_reference=False) == 4 * body + 4 * head
-    assert cost.flop("ppo", [3, 5], prompt_tokens=3) == 9 * body + 5 * head
+    assert training_flop(shape, "grpo", [3, 5], prompt_tokens=3) == 5 * body + 5 * head
+    assert training_flop(shape, "grpo", [3, 5], prompt_tokens=3, with_reference=False) == 4 * body + 4 * head
+    assert training_flop(shape, "ppo", [3, 5], prompt_tokens=3) == 9 * body + 5 * head
 
 
 @pytest.mark.parametrize(("name", "low", "high"), [("short", 32, 80), ("lognormal:48", 17, 64), ("shared", 576, 576)])
