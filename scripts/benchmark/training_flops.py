@@ -29,7 +29,7 @@ MATMUL_SIZE = {"cpu": 2048, "cuda": 8192}
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     """What determines the FLOP of a causal language model of this config."""
     with torch.device("meta"):
-        return model_shape(AutoModelForCausalLM.from_config(config))
+        return model_shape(AutoModelForCausalLM.from_config(config, trust_remote_code=False))
 
 
 def training_flop(

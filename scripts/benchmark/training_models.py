@@ -29,7 +29,7 @@ def save_model(name: str, folder: Path, *, dtype: torch.dtype, seed: int, eos_pr
     if eos_probability is not None:
         config.attention_bias = True
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     if eos_probability is not None:
         fix_eos_probability(model, eos_probability)
     model.to(dtype).save_pretrained(folder)

@@ -49,7 +49,7 @@ def main() -> None:
     channel = Channel()
     case = channel.case
     launch.join(seed=case["seed"], collective_timeout=NEVER)
-    tokenizer = load_tokenizer(case["model"])
+    tokenizer = load_tokenizer(case["model"], trust_remote_code=False)
     build = rl_turn if case["kind"] in ("grpo", "ppo") else supervised_turn
     turn = build(case, tokenizer, channel)
     channel.ready("" if not (missing := missing_flags(case)) else f"no flag {', '.join(missing)} in this version")

@@ -69,7 +69,7 @@ def sft_trainer(case: dict, channel: Channel) -> Trainer:
     config = trl.SFTConfig(**common(case), max_length=None, completion_only_loss=True, **case["trl"])
     return counted(trl.SFTTrainer, channel)(
         load(AutoModelForCausalLM, case), args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
+        processing_class=AutoTokenizer.from_pretrained(case["model"], trust_remote_code=False),
     )  # fmt: skip
 
 
@@ -78,7 +78,8 @@ def rm_trainer(case: dict, channel: Channel) -> Trainer:
     return counted(trl.RewardTrainer, channel)(
         load(AutoModelForSequenceClassification, case, num_labels=1),
         args=trl.RewardConfig(**common(case), max_length=None),
-        train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(case["model"]),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(case["model"], trust_remote_code=False),
     )  # fmt: skip
 
 
@@ -99,7 +100,7 @@ def dpo_trainer(case: dict, channel: Channel) -> Trainer:
     config = trl.DPOConfig(**common(case), max_length=None, precompute_ref_log_probs=True)
     return counted(Tokenized, channel)(
         load(AutoModelForCausalLM, case), args=config, train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(case["model"]),
+        processing_class=AutoTokenizer.from_pretrained(case["model"], trust_remote_code=False),
     )  # fmt: skip
 
 
@@ -114,7 +115,7 @@ def grpo_trainer(case: dict, channel: Channel) -> Trainer:
         **common(case), num_generations=case["samples"], max_completion_length=case["longest"], temperature=1.0,
         top_k=0, top_p=1.0, beta=case["kl_coef"],
     )  # fmt: skip
-    tokenizer = AutoTokenizer.from_pretrained(case["model"])
+    tokenizer = AutoTokenizer.from_pretrained(case["model"], trust_remote_code=False)
     ids = [row["input_ids"] for row in case["rows"]]
     texts = tokenizer.batch_decode(ids)
     if tokenizer(texts)["input_ids"] != ids:
@@ -139,7 +140,7 @@ def common(case: dict) -> dict[str, Any]:
 
 
 def load(auto: Any, case: dict, **more: Any) -> Any:
-    return auto.from_pretrained(case["model"], dtype=DTYPES[case["dtype"]], **more)
+    return auto.from_pretrained(case["model"], dtype=DTYPES[case["dtype"]], **more, trust_remote_code=False)
 
 
 def counted(trainer: type[Trainer], channel: Channel) -> type[Trainer]:
