@@ -91,6 +91,8 @@ def split_padded(lengths: Sequence[int], budget: int, *, count: int | None = Non
             parts.append([row])
     if count is not None and count < len(parts):
         raise ValueError(f"{len(lengths)} rows need {len(parts)} micro-batches of {budget} tokens, not {count}")
+    if not parts:
+        return [[] for _ in range(count or 0)]
     while count is not None and len(parts) < count:  # halve the largest
         largest = max(range(len(parts)), key=lambda number: len(parts[number]))
         half = len(parts[largest]) // 2

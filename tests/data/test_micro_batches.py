@@ -256,3 +256,10 @@ def test_placeholders_of_a_rank_without_rows_left_add_nothing_to_a_step(folder, 
     (alone, *counts), (together, *more) = results
     assert [count + 3 for count in counts] == more
     assert together == pytest.approx(alone, rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_rank_without_rows_has_empty_micro_batches(padded):
+    """Two rows on three ranks: one each, and none on the last."""
+    limit = MicroBatchLimit(rows=1, padded=padded)
+    assert [limit.rank_share([5, 3], rank=rank, world_size=3) for rank in range(3)] == [[[0]], [[1]], [[]]]
