@@ -39,7 +39,7 @@ def test_the_slowest_rank_gets_shorter_and_no_rank_is_left_without_a_group(seed)
 
 
 def test_moves_by_hand():
-    """100 + 60 + 20 and 40: half of the difference of 140 is 70, and 60 is nearest; then 120 and 100 are near enough."""
+    """100 + 60 + 20 and 40: half the difference of 140 is 70, 60 is nearest; then 120 and 100 are even enough."""
     assert moves_between_ranks([[100, 60, 20], [40]]) == [(0, 1, 1)]
     assert moves_between_ranks([[50, 50], [50, 50]]) == []
     assert moves_between_ranks([[1000], [1]]) == [], "the only group of a rank stays"
