@@ -29,8 +29,9 @@ from dschat.models.scalar_head import TokenScores, load_scalar_head
 from dschat.models.weights import full_shape, gathered
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
-from dschat.runs.fit import Objective, build_engine, train_step
+from dschat.runs.fit import Objective, build_engine, forward_tokens, share, train_step
 from dschat.runs.network_loading import load_network
+from dschat.runs.throughput import trained_model
 
 Result = tuple[dict[str, float], dict[str, torch.Tensor]]  # metrics, and gradients by parameter
 LORA = {"lora_dim": 2, "only_optimize_lora": True}
@@ -105,6 +106,9 @@ def record_gradients(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tenso
     return gradients
 
 
+THROUGHPUT = ("tokens_per_second", "padding", "mfu")
+
+
 def one_model_steps(root: Path, option: dict[str, Any], ways: dict[str, tuple], *, remove_padding: bool) -> dict:
     """(objective, way) → result."""
     tokenizer = load_tokenizer(root / "actor")
@@ -120,7 +124,9 @@ def one_model_steps(root: Path, option: dict[str, Any], ways: dict[str, tuple], 
                 perturb_adapters(engine)
                 limit = limit_of(engine.module, rows=2, max_tokens=budget)
                 indices = list(range(min(7, len(rows))))
-                metrics = train_step(engine, objective, rows, indices, limit)
+                parts = share(forward_tokens(rows, padded=limit.padded), indices, limit)
+                metrics = train_step(engine, objective, rows, parts, trained_model(engine, limit))
+                metrics = {name: x for name, x in metrics.items() if name not in THROUGHPUT}
                 results[name, way] = metrics, dict(gradients)
         engine.destroy()
     return results
