@@ -81,7 +81,7 @@ class Update:
             normalizer=self.counts.tokens,
         )  # fmt: skip
         loss.backward()
-        self.totals["value_loss"] += float(loss)
+        self.totals["value_loss"] += float(loss.detach())
         return {"values": values, "value_loss": loss}
 
     def of_rank(self, experience: Experience) -> dict[str, Tensor]:
