@@ -147,11 +147,9 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("\n".join(mistakes))
         tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
         dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
-        model = (
-            load_causal_lm(options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code)
-            .to(accelerator.device_name())
-            .eval()
-        )
+        model = load_causal_lm(
+            options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code
+        ).to(accelerator.device_name()).eval()
     except ValueError as error:
         print(printable(error), file=sys.stderr)
         return 2

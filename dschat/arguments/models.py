@@ -107,17 +107,11 @@ class RLHFModelArguments:
         5e-6, "Peak learning rate of the critic.", above=0, at_most=LARGEST_RATE, on_resume="apply"
     )
     actor_weight_decay: float = flag(
-        0.0,
-        "Decoupled weight decay of the actor's weight matrices.",
-        at_least=0,
-        at_most=LARGEST_RATE,
+        0.0, "Decoupled weight decay of the actor's weight matrices.", at_least=0, at_most=LARGEST_RATE,
         on_resume="apply",
     )
     critic_weight_decay: float = flag(
-        0.0,
-        "Decoupled weight decay of the critic's weight matrices.",
-        at_least=0,
-        at_most=LARGEST_RATE,
+        0.0, "Decoupled weight decay of the critic's weight matrices.", at_least=0, at_most=LARGEST_RATE,
         on_resume="apply",
     )
     actor_zero_stage: Literal[0, 1, 2, 3] = flag(

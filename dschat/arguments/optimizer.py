@@ -48,11 +48,7 @@ class LoraArguments:
         on_resume="refuse",
     )
     lora_learning_rate: float = flag(
-        5e-4,
-        "Peak learning rate of the adapters.",
-        above=0,
-        at_most=LARGEST_RATE,
-        needs=LORA_FLAGS,
+        5e-4, "Peak learning rate of the adapters.", above=0, at_most=LARGEST_RATE, needs=LORA_FLAGS,
         on_resume="apply",
     )
     only_optimize_lora: bool = flag(

@@ -10,11 +10,7 @@ from dschat.generation.sampling import SamplingParams, sample_tokens
 
 
 def draw_tokens(
-    logits: Tensor,
-    uniform: Tensor | None,
-    params: SamplingParams,
-    *,
-    kernels: bool = True,
+    logits: Tensor, uniform: Tensor | None, params: SamplingParams, *, kernels: bool = True,
     allow_host_sync: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """sampling.sample_tokens, by a kernel where available; same arguments, same tokens up to rounding."""

@@ -54,5 +54,7 @@ def prefill_batches(
         yield batch, model.prefill(pool, *_ids_and_starts(prompts, batch))
 
 
-def _ids_and_starts(prompts: dict[PromptKey, NewPrompt], keys: list[PromptKey]) -> tuple[list[list[int]], list[int]]:
+def _ids_and_starts(
+    prompts: dict[PromptKey, NewPrompt], keys: list[PromptKey]
+) -> tuple[list[list[int]], list[int]]:
     return [prompts[key].ids for key in keys], [prompts[key].start for key in keys]

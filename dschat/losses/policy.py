@@ -149,7 +149,9 @@ def sapo_loss(
     Source: Gao et al. 2025, section 3 (arXiv:2511.20347).
     """
     if not (positive_temperature > 0 and negative_temperature > 0):
-        raise ValueError(f"the temperatures are {positive_temperature} and {negative_temperature}, but must be > 0.")
+        raise ValueError(
+            f"the temperatures are {positive_temperature} and {negative_temperature}, but must be > 0."
+        )
     log_ratio, advantages, weights = policy_inputs(logprobs, old_logprobs, advantages, response_mask, weights)
     count = count_of(response_mask, normalizer)
     temperature = torch.where(advantages > 0, positive_temperature, negative_temperature)

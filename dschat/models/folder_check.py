@@ -200,7 +200,9 @@ def template_problems(tokenizer: PreTrainedTokenizerBase) -> list[str]:
         try:
             rendered.append(tokenizer.apply_chat_template(messages, tokenize=False))
         except TemplateSyntaxError as error:
-            return [f"the chat template is not valid Jinja (line {error.lineno}: {one_line(error.message)}): fix it"]
+            return [
+                f"the chat template is not valid Jinja (line {error.lineno}: {one_line(error.message)}): fix it"
+            ]
         except Exception as error:  # of the template's own expressions
             reasons.append(one_line(error))
     if not rendered:

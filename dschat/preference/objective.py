@@ -85,7 +85,9 @@ def pair_loss(
     mask = batch["pair_mask"]
     logprobs, ref_logprobs = pair_logprobs(engine, batch)[mask], batch["ref_logprobs"][mask]  # [B, 2] each
     lengths = _chosen_and_rejected(batch["loss_mask"].sum(dim=1))[mask].clamp(min=1)  # [B, 2]
-    policy, reference = (logprobs / lengths, ref_logprobs / lengths) if length_normalized else (logprobs, ref_logprobs)
+    policy, reference = (
+        (logprobs / lengths, ref_logprobs / lengths) if length_normalized else (logprobs, ref_logprobs)
+    )
     loss, metrics = loss_fn(*policy.unbind(1), *(() if reference_free else reference.unbind(1)), normalizer=pairs)
     if sft_coef:
         sft = chosen_nll((logprobs / lengths)[:, 0], normalizer=pairs)

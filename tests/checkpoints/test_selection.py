@@ -33,9 +33,7 @@ DAMAGE = {
     "a link to a file": (lambda folder: replace_by_link(folder, "model.bin"), "model.bin is a link"),
     "a link to a folder": (lambda folder: (folder / "actor").symlink_to(folder.parent), "actor is a link"),
     "a link to the manifest": (
-        lambda folder: replace_by_link(folder, "manifest.json"),
-        "manifest.json cannot be read (it is a",
-    ),
+        lambda folder: replace_by_link(folder, "manifest.json"), "manifest.json cannot be read (it is a"),
 }
 
 

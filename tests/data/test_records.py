@@ -56,10 +56,8 @@ PAIR = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "margin": None}
     [
         ({"prompt": "a", "response": "b", "label": True}, [("b", True)]),
         ({"prompt": [user("a")], "completion": [assistant("b")], "label": 0}, [("b", False)]),
-        *(
-            ({"prompt": "a", "response": "b", "label": label}, [("b", label in ("1", "True", "true"))])
-            for label in ("1", "True", "true", "0", "False", "false")
-        ),  # as in a csv file
+        *(({"prompt": "a", "response": "b", "label": label}, [("b", label in ("1", "True", "true"))])
+          for label in ("1", "True", "true", "0", "False", "false")),  # as in a csv file
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, [("b", True), ("c", False)]),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]}, [("b", True), ("c", False)]),
     ],

@@ -105,7 +105,8 @@ def test_under_torchrun_the_agent_hosts_the_store_and_each_restart_has_its_own_r
 def test_a_rank_that_is_terminated_while_it_waits_ends_the_others(tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(
-        "from dschat.distributed import launch\nlaunch.run(lambda: launch.join(seed=1, rendezvous_timeout=100))\n"
+        "from dschat.distributed import launch\n"
+        "launch.run(lambda: launch.join(seed=1, rendezvous_timeout=100))\n"
     )
     plain = os.environ | {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     started = [

@@ -40,10 +40,7 @@ class Ranks:
         self.stores = [CountingStore(store) for _ in range(count)]
         self.watchdogs = [
             Watchdog(
-                seconds=SECONDS,
-                store=self.stores[rank],
-                rank=rank,
-                world_size=count,
+                seconds=SECONDS, store=self.stores[rank], rank=rank, world_size=count,
                 end_process=self.record_exit(rank),
             )  # fmt: skip
             for rank in range(count)

@@ -69,7 +69,9 @@ def own_model(tiny_llama_folder, marker) -> Path:
 def own_tokenizer(tiny_llama_folder, marker) -> Path:
     (tiny_llama_folder / "tokenization_own.py").write_text(TOKENIZATION.format(marker=str(marker)))
     classes = {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}
-    change_json(tiny_llama_folder / "tokenizer_config.json", auto_map=classes, tokenizer_class="OwnTokenizer")
+    change_json(
+        tiny_llama_folder / "tokenizer_config.json", auto_map=classes, tokenizer_class="OwnTokenizer"
+    )
     return tiny_llama_folder
 
 

@@ -123,7 +123,9 @@ def test_modules_and_folders_that_cannot_be_exported_are_refused(tmp_path):
 def test_two_ranks_with_partitioned_weights_train_and_export_as_one_process_does(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = Path(__file__).parent / "zero3_models.py"
-    completed = subprocess.run([*command, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    completed = subprocess.run(
+        [*command, str(worker), str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
     assert completed.returncode == 0, completed.stdout[-3000:] + completed.stderr[-6000:]
     assert completed.stdout.count("all equal") == 2
 

@@ -88,7 +88,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 def test_every_batch_enters_the_phases_of_sampling_and_judging(folder, programs, tmp_path):  # noqa: F811
     """The phase stayed "start" for the whole run, so that the watchdog ended healthy runs."""
     (tmp_path / "phases.py").write_text(PHASES)
-    printed = programs.run(tmp_path / "phases.py", [TOOL, *arguments(folder, tmp_path / "out")], log=tmp_path / "log")
+    printed = programs.run(
+        tmp_path / "phases.py", [TOOL, *arguments(folder, tmp_path / "out")], log=tmp_path / "log"
+    )
     phases = [line[1:-1] for line in printed.splitlines() if line.startswith("<")]
     for name in ("data preparation", "model loading"):
         assert name in phases
