@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from dschat.data.token_budget import (
     split_units,
 )
 from dschat.distributed.collectives import max_over_ranks
+from dschat.models.backbone import TokenNetwork
 from dschat.models.packed_rows import prompt_lengths_of, shared_prompts
 
 
@@ -93,19 +94,12 @@ class MicroBatchLimit:
         return [[shares[rank][i] for i in part] for part in self.split(steps[rank], budget=budget, count=count)]
 
 
-class ScoringNetwork(Protocol):
-    """TokenLogprobs or TokenScores."""
-
-    packing: Any
-    model: Any
-
-
-def limit_of(network: ScoringNetwork, *, rows: int, max_tokens: int) -> MicroBatchLimit:
+def limit_of(network: TokenNetwork, *, rows: int, max_tokens: int) -> MicroBatchLimit:
     """The limit for a network, which knows whether it needs padding."""
     hidden_size = getattr(network.model.config.get_text_config(), "hidden_size", None)
     return MicroBatchLimit(
-        rows=rows, max_tokens=max_tokens, share_prompts=network.packing.share_prompts,
-        padded=not network.packing.remove_padding,
+        rows=rows, max_tokens=max_tokens, share_prompts=network.backbone.packing.share_prompts,
+        padded=not network.backbone.packing.remove_padding,
         # Per token and layer, attention over the L tokens before it costs 2·H·L, the matrix products about 24·H².
         quadratic=1 / (12 * hidden_size) if isinstance(hidden_size, int) else 0.0,
     )  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,25 @@ class Packing:
 
     remove_padding: bool = False
     share_prompts: bool = False
+
+
+class TokenNetwork(Protocol):
+    """TokenLogprobs or TokenScores: a model, and how its forward pass runs."""
+
+    model: PreTrainedModel
+    backbone: Backbone
+
+
+@contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Without dropout inside; on exit the modes of the wrapper and of its model, which may differ, are restored."""
+    modes = network.training, network.model.training
+    network.eval()
+    try:
+        yield
+    finally:
+        network.train(modes[0])
+        network.model.train(modes[1])
 
 
 class Backbone:

@@ -11,8 +11,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from dschat.models.backbone import TokenNetwork, evaluation_mode
 from dschat.models.layer_weights import run_with_full_weights
-from dschat.models.packing_trial import TokenNetwork, trial_rows
+from dschat.models.packing_trial import trial_rows
 from dschat.models.weights import full_shape
 
 logger = logging.getLogger(__name__)
@@ -69,12 +70,8 @@ def use_liger_kernels(network: TokenNetwork) -> None:
 
 def _hidden_states(network: TokenNetwork) -> tuple[Tensor, float]:
     """[N, H] float32 of a few tokens, without dropout, and the rounding error to expect relative to the largest."""
-    was_training = network.training
-    network.eval()
-    try:
+    with evaluation_mode(network):
         return run_with_full_weights(network, network.model.dtype, partial(_trial, network))
-    finally:
-        network.train(was_training)
 
 
 def _trial(network: TokenNetwork, dtype: torch.dtype) -> tuple[Tensor, float]:

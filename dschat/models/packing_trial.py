@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from dschat.models.backbone import Backbone, Packing
+from dschat.models.backbone import Packing, TokenNetwork, evaluation_mode
 from dschat.models.layer_weights import run_with_full_weights
 from dschat.models.weights import full_shape
 from dschat.models.windows import short_windows
@@ -19,13 +17,6 @@ logger = logging.getLogger(__name__)
 
 # Real tokens of the trial's rows; the first two have the same prompt, longer than a shortened window.
 _LENGTHS, _PROMPT = (17, 13, 9), 7
-
-
-class TokenNetwork(Protocol):
-    """TokenLogprobs or TokenScores."""
-
-    model: PreTrainedModel
-    backbone: Backbone
 
 
 @torch.no_grad()
@@ -44,14 +35,8 @@ def enable_packing(network: TokenNetwork, *, remove_padding: bool, share_prompts
     network.backbone.aligns_left = True
     if not remove_padding or any(p.is_meta for p in network.parameters()):
         return
-    was_training = network.training, network.model.training
-    network.eval()
-    try:
-        with short_windows(network.model):
-            packing, reason = run_with_full_weights(network, network.model.dtype, partial(_supported, network))
-    finally:
-        network.train(was_training[0])
-        network.model.train(was_training[1])
+    with evaluation_mode(network), short_windows(network.model):
+        packing, reason = run_with_full_weights(network, network.model.dtype, partial(_supported, network))
     network.backbone.packing = Packing(packing.remove_padding, packing.share_prompts and share_prompts)
     if reason is not None:
         without = "prompts are not shared" if packing.remove_padding else "batches are padded"

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from dschat.models.backbone import evaluation_mode
 from dschat.models.layer_weights import run_with_full_weights
 from dschat.models.weights import full_shape
 from dschat.models.windows import short_windows
@@ -40,14 +41,8 @@ def verify_logprobs(model: PreTrainedModel, token_logprobs: nn.Module) -> None:
     """
     if any(p.is_meta for p in model.parameters()):
         return
-    was_training = token_logprobs.training, model.training
-    token_logprobs.eval()
-    try:
-        with short_windows(model):
-            problem = _find_problem(model, token_logprobs)
-    finally:
-        token_logprobs.train(was_training[0])
-        model.train(was_training[1])
+    with evaluation_mode(token_logprobs), short_windows(model):
+        problem = _find_problem(model, token_logprobs)
     if problem is not None:
         raise ValueError(f"{type(model).__name__}: {problem}")
 

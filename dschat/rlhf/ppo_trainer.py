@@ -60,7 +60,7 @@ class DeepSpeedPPOTrainer:
             overlong_buffer=ppo.overlong_buffer, overlong_factor=ppo.overlong_factor,
             max_tokens=rollouts.max_answer_seq_len,
         )  # fmt: skip
-        self.updates_per_rollout = updates_per_rollout
+        self.updates_per_rollout, self.policy_may_drop = updates_per_rollout, may_drop(engine.policy.module.model)
         self.trained_models = {
             name: trained_model(model, engine.limit_of(model)) for name, model in engine.trained.items()
         }
@@ -212,7 +212,7 @@ class DeepSpeedPPOTrainer:
         needed_earlier = self.updates_per_rollout != 1 or kl_in_reward or ppo.actor_freeze_steps
         if ppo.old_logprobs == "rollout" or needed_earlier:
             return ppo.old_logprobs
-        return "recompute" if may_drop(self.engine.policy.module.model) else "update"
+        return "recompute" if self.policy_may_drop else "update"
 
     def model_outputs(self, rollout: Rollout, old_logprobs: OldLogprobs = "recompute") -> ModelOutputs:
         """Log-probs and values of the rollout under the current models."""

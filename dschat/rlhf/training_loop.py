@@ -27,7 +27,7 @@ from dschat.rlhf.updates.ptx import UnsupervisedBatches
 from dschat.runs.run_log import RunLog
 from dschat.runs.session import ResumePoint, TrainingSession, data_fingerprint
 from dschat.runs.signals import SignalFlag
-from dschat.runs.throughput import throughput_metrics
+from dschat.runs.throughput import Work, throughput_metrics
 
 
 @dataclass(kw_only=True)
@@ -202,9 +202,9 @@ class PPORun:
         if metrics["seconds_rollout"]:  # 0 if the run was resumed after the rollout
             tokens = metrics["response_length"] * metrics["responses"]
             metrics["tokens_per_second"] = tokens / metrics["seconds_rollout"]
-        metrics |= throughput_metrics(
-            iteration.work, seconds=timings["update"], engine=self.trainer.engine.policy, prefix="update_"
-        )
+        policy = self.trainer.engine.policy
+        work = Work(*collectives.sum_over_ranks(iteration.work.tensor(policy.device)).tolist())
+        metrics |= throughput_metrics(work, seconds=timings["update"], engine=policy, prefix="update_")
         log.metrics(done, metrics)
         watchdog.phase("logging")
         samples = collectives.gather_lists_to_main(iteration.samples)  # [] on all ranks but the main one

@@ -99,9 +99,7 @@ def fit(
     )
 
     max_tokens = settings.devices.max_tokens_per_micro_batch
-    limit = limit_of(engine.module, rows=model.per_device_train_batch_size, max_tokens=max_tokens)
-    if limit.padded and "conversation_lengths" in splits.train.column_names:
-        limit = replace(limit, max_tokens=1)  # each row becomes a rectangle of its conversations, and runs alone
+    limit = row_limit(engine, splits.train, rows_per_device=model.per_device_train_batch_size, max_tokens=max_tokens)
     trained = trained_model(engine, limit)
     lengths = forward_tokens(splits.train, padded=limit.padded)
     longest = max(lengths)
@@ -114,7 +112,9 @@ def fit(
     def evaluate(step: int) -> None:
         metrics = evaluation(
             engine, splits.eval, objective, max_batches=run.eval_iters,
-            limit=limit_of(engine.module, rows=model.per_device_eval_batch_size, max_tokens=max_tokens),
+            limit=row_limit(
+                engine, splits.eval, rows_per_device=model.per_device_eval_batch_size, max_tokens=max_tokens
+            ),
         )  # fmt: skip
         session.log_evaluation(
             step, metrics, export=lambda folder: export_model(engine.module.model, folder, tokenizer)
@@ -173,10 +173,11 @@ def train_step(
     start = time.perf_counter()
     parts = (collated(objective, rows, part, engine.device) for part in micro_batches)
     batches = list(objective.prepare(engine, parts))
-    count = float(collectives.sum_over_ranks(sum(objective.count(batch) for batch in batches)))
+    counted = sum(objective.count(batch) for batch in batches)
+    local = sum((model.work(sequences_of(batch, model.limit)) for batch in batches), Work()).tensor(engine.device)
+    count, *work = collectives.sum_over_ranks(torch.cat([counted.double().view(1), local])).tolist()
     metrics = optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
-    work = sum((model.work(sequences_of(batch, model.limit)) for batch in batches), Work())
-    return metrics | throughput_metrics(work, seconds=time.perf_counter() - start, engine=engine)
+    return metrics | throughput_metrics(Work(*work), seconds=time.perf_counter() - start, engine=engine)
 
 
 def sequences_of(batch: Batch, limit: MicroBatchLimit) -> StepRows:
@@ -239,6 +240,16 @@ def collated(objective: Objective, rows: Dataset, indices: list[int], device: to
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def row_limit(
+    engine: deepspeed.DeepSpeedEngine, rows: Dataset, *, rows_per_device: int, max_tokens: int
+) -> MicroBatchLimit:
+    """The limit of micro-batches of these rows."""
+    limit = limit_of(engine.module, rows=rows_per_device, max_tokens=max_tokens)
+    if limit.padded and "conversation_lengths" in rows.column_names:
+        return replace(limit, max_tokens=1)  # each row becomes a rectangle of its conversations, and runs alone
+    return limit
 
 
 def share(lengths: Sequence[int], step: Sequence[int], limit: MicroBatchLimit) -> list[list[int]]:

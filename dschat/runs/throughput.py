@@ -28,6 +28,10 @@ class Work:
     needed: float = 0.0
     flops: float = 0.0
 
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """[4] float64, to sum over ranks; Work(*values) is the inverse."""
+        return torch.tensor(list(vars(self).values()), dtype=torch.float64, device=device)
+
     def __add__(self, other: Work) -> Work:
         return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
 
@@ -60,10 +64,10 @@ def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedMod
 
 
 def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, prefix: str = "") -> dict[str, float]:
-    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu. A collective.
+    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu.
 
     Args:
-        work: of this rank's updates.
+        work: of the updates of all ranks.
         seconds: that they took.
         engine: of a trained model, for device and precision.
 
@@ -71,10 +75,10 @@ def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, p
     """
     if not seconds:
         return {}
-    sums = torch.tensor(list(vars(work).values()), dtype=torch.float64, device=engine.device)
-    tokens, columns, needed, flops = collectives.sum_over_ranks(sums).tolist()
-    metrics = {f"{prefix}tokens_per_second": tokens / seconds, "padding": 1 - needed / max(columns, 1.0)}
+    metrics = {
+        f"{prefix}tokens_per_second": work.tokens / seconds, "padding": 1 - work.needed / max(work.columns, 1.0),
+    }  # fmt: skip
     peak = peak_flops(engine.device, engine.module.model.dtype)
-    if peak and flops:
-        metrics["mfu"] = flops / (seconds * peak * collectives.world_size())
+    if peak and work.flops:
+        metrics["mfu"] = work.flops / (seconds * peak * collectives.world_size())
     return metrics

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
+
+from worker_answers import last_log_line, read_answer
 
 START_SECONDS, TURN_SECONDS = 900, 3600
 
@@ -80,7 +80,7 @@ class TrainingProcess:
             self._process.stdin.write("turn\n")
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise RuntimeError(f"the worker ended: {self._last_log_line()}") from error
+            raise RuntimeError(f"the worker ended: {last_log_line(self.log)}") from error
         return TrainingTurn(**self._answer(TURN_SECONDS))
 
     def close(self) -> None:
@@ -92,14 +92,5 @@ class TrainingProcess:
         self._answers.close()
 
     def _answer(self, seconds: float) -> dict:
-        # One line per request, so no further line can be in the buffer of the text layer.
-        if not select.select([self._answers], [], [], seconds)[0]:
-            raise RuntimeError(f"the worker has not answered for {seconds} s: {self._last_log_line()}")
-        line = self._answers.readline()
-        if not line:
-            raise RuntimeError(f"the worker ended: {self._last_log_line()}")
-        return json.loads(line)
+        return read_answer(self._answers, seconds, worker="the worker", log=self.log)
 
-    def _last_log_line(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "its log is empty")

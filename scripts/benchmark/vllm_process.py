@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from worker_answers import last_log_line, read_answer
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 START_SECONDS, TURN_SECONDS = 1200, 900
@@ -98,22 +99,12 @@ class VLLMProcess:
             self._process.stdin.flush()
             return self._answer(TURN_SECONDS)
         except BrokenPipeError as error:
-            raise RuntimeError(f"vLLM ended: {self._last_log_line()}") from error
+            raise RuntimeError(f"vLLM ended: {last_log_line(self.log)}") from error
         finally:
             self._signal(signal.SIGSTOP)
 
     def _answer(self, seconds: float) -> dict:
-        # One line per request, so no further line can be in the buffer of the text layer.
-        if not select.select([self._process.stdout], [], [], seconds)[0]:
-            raise RuntimeError(f"vLLM has not answered for {seconds} s: {self._last_log_line()}")
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"vLLM ended: {self._last_log_line()}")
-        return json.loads(line)
-
-    def _last_log_line(self) -> str:
-        lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
-        return next((line for line in reversed(lines) if "Error" in line), lines[-1] if lines else "its log is empty")
+        return read_answer(self._process.stdout, seconds, worker="vLLM", log=self.log)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -18,7 +18,6 @@ from dschat.rlhf.updates.optimizer_steps import (
     RecordPart,
     StepCounts,
     discard,
-    discard_part,
     micro_batches_of,
     step_metrics,
 )
@@ -46,7 +45,7 @@ class CriticUpdate:
         }  # fmt: skip
 
     def loss(
-        self, micro_batch: Experience, counts: StepCounts, *, record: RecordPart = discard_part
+        self, micro_batch: Experience, counts: StepCounts, *, record: RecordPart = discard
     ) -> tuple[Tensor, Metrics]:
         """Value loss of a micro-batch and its metrics."""
         values = self.engine.critic(

@@ -18,12 +18,8 @@ RecordPart = Callable[[str, Tensor], None]  # the same for one micro-batch
 ENGINE_METRICS = ("loss", "grad_norm", "learning_rate", "skipped_updates")  # added by optimizer_step
 
 
-def discard(rows: Sequence[int], name: str, tensor: Tensor) -> None:
-    """A Record callback that ignores its tensors."""
-
-
-def discard_part(name: str, tensor: Tensor) -> None:
-    """A RecordPart callback that ignores its tensors."""
+def discard(*_: object) -> None:
+    """A Record or RecordPart callback that ignores its tensors."""
 
 
 @dataclass(frozen=True)

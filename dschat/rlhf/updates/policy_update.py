@@ -24,7 +24,6 @@ from dschat.rlhf.updates.optimizer_steps import (
     RecordPart,
     StepCounts,
     discard,
-    discard_part,
     micro_batches_of,
     step_metrics,
 )
@@ -64,7 +63,7 @@ class PolicyUpdate:
 
     def loss(
         self, micro_batch: Experience, counts: StepCounts, *, kl_coef: float, mismatches: list[Metrics] | None = None,
-        record: RecordPart = discard_part,
+        record: RecordPart = discard,
     ) -> tuple[Tensor, Metrics]:  # fmt: skip
         """Policy loss of a micro-batch and its metrics; appends the rollout log-prob mismatch to `mismatches`."""
         entropy, is_first = None, micro_batch.old_logprobs is None
