@@ -156,10 +156,11 @@ class DeviceArguments:
         "Rollouts run uncompiled, and so does every model under ZeRO-3.",
         on_resume="apply",
     )
-    kernels: Literal["torch", "liger"] = flag(
-        "torch",
-        "Norms and MLPs: the model's own (torch), or those of liger-kernel (liger) on CUDA, for the models that it "
-        "supports; hidden states are compared before training.",
+    kernels: Literal["auto", "torch", "liger"] = flag(
+        "auto",
+        "Attention without padding, norms, gates and rotary embeddings: on a CPU in C++ (auto) where a trial gives the "
+        "model's own results, or in torch's operations (torch). liger: norms and MLPs of liger-kernel on CUDA, for the "
+        "models that it supports.",
         on_resume="apply",
     )
     deterministic: bool = flag(False, "Use deterministic GPU operations where they exist.", on_resume="apply")
@@ -185,10 +186,10 @@ class DeviceArguments:
 def _liger_problems(device: str) -> list[str]:
     """Why --kernels liger cannot be used, by the kind of device."""
     if device != "cuda":
-        return [f"--kernels liger: its kernels need a CUDA device, but this is {device}: use --kernels torch"]
+        return [f"--kernels liger: its kernels need a CUDA device, but this is {device}: use --kernels auto"]
     if find_spec("liger_kernel") is None:
         return [
             "--kernels liger: liger-kernel is not installed: pip install liger-kernel (the extra dschat[liger]), or "
-            "use --kernels torch"
+            "use --kernels auto"
         ]
     return []

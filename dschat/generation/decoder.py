@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 
 from dschat.distributed import watchdog
 from dschat.generation.cpu.fused_linear import FusedLinears, bf16_kernels, layers_by_input
-from dschat.generation.cpu.fused_modules import fused_forwards
 from dschat.generation.hf_cache_decoder import cache_mismatch, hf_cache_steps
 from dschat.generation.kv_pool.pooled_model import PooledModel
 from dschat.generation.pool_decoder import PoolDecoder
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
+from dschat.models.cpu.fused_modules import fused_forwards
 
 # Optimisations that can be disabled, for ablations and debugging.
 OPTIMIZATIONS = frozenset({"sharing", "compaction", "kernels", "fusion", "graphs"})

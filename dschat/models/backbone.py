@@ -6,13 +6,19 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat.models.compiled_layers import CompiledLayers
+from dschat.models.cpu import attention
+from dschat.models.cpu.attention import AttentionKernels
+from dschat.models.cpu.fused_modules import Forward, fused_forwards, replaced_forwards
+from dschat.models.forward_context import Context, forward_context
 from dschat.models.packed_attention import packed_attention
 from dschat.models.packed_rows import pack_rows, shared_prompts
 from dschat.tensors import position_ids
@@ -61,6 +67,7 @@ class Backbone:
         packing: rectangles, until dschat.models.packing_trial finds what the model supports.
         aligns_left: the rows of a rectangle start in its first column, so that it is as wide as the longest one.
         compiled: the model's layers compiled, after compile_layers.
+        fused: modules that run by C++ kernels, and their forwards, after use_cpu_kernels.
     """
 
     def __init__(self, model: PreTrainedModel, body: nn.Module) -> None:
@@ -68,6 +75,8 @@ class Backbone:
         self._modules_of = (model, body)
         self.packing, self.aligns_left = Packing(), False
         self.compiled: CompiledLayers | None = None
+        self.fused: dict[nn.Module, Forward] = {}
+        self._attention_kernels: AttentionKernels | None = None
         self.accepts_position_ids = "position_ids" in inspect.signature(body.forward).parameters
 
     def __call__(
@@ -95,8 +104,10 @@ class Backbone:
             prompts = shared_prompts(input_ids, attention_mask, prompt_lengths)
         rows = pack_rows(attention_mask, starts=starts, prompts=prompts)
         tokens = input_ids.flatten()[rows.tokens][None]  # [1, N]
-        with packed_attention(self._modules_of[0].config, rows.layout):
-            return self._run(tokens, torch.ones_like(tokens), rows.position_ids)[0], rows.source
+        packed = partial(
+            packed_attention, self._modules_of[0].config, rows.layout, kernels=self._attention_kernels
+        )
+        return self._run(tokens, torch.ones_like(tokens), rows.position_ids, packed)[0], rows.source
 
     def _rectangle(self, input_ids: Tensor, attention_mask: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
         """As __call__, over the padded rows; with `starts`, over one left-aligned row for each conversation."""
@@ -116,13 +127,26 @@ class Backbone:
         positions = position_ids(attention_mask)
         return self._run(input_ids, attention_mask.long(), positions).flatten(0, 1), source
 
-    def _run(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
+    def _run(self, input_ids: Tensor, attention_mask: Tensor, positions: Tensor, *contexts: Context) -> Tensor:
         """Last hidden states [B, S, H]; positions count real tokens only."""
         arguments = {"position_ids": positions} if self.accepts_position_ids else {}
         body = self._modules_of[1]
-        with self.compiled.active() if self.compiled else nullcontext():
+        fused = partial(replaced_forwards, self.fused)
+        with forward_context(fused, *contexts), self.compiled.active() if self.compiled else nullcontext():
             outputs = body(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **arguments)
         return outputs.last_hidden_state
+
+    def use_cpu_kernels(self, *, layers: bool = True) -> None:
+        """Run packed attention by C++ kernels from now on, and norms, gates and rotary embeddings that they equal.
+
+        On other devices, or without a C++ compiler, nothing changes. A collective under ZeRO-3.
+
+        Args:
+            layers: False: attention only.
+        """
+        if get_accelerator().device_name() == "cpu":
+            self._attention_kernels = attention.load()
+            self.fused = fused_forwards(self._modules_of[0]) if layers else {}
 
     def compile_layers(self, **options: Any) -> None:
         """Compile the layers from now on; see CompiledLayers."""

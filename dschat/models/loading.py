@@ -7,7 +7,6 @@ import copy
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from dschat.distributed import watchdog
 from dschat.models.custom_code import CustomCodeError, custom_code_refused
 from dschat.models.embedding_rows import grow_embeddings, require_embedding_rows
 from dschat.models.folder_check import one_line
+from dschat.models.forward_context import recompute_contexts
 from dschat.models.loaded_weights import require_complete, require_finite
-from dschat.models.packed_attention import recompute_contexts
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ def load_pretrained(
     if options.gradient_checkpointing:
         # Renamed in transformers 5.23.
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": partial(recompute_contexts, model.config)})
+        enable({"use_reentrant": False, "context_fn": recompute_contexts})
     return model
 
 

@@ -8,10 +8,10 @@ chunks come from the model's own mask function, evaluated at the positions insid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,41 +19,59 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from dschat.models import cpu_attention
+from dschat.models.cpu.attention import AttentionKernels
+from dschat.models.cpu.library import DTYPES
 from dschat.models.packed_layout import PackedLayout, Visible
 
 ATTENTION_NAME = "dschat_packed"
 RUNS_UNCOMPILED = "packed attention is not compiled"
-_layout: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
+_running: ContextVar[tuple[PackedLayout | None, AttentionKernels | None]] = ContextVar(
+    "packed_attention", default=(None, None)
+)
 
 
 @dataclass(frozen=True)
 class PackedMask:
-    """What one kind of layer attends to: a layout, and the masks of its buckets (None: causal)."""
+    """What one kind of layer attends to in a packed row.
+
+    Attributes:
+        visible: the attention pattern by positions in a sequence; None: causal.
+        kernels: of the CPU; None: torch's attention.
+    """
 
     layout: PackedLayout
-    masks: list[Tensor | None]
+    visible: Visible | None
+    kernels: AttentionKernels | None
+
+    @cached_property
+    def masks(self) -> list[Tensor | None]:
+        """Of the layout's buckets."""
+        return self.layout.masks(self.visible)
+
+    @cached_property
+    def first_visible(self) -> Tensor | None:
+        """First position that each position attends to."""
+        return self.layout.first_visible(self.visible)
 
 
 @contextmanager
-def packed_attention(config: PreTrainedConfig, layout: PackedLayout) -> Iterator[None]:
+def packed_attention(
+    config: PreTrainedConfig, layout: PackedLayout, *, kernels: AttentionKernels | None = None
+) -> Iterator[None]:
     """Run the model of this config over one packed row.
 
-    The backward pass may leave the context before it runs, except under gradient checkpointing (recompute_contexts).
+    The backward pass may leave the context before it runs, except under gradient checkpointing: see forward_context.
+
+    Args:
+        kernels: that attend on a CPU; None: torch's.
     """
-    original, token = config._attn_implementation, _layout.set(layout)
+    original, token = config._attn_implementation, _running.set((layout, kernels))
     config._attn_implementation = ATTENTION_NAME
     try:
         yield
     finally:
         config._attn_implementation = original
-        _layout.reset(token)
-
-
-def recompute_contexts(config: PreTrainedConfig) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """`context_fn` of torch.utils.checkpoint: layers are recomputed with the attention of their forward pass."""
-    layout = _layout.get()
-    return nullcontext(), nullcontext() if layout is None else packed_attention(config, layout)
+        _running.reset(token)
 
 
 def _packed_mask(
@@ -64,12 +82,12 @@ def _packed_mask(
 
     Raises: NotImplementedError for masks that depend on more than positions.
     """
-    layout = _layout.get()
+    layout, kernels = _running.get()
     if layout is None or use_vmap:
         raise NotImplementedError("packed attention: this model's mask depends on more than positions")
     causal = allow_is_causal_skip and (local_size is None or local_size >= layout.longest)
     visible: Visible | None = None if causal else lambda queries, keys: mask_function(0, 0, queries, keys)
-    return PackedMask(layout, layout.masks(visible))
+    return PackedMask(layout, visible, kernels)
 
 
 # Its loop over buckets differs with each batch: compiled layers break their graph here.
@@ -92,15 +110,16 @@ def _attend_packed(
     if not isinstance(attention_mask, PackedMask) or position_bias is not None or is_causal is False:
         raise NotImplementedError("packed attention: this model's attention depends on more than its mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layout, masks = attention_mask.layout, attention_mask.masks
-    if softcap is None and s_aux is None and cpu_attention.supports(query, value, dropout=dropout):
-        out = cpu_attention.attention(query[0], key[0], value[0], layout, masks, scale=scale)
+    layout, kernels = attention_mask.layout, attention_mask.kernels
+    if kernels is not None and softcap is None and s_aux is None and dropout == 0 and query.dtype in DTYPES:
+        groups, first = layout.groups, attention_mask.first_visible
+        out = kernels.attention(query[0], key[0], value[0], groups, first, scale=scale)  # [H, N, Dv]
         return out.transpose(0, 1)[None], None
     if softcap is None and s_aux is None:
         attend = partial(_sdpa, scale=scale, dropout=dropout)
     else:
         attend = partial(_transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
-    out = layout.attention(query[0], key[0], value[0], masks=masks, attend=attend)  # [H, N, Dv]
+    out = layout.attention(query[0], key[0], value[0], masks=attention_mask.masks, attend=attend)  # [H, N, Dv]
     return out.transpose(0, 1)[None].contiguous(), None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -28,6 +29,24 @@ class Segment:
     start: int
     length: int
     prefix: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class SegmentGroups:
+    """Segments in groups that share no keys: a prompt and the segments that go on from it, or one segment alone.
+
+    Attributes:
+        offsets: [groups + 1] long on the CPU, where each group starts in `spans`; groups are ordered by falling cost.
+        spans: [segments, 3] long on the CPU: start and length in the packed row, and the length of the prefix, which is
+            the group's first segment; 0: none.
+        tokens: of all segments.
+        longest: tokens of the longest sequence, prefix included.
+    """
+
+    offsets: Tensor
+    spans: Tensor
+    tokens: int
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -60,7 +79,7 @@ class Bucket:
 
 
 class PackedLayout:
-    """The segments of one packed row, cut into buckets for attention.
+    """The segments of one packed row, and what attention over them needs.
 
     Args:
         segments: in the order of their tokens, without gaps. A bucket holds adjacent ones, so order them by length.
@@ -72,9 +91,51 @@ class PackedLayout:
 
     def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
         self.device = device
+        self._segments = list(segments)
         self.longest = max(segment.length + segment.prefix[1] for segment in segments)
-        self.buckets = [_bucket(part, device) for part in _similar(segments)]
-        self._causal = self._masks_of(lambda q, k: k <= q, prefixes_only=True)
+
+    @cached_property
+    def groups(self) -> SegmentGroups:
+        """The segments for a kernel that knows them."""
+        members: dict[tuple[int, int], list[Segment]] = {}
+        for segment in self._segments:
+            first = segment.prefix if segment.prefix[1] else (segment.start, segment.length)
+            members.setdefault(first, []).append(segment)
+        groups = sorted(members.values(), key=_pairs, reverse=True)
+        spans = [(segment.start, segment.length, segment.prefix[1]) for group in groups for segment in group]
+        offsets = np.cumsum([0, *map(len, groups)])
+        tokens = sum(segment.length for segment in self._segments)
+        return SegmentGroups(torch.from_numpy(offsets), torch.tensor(spans), tokens, self.longest)
+
+    @cached_property
+    def buckets(self) -> list[Bucket]:
+        """The segments for rectangular attention."""
+        return [_bucket(part, self.device) for part in _similar(self._segments)]
+
+    @cached_property
+    def _causal(self) -> list[Tensor | None]:
+        return self._masks_of(lambda q, k: k <= q, prefixes_only=True)
+
+    def first_visible(self, visible: Visible | None) -> Tensor | None:
+        """[longest] long on the CPU, the first position that each position attends to; None: the first of all.
+
+        Args:
+            visible: the model's attention pattern: every position attends to all from some position, which never
+                decreases, up to itself, as in windows and chunks; None: causal.
+
+        Raises: NotImplementedError for a pattern in which positions attend to later ones.
+        """
+        if visible is None:
+            return None
+        position = torch.arange(self.longest)
+        if bool(visible(position[:-1], position[1:]).any()) or not bool(visible(position, position).all()):
+            raise NotImplementedError("packed attention: this model's positions attend to later ones")
+        low, high = torch.zeros_like(position), position.clone()  # high is attended to, all before low are not
+        while bool((low < high).any()):
+            middle = (low + high) // 2
+            seen = visible(position, middle)
+            low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
+        return high
 
     def masks(self, visible: Visible | None) -> list[Tensor | None]:
         """The mask of each bucket; None for a causal one.
@@ -127,6 +188,11 @@ def _attend(
     q, k, v = (tensor.unflatten(1, (len(bucket.prefixes), -1)).transpose(0, 1) for tensor in (q, k, v))
     out = attend(q, k, v, mask).transpose(0, 1).flatten(1, 2)  # [H, rows · columns, Dv]
     return out if bucket.real is None else out.index_select(1, bucket.real)
+
+
+def _pairs(group: Sequence[Segment]) -> int:
+    """Pairs of a query and a key: what attention costs."""
+    return sum(segment.length * (segment.length + 2 * segment.prefix[1]) for segment in group)
 
 
 def _similar(segments: Sequence[Segment]) -> list[list[Segment]]:

@@ -47,6 +47,8 @@ def set_forward_options(network: TokenNetwork, devices: DeviceArguments) -> None
 
     A collective under ZeRO-3. Call it before adapters are added and before the network is wrapped in an engine.
     """
+    if devices.kernels == "auto":
+        network.backbone.use_cpu_kernels(layers=not devices.compile)  # compiled code fuses them itself
     enable_packing(network, remove_padding=devices.remove_padding, share_prompts=devices.share_prompts)
     if devices.kernels == "liger":
         use_liger_kernels(network)

@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
+from decoder_models import tiny
+from test_generation import EOS, GREEDY, PROMPTS, sampled
 from test_hybrid_engine import tiny_llama, with_lora
 from torch.utils._python_dispatch import TorchDispatchMode
 

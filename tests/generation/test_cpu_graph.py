@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from dschat.generation.cpu import cpp_kernels, step_recording
+from dschat.generation.cpu import step_recording
+from dschat.models.cpu import layer_kernels
+from dschat.models.cpu.library import CompiledLibrary
 
 
 def record(function, *tensors):
@@ -67,13 +69,13 @@ def test_a_constant_tensor_is_created_again_in_every_replay():
 
 
 def test_cpp_kernels_are_part_of_a_recording():
-    library = cpp_kernels.load()
+    library = layer_kernels.load()
     x, weight, out = torch.randn(5, 8), torch.randn(8), torch.empty(5, 8)
     replay = record(lambda: out.copy_(library.rms_norm(x.t().t() * 1, weight, eps=1e-6)))
     x.normal_()
     with torch.inference_mode():
         replay()
-    assert library.recorder is None
+    assert CompiledLibrary.recorder is None
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(x, (8,), weight, eps=1e-6))
 
 
@@ -92,4 +94,4 @@ def test_runs_that_read_values_or_allocate_too_much_are_executed_but_not_recorde
 def test_an_exception_leaves_no_recorder_behind():
     with pytest.raises(KeyError):
         record(lambda: {}["nothing"])
-    assert cpp_kernels.load().recorder is None
+    assert CompiledLibrary.recorder is None

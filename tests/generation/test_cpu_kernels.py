@@ -1,15 +1,11 @@
 """The C++ operations of a decoding step against float64 loops and against sampling.sample_tokens."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dschat.generation import SamplingParams
-from dschat.generation.cpu import cpp_build, cpp_kernels
+from dschat.generation.cpu import cpp_kernels
 from dschat.generation.kv_pool.attention import Contexts, Scoring, decode_attention, plain_attention
 from dschat.generation.sampling import sample_tokens
 
@@ -18,7 +14,7 @@ SPANS = [[0, 17, 100, 5], [0, 17, 120, 1], [20, 1, 140, 40], [30, 33, 180, 20], 
 
 
 @pytest.fixture(scope="module")
-def kernels() -> cpp_kernels.CPUKernels:
+def kernels() -> cpp_kernels.DecodingKernels:
     loaded = cpp_kernels.load()
     assert loaded is not None, "the tests need a compiler"
     return loaded
@@ -136,31 +132,6 @@ def test_greedy_takes_the_lowest_id_of_equal_logits(kernels):
     torch.testing.assert_close(logprobs, torch.tensor([[0.0, 2.0, 2.0]]).log_softmax(-1)[:, 1])
 
 
-def test_without_a_compiler_there_are_no_kernels_and_a_warning(monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.warns(UserWarning, match="cannot be built.*no-such-compiler"):
-        assert cpp_kernels.load.__wrapped__() is None
-    monkeypatch.setattr(
-        subprocess, "run",
-        lambda *_, **__: (_ for _ in ()).throw(subprocess.CalledProcessError(1, "c++", stderr="unknown flag")),
-    )  # fmt: skip
-    with pytest.warns(UserWarning, match="unknown flag"):
-        assert cpp_kernels.load.__wrapped__() is None
-    assert not list(tmp_path.rglob("*.so"))
-
-
-def test_a_library_that_other_users_can_write_is_built_again(monkeypatch, tmp_path):
-    """It has the right name, in our own folder, but its mode lets others write to it."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    library = cpp_build._folder() / f"cpu_kernels-{cpp_build._identity()}.so"
-    library.write_bytes(b"not ours")
-    library.chmod(0o666)
-    loaded = cpp_kernels.load.__wrapped__()
-    assert loaded is not None and library.read_bytes()[:4] == b"\x7fELF"
-    assert library.stat().st_mode & 0o777 == 0o700
-
-
 def test_plain_attention_does_not_depend_on_the_bound_of_context_lengths():
     query, pool, spans = torch.randn(6, 2, 8), torch.randn(300, 2, 8), torch.tensor(SPANS)
     short, long = (
@@ -207,63 +178,3 @@ def test_wrong_shapes_of_products_are_refused(kernels):
         kernels.pack(torch.zeros(5, 4))
     with pytest.raises(ValueError, match="pack: .* needs"):
         kernels.pack(torch.zeros(500, 4).bfloat16(), packed)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [8, 24, 100, 688])
-def test_norms_gates_and_rotations_equal_their_definitions(kernels, dtype, width):
-    generator = torch.Generator().manual_seed(width)
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    close = {"rtol": 2**-7, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-    x, weight = random(3, 5, width), random(width)
-    for eps, shift in ((1e-6, 0.0), (1e-1, 1.0)):
-        wide = x.double()
-        expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + shift)
-        actual = kernels.rms_norm(x.transpose(0, 1), weight, eps=eps, shift=shift).transpose(0, 1)
-        torch.testing.assert_close(actual.double(), expected, **close)
-
-    both = 6 * random(4, 1, 2 * width)
-    gate, up = both.split(width, dim=-1)  # as a product of two layers leaves them
-    for gelu in (False, True):
-        act = nn.functional.gelu(gate.double(), approximate="tanh") if gelu else nn.functional.silu(gate.double())
-        torch.testing.assert_close(kernels.gated(gate, up, gelu=gelu).double(), act * up.double(), **close)
-
-    heads = random(2, 7, 3, width).transpose(1, 2)  # [R, H, T, D], as models make them
-    for rows in (1, 2):
-        cos, sin = random(rows, 7, width), random(rows, 7, width)
-        half = torch.cat([-heads[..., width // 2 :], heads[..., : width // 2]], dim=-1)
-        expected = heads.double() * cos[:, None].double() + half.double() * sin[:, None].double()
-        torch.testing.assert_close(kernels.rotate(heads, cos, sin).double(), expected, **close)
-
-
-def test_extreme_gates_are_finite(kernels):
-    gate = torch.tensor([[-1e4, -88.0, 0.0, 88.0, 1e4]])
-    for gelu in (False, True):
-        expected = nn.functional.gelu(gate, approximate="tanh") if gelu else nn.functional.silu(gate)
-        torch.testing.assert_close(kernels.gated(gate, torch.ones(1, 5), gelu=gelu), expected)
-    with pytest.raises(ValueError, match="do not fit"):
-        kernels.gated(gate, torch.ones(1, 4))
-    with pytest.raises(ValueError, match="rms_norm"):
-        kernels.rms_norm(gate, torch.ones(4), eps=1e-6)
-    with pytest.raises(ValueError, match="do not fit together"):
-        kernels.rotate(torch.ones(2, 3, 4, 6), torch.ones(3, 4, 6), torch.ones(3, 4, 6))
-
-
-@pytest.mark.parametrize("where", ["TORCH_EXTENSIONS_DIR", "the temporary folder"])
-def test_kernels_are_not_loaded_from_a_folder_that_another_user_may_have_created(where, monkeypatch, tmp_path):
-    """Its name is predictable, so another user can create it first and put a library there."""
-    parent = tmp_path / "shared"
-    trap = parent / f"dschat-{os.getuid()}"
-    trap.mkdir(parents=True)
-    trap.chmod(0o777)
-    monkeypatch.setattr("tempfile.tempdir", str(parent))
-    monkeypatch.setattr(sys, "prefix", sys.base_prefix)  # as outside a virtual environment
-    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    if where == "TORCH_EXTENSIONS_DIR":
-        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(parent))
-    with pytest.warns(UserWarning, match="others may write there"):
-        folder = cpp_build._folder()
-    assert folder != trap and not list(folder.iterdir()) and folder.stat().st_mode & 0o777 == 0o700

@@ -3,7 +3,8 @@
 import pytest
 import torch
 import transformers
-from test_generation import ARCHITECTURES, EOS, GREEDY, PROMPTS, tiny, transformers_greedy
+from decoder_models import ARCHITECTURES, tiny
+from test_generation import EOS, GREEDY, PROMPTS, transformers_greedy
 from test_hybrid_engine import assert_bit_identical, snapshot, with_lora
 
 from dschat.generation import HybridEngine, SamplingParams

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_generation import tiny
+from decoder_models import tiny
 from torch import nn
 
 from dschat.generation import HybridEngine, SamplingParams

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from test_generation import ARCHITECTURES, tiny
+from decoder_models import ARCHITECTURES, tiny
 
 from dschat.generation.kv_pool.allocator import KVAllocator
 from dschat.generation.kv_pool.pooled_model import PooledModel

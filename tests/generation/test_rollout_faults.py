@@ -5,7 +5,8 @@ import random
 
 import pytest
 import torch
-from test_generation import EOS, GREEDY, PROMPTS, sampled, tiny
+from decoder_models import tiny
+from test_generation import EOS, GREEDY, PROMPTS, sampled
 from test_hybrid_engine import tiny_llama
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams, pool_decoder

@@ -7,8 +7,8 @@ import torch
 from architectures import generate_each_alone, tiny_architecture
 
 from dschat.generation import Decoder, HybridEngine, SamplingParams
-from dschat.generation.cpu.fused_modules import Rotary, SingleInputForward, fused_forwards
 from dschat.models.causal_lm import TokenLogprobs, verify_head
+from dschat.models.cpu.fused_modules import Rotary, SingleInputForward, fused_forwards
 from dschat.models.windows import short_windows
 
 PROMPTS = [[5, 6, 7], [9, 4], [3, 4, 8, 8, 10, 12, 20, 9, 9], [5, 6, 7], [30]]
@@ -86,7 +86,7 @@ def test_rotations_of_any_signature_reach_the_models_own_function(name):
     }  # fmt: skip
     args, kwargs = arguments[name]
     calls = []
-    rotary = Rotary(lambda *args, **kwargs: calls.append((args, kwargs)), library=None)
+    rotary = Rotary(lambda *args, **kwargs: calls.append((args, kwargs)), kernels=None)
     rotary(*args, **kwargs)
     assert (
         len(calls) == 1

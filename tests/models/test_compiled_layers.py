@@ -1,7 +1,6 @@
 """Compiled layers: the same numbers, one compilation for all batch sizes, and uncompiled where that is not possible."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from dschat.models import compiled_layers
 from dschat.models.causal_lm import TokenLogprobs
+from dschat.models.forward_context import recompute_contexts
 from dschat.models.lora import add_lora, without_adapters
-from dschat.models.packed_attention import recompute_contexts
 from dschat.models.packing_trial import enable_packing
 
 
@@ -29,7 +28,7 @@ def network_of(model, *, remove_padding=True, checkpointing=False):
     enable_packing(network, remove_padding=remove_padding, share_prompts=True)
     if checkpointing:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False, "context_fn": partial(recompute_contexts, model.config)})
+        enable({"use_reentrant": False, "context_fn": recompute_contexts})
     return network.train()
 
 

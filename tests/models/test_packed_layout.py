@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from packed_segments import PATTERNS, dense_attention, dense_mask, places, random_segments
 from torch.nn import functional as F
 
 from dschat.models.packed_attention import _sdpa, _transformed_attention
@@ -12,57 +13,6 @@ from dschat.models.packed_layout import PackedLayout, Segment
 from dschat.models.packed_rows import pack_rows, prompt_lengths_of, shared_prompts
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.3
-PATTERNS = {  # (query, key) positions in their sequence → attended; None: causal
-    "causal": None,
-    "window": lambda q, k: (k <= q) & (k > q - 5),
-    "chunks": lambda q, k: (k <= q) & (k // 7 == q // 7),
-    "dilated": lambda q, k: (k <= q) & ((q - k) % 3 == 0),
-}
-
-
-def random_segments(trial: random.Random) -> list[Segment]:
-    """Sequences, prompts with continuations, and prompts without any, in the order in which they lie."""
-    segments, packed = [], 0
-    for length in sorted(trial.randint(1, 60) for _ in range(trial.randint(0, 5))):
-        segments.append(Segment(packed, length))
-        packed += length
-    for _ in range(trial.randint(1, 3)):
-        prompt = (packed, trial.randint(1, 30))
-        segments.append(Segment(*prompt))
-        packed += prompt[1]
-        for length in sorted(trial.randint(1, 60) for _ in range(trial.randint(0, 4))):
-            segments.append(Segment(packed, length, prompt))
-            packed += length
-    return segments
-
-
-def places(segment: Segment) -> list[int]:
-    """Where the tokens of a segment's whole sequence lie, by position."""
-    return [*range(segment.prefix[0], sum(segment.prefix)), *range(segment.start, segment.start + segment.length)]
-
-
-def dense_mask(segments: list[Segment], pattern) -> torch.Tensor:
-    """[N, N] bool, True where a token attends to another one."""
-    size = segments[-1].start + segments[-1].length
-    mask = torch.zeros(size, size, dtype=torch.bool)
-    for segment in segments:
-        tokens, position = torch.tensor(places(segment)), torch.arange(len(places(segment)))
-        attended = position[:, None] >= position if pattern is None else pattern(position[:, None], position)
-        own = position >= segment.prefix[1]
-        mask[tokens[own][:, None], tokens] = attended[own]
-    return mask
-
-
-def dense_attention(q, k, v, mask, *, softcap=None, sinks=None):
-    k, v = (tensor[[head * GROUPS // HEADS for head in range(HEADS)]] for tensor in (k, v))
-    logits = torch.einsum("hqd,hkd->hqk", q, k) * SCALE
-    if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
-    weights = torch.where(mask, logits.exp(), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + sinks.exp()[:, None, None]
-    return torch.einsum("hqk,hkd->hqd", weights / total, v)
 
 
 def random_inputs(size: int, *, value_width: int = WIDTH) -> list[torch.Tensor]:
@@ -88,7 +38,7 @@ def test_attention_over_a_packed_row_equals_a_dense_mask(name):
         layout = PackedLayout(segments, "cpu")
         attend = partial(_sdpa, scale=SCALE, dropout=0.0)
         actual = layout.attention(*inputs, masks=layout.masks(PATTERNS[name]), attend=attend)
-        expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]))
+        expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]), scale=SCALE)
         assert_same_outputs_and_gradients(actual, expected, inputs, (number, segments))
         assert layout.longest == max(len(places(segment)) for segment in segments)
 
@@ -106,7 +56,7 @@ def test_attention_with_capped_logits_or_sinks_equals_a_dense_mask(name, transfo
         layout = PackedLayout(segments, "cpu")
         attend = partial(_transformed_attention, scale=SCALE, dropout=0.0, **options)
         actual = layout.attention(*inputs, masks=layout.masks(PATTERNS[name]), attend=attend)
-        expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]), **options)
+        expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]), scale=SCALE, **options)
         # The softmax of this implementation is in float32.
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
         direction, trained = torch.randn_like(expected), [*inputs, *([sinks] if transform == "sinks" else [])]

@@ -70,12 +70,14 @@ def tokens_embedded(network) -> list[int]:
 
 
 def run_padded_and_packed(network, call):
-    """Outputs and gradients of both; the network is packed afterwards."""
+    """Outputs and gradients: padded, packed, and packed by C++ kernels; the network is packed by them afterwards."""
     packing, network.backbone.packing = network.packing, PADDED
     network.backbone.aligns_left = False
     padded = outputs_and_gradients(network, call)
     network.backbone.packing = packing
-    return padded, outputs_and_gradients(network, call)
+    packed_rows = outputs_and_gradients(network, call)
+    network.backbone.use_cpu_kernels()
+    return padded, [packed_rows, outputs_and_gradients(network, call)]
 
 
 @pytest.mark.parametrize("kind", PACKED)
@@ -88,17 +90,16 @@ def test_packed_rows_with_shared_prompts_have_the_logprobs_and_gradients_of_padd
     assert enabled(network, caplog) == [] and network.packing == FULL
     ids, mask, loss_mask = rows_with_equal_prompts(97)
     passes = tokens_embedded(network)
-    (expected, gradients), (actual, others) = run_padded_and_packed(
-        network, lambda: network(ids, mask, loss_mask, 0.7, True)
-    )
-    assert passes == [7 * 22, 65]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
-    assert_close_gradients(others, gradients, relative=RELATIVE.get(kind, 1e-5))
+    (expected, gradients), ways = run_padded_and_packed(network, lambda: network(ids, mask, loss_mask, 0.7, True))
+    assert passes == [7 * 22, 65, 65]
+    for actual, others in ways:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+        assert_close_gradients(others, gradients, relative=RELATIVE.get(kind, 1e-5))
     network.backbone.packing = Packing(remove_padding=True)
     torch.testing.assert_close(
         network(ids, mask, loss_mask, 0.7).flatten(), expected[: ids.numel()], rtol=1e-5, atol=2e-5
     )
-    assert passes[2:] == [89]
+    assert passes[3:] == [89]
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "mistral with a window"])
@@ -110,6 +111,7 @@ def test_recomputed_layers_attend_inside_the_same_sequences(name, caplog, tmp_pa
     for checkpointing in (False, True):
         model = load_causal_lm(tmp_path, dtype=torch.float32, gradient_checkpointing=checkpointing)
         network = TokenLogprobs(model).train()
+        network.backbone.use_cpu_kernels()
         assert enabled(network, caplog) == []
         results.append(outputs_and_gradients(network, lambda network=network: [network(ids, mask, loss_mask)]))
     (expected, gradients), (actual, others) = results
@@ -124,12 +126,13 @@ def test_scores_and_their_gradients_are_those_of_padded_rows(name, caplog):
     ids, mask, loss_mask = rows_with_equal_prompts(VOCABULARY)
     prompts = torch.tensor([9, 3, 9, 8, 3, 9, 3])
     passes = tokens_embedded(network)
-    (expected, gradients), (actual, others) = run_padded_and_packed(
+    (expected, gradients), ways = run_padded_and_packed(
         network, lambda: [network(ids, mask, prompt_lengths=prompts)[mask], network.sequence_scores(ids, mask, prompts)]
     )
-    assert passes == [7 * 22, 7 * 22, 65, 65]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
-    assert_close_gradients(others, gradients, relative=1e-5)
+    assert passes == [7 * 22] * 2 + [65] * 4
+    for actual, others in ways:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+        assert_close_gradients(others, gradients, relative=1e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)

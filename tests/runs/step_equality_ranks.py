@@ -1,7 +1,8 @@
 """Rank program: a step of every objective, cut and packed in several ways: `python step_equality_ranks.py FOLDER`.
 
 The first rank writes FOLDER/<ranks>.pt: for each case metrics and gradients, which test_step_equality compares. One
-process must run first: it also writes the reference (padded rows, one in each forward pass) and the rollouts.
+process must run first: it also writes the reference (padded rows, one in each forward pass, by torch's kernels) and
+the rollouts.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ def engine_of(root: Path, kind: str, option: dict[str, Any], *, remove_padding: 
             lora_learning_rate=0.0,
         ),
         optimizer=arguments.OptimizerArguments(max_grad_norm=0.0),
-        devices=arguments.DeviceArguments(dtype="fp32", remove_padding=remove_padding, **option),
+        devices=arguments.DeviceArguments(
+            dtype="fp32", remove_padding=remove_padding, kernels="auto" if remove_padding else "torch", **option
+        ),
     )  # fmt: skip
     load_model, wrapper = {
         "causal": (load_causal_lm, TokenLogprobs), "scalar": (load_scalar_head, TokenScores),
@@ -138,7 +141,7 @@ def trainer_of(root: Path, name: str, option: dict[str, Any], *, remove_padding:
     return make_trainer(
         root, **ALGORITHMS[name], **option, actor_zero_stage=stage, critic_zero_stage=stage, actor_lora_dim=dim,
         critic_lora_dim=dim, lora_module_name="layers.", lora_learning_rate=0.0, actor_learning_rate=0.0,
-        critic_learning_rate=0.0, remove_padding=remove_padding,
+        critic_learning_rate=0.0, remove_padding=remove_padding, kernels="auto" if remove_padding else "torch",
     )  # fmt: skip
 
 

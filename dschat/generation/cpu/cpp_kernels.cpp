@@ -1,60 +1,17 @@
 // CPU kernels for decoding steps, where torch is slow: attention of one query token per row over the KV pool, sampling
-// a token per row of logits, bf16 linear layers, and fused RMS norms, gated activations and rotary embeddings.
+// a token per row of logits, and bf16 linear layers.
 // Plain C interface, so that it compiles in seconds and does not depend on torch's version. Matrices are row-major;
 // "stride" counts elements.
 #include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <limits>
 #include <vector>
+
+#include "elements.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
 namespace {
-
-struct bf16 {
-    uint16_t bits;
-};
-
-inline float load(const float* p) { return *p; }
-inline float load(const bf16* p) {
-    uint32_t bits = uint32_t(p->bits) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    return value;
-}
-inline void store(float* p, float value) { *p = value; }
-inline void store(bf16* p, float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    if (value != value) {
-        p->bits = 0x7FC0;
-    } else {
-        bits += 0x7FFF + ((bits >> 16) & 1);  // to nearest, ties to even
-        p->bits = uint16_t(bits >> 16);
-    }
-}
-
-// e^x for x <= 0 to 2 units in the last place: 2^n times a polynomial on [-ln2/2, ln2/2]; 0 below -87. Vectorises.
-inline float exp_of_negative(float x) {
-    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float n = (clamped * 1.44269504f + shift) - shift;
-    const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
-    float p = 1.98756915e-4f;
-    p = p * r + 1.39819994e-3f;
-    p = p * r + 8.33345205e-3f;
-    p = p * r + 4.16657962e-2f;
-    p = p * r + 1.66666654e-1f;
-    p = p * r + 5.00000012e-1f;
-    p = p * (r * r) + r + 1.0f;
-    const int32_t bits = (int32_t(n) + 127) << 23;
-    float scale;
-    std::memcpy(&scale, &bits, 4);
-    return x < -87.0f ? 0.0f : p * scale;
-}
 
 struct Attention {
     void* out;           // [rows, heads, value_width]
@@ -362,77 +319,6 @@ void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const ui
 }
 #endif
 
-// x / sqrt(mean(x^2) + eps) * (weight + shift), accumulated in float32.
-template <typename T>
-void rms_norm_rows(T* out, const T* x, const T* weight, int64_t rows, int64_t width, int64_t stride, float eps,
-                   float shift, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < rows; ++row) {
-        const T* from = x + row * stride;
-        T* to = out + row * width;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < width; ++i) squares += load(from + i) * load(from + i);
-        const float inverse = 1.0f / std::sqrt(squares / float(width) + eps);
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) store(to + i, load(from + i) * inverse * (load(weight + i) + shift));
-    }
-}
-
-inline float sigmoid(float x) {
-    const float e = exp_of_negative(-std::fabs(x));
-    return (x < 0 ? e : 1.0f) / (1.0f + e);
-}
-
-// act(gate) * up, where act(x) is x * sigmoid(x), or GELU's tanh form: x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)).
-template <typename T>
-void gated_rows(T* out, const T* gate, const T* up, int64_t rows, int64_t width, int64_t gate_row, int64_t up_row,
-                int gelu, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < rows; ++row) {
-        const T* g = gate + row * gate_row;
-        const T* u = up + row * up_row;
-        T* to = out + row * width;
-#pragma omp simd
-        for (int64_t i = 0; i < width; ++i) {
-            const float x = load(g + i);
-            const float argument = gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x;
-            store(to + i, x * sigmoid(argument) * load(u + i));
-        }
-    }
-}
-
-struct Rotation {
-    void* out;        // [rows, tokens, heads, width]
-    const void* x;    // [rows, heads, tokens, width]
-    const void* cos;  // [rows or 1, tokens, width]
-    const void* sin;  // as cos
-    int64_t rows, heads, tokens, width;
-    int64_t x_row, x_head, x_token, angle_row, angle_token;  // strides
-};
-
-// Su et al. 2021 (arXiv:2104.09864), the halves of a head paired: x cos + (-second half, first half) sin.
-template <typename T>
-void rotate_rows(const Rotation& r, int threads) {
-    const int64_t half = r.width / 2;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t task = 0; task < r.rows * r.tokens; ++task) {
-        const int64_t row = task / r.tokens, token = task % r.tokens;
-        const T* cos = static_cast<const T*>(r.cos) + row * r.angle_row + token * r.angle_token;
-        const T* sin = static_cast<const T*>(r.sin) + row * r.angle_row + token * r.angle_token;
-        T* out = static_cast<T*>(r.out) + task * r.heads * r.width;
-        for (int64_t head = 0; head < r.heads; ++head, out += r.width) {
-            const T* x = static_cast<const T*>(r.x) + row * r.x_row + head * r.x_head + token * r.x_token;
-#pragma omp simd
-            for (int64_t i = 0; i < half; ++i) {
-                const float a = load(x + i), b = load(x + half + i);
-                store(out + i, a * load(cos + i) - b * load(sin + i));
-                store(out + half + i, b * load(cos + half + i) + a * load(sin + half + i));
-            }
-        }
-    }
-}
-
 struct Draw {
     int64_t* tokens;         // [rows]
     float* logprobs;         // [rows]
@@ -590,33 +476,6 @@ void linear(void* out, const void* x, const void* packed, const void* bias, int6
     multiply(static_cast<uint16_t*>(out), static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(packed),
              static_cast<const uint16_t*>(bias), rows, in_features, out_features, x_row, threads);
 #endif
-}
-
-void rms_norm(void* out, const void* x, const void* weight, int64_t rows, int64_t width, int64_t stride, float eps,
-              float shift, int is_bf16, int threads) {
-    if (is_bf16)
-        rms_norm_rows(static_cast<bf16*>(out), static_cast<const bf16*>(x), static_cast<const bf16*>(weight), rows,
-                      width, stride, eps, shift, threads);
-    else
-        rms_norm_rows(static_cast<float*>(out), static_cast<const float*>(x), static_cast<const float*>(weight), rows,
-                      width, stride, eps, shift, threads);
-}
-
-void gated(void* out, const void* gate, const void* up, int64_t rows, int64_t width, int64_t gate_row, int64_t up_row,
-           int gelu, int is_bf16, int threads) {
-    if (is_bf16)
-        gated_rows(static_cast<bf16*>(out), static_cast<const bf16*>(gate), static_cast<const bf16*>(up), rows, width,
-                   gate_row, up_row, gelu, threads);
-    else
-        gated_rows(static_cast<float*>(out), static_cast<const float*>(gate), static_cast<const float*>(up), rows,
-                   width, gate_row, up_row, gelu, threads);
-}
-
-void rotate(void* out, const void* x, const void* cos, const void* sin, const int64_t* sizes, int is_bf16,
-            int threads) {
-    const Rotation r{out,      x,        cos,      sin,      sizes[0], sizes[1], sizes[2],
-                     sizes[3], sizes[4], sizes[5], sizes[6], sizes[7], sizes[8]};
-    is_bf16 ? rotate_rows<bf16>(r, threads) : rotate_rows<float>(r, threads);
 }
 
 }  // extern "C"

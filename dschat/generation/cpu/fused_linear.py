@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat.generation.cpu import cpp_kernels
-from dschat.generation.cpu.cpp_kernels import CPUKernels
+from dschat.generation.cpu.cpp_kernels import DecodingKernels
 
 
 class FusedLinears:
@@ -28,7 +28,7 @@ class FusedLinears:
         packed: the packed weights, at a fixed address.
     """
 
-    def __init__(self, layers: list[nn.Linear], library: CPUKernels) -> None:
+    def __init__(self, layers: list[nn.Linear], library: DecodingKernels) -> None:
         self.layers, self.library = layers, library
         self.sizes = [layer.out_features for layer in layers]
         self.packed: Tensor | None = None
@@ -75,7 +75,7 @@ class FusedLinears:
         return forward
 
 
-def bf16_kernels(model: PreTrainedModel) -> CPUKernels | None:
+def bf16_kernels(model: PreTrainedModel) -> DecodingKernels | None:
     """The kernels if the model has bf16 weights on a CPU with bf16 instructions, else None."""
     weight = model.get_input_embeddings().weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:

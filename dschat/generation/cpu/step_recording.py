@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dschat.generation.cpu import cpp_kernels
+from dschat.models.cpu.library import CompiledLibrary
 
 # Maximum tensor memory kept per recording: above this, arithmetic dominates the call overhead.
 MAX_BYTES = 256 << 20
@@ -28,15 +28,13 @@ def record(run: Callable[[], None]) -> Recording | None:
     Returns None if a replay could differ, because the function reads values of a tensor into Python, or if it creates
     more than MAX_BYTES of tensors.
     """
-    library, recorder = cpp_kernels.load(), Recorder()
-    if library is not None:
-        library.recorder = recorder.calls
+    recorder = Recorder()
+    CompiledLibrary.recorder = recorder.calls
     try:
         with recorder:
             run()
     finally:
-        if library is not None:
-            library.recorder = None
+        CompiledLibrary.recorder = None
     if recorder.reads or recorder.bytes > MAX_BYTES:
         return None
     return Recording(recorder.calls, recorder.kept, recorder.bytes)

@@ -1,12 +1,14 @@
-"""Modules replaced by fused kernels, and the equality of their outputs."""
+"""Modules replaced by fused kernels, and the equality of their outputs and gradients."""
 
 import pytest
 import torch
 import transformers
-from test_generation import COMMON, GROUPED, tiny
+from decoder_models import COMMON, GROUPED, tiny
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from dschat.generation.cpu.fused_modules import fused_forwards
+from dschat.models.cpu import fused_modules
+from dschat.models.cpu.fused_modules import fused_forwards, replaced_forwards
 
 
 def replaced(model: nn.Module) -> set[str]:
@@ -38,9 +40,8 @@ def test_a_model_with_faster_forwards_gives_the_same_logits(name, dtype):
     with torch.inference_mode():
         expected = model(ids).logits
         faster = fused_forwards(model)
-        for module, forward in faster.items():
-            module.forward = forward
-        actual = model(ids).logits
+        with replaced_forwards(faster):
+            actual = model(ids).logits
     assert faster and not torch.equal(actual, expected) or dtype == torch.float32
     if dtype == torch.float32:
         torch.testing.assert_close(actual, expected, atol=2e-5, rtol=1e-4)
@@ -64,9 +65,8 @@ def test_other_rotary_embeddings_give_the_same_logits(config):
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         expected = model(ids).logits
-        for module, forward in fused_forwards(model).items():
-            module.forward = forward
-        torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
+        with replaced_forwards(fused_forwards(model)):
+            torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)
 
 
 def test_finding_faster_forwards_changes_neither_random_state_nor_model():
@@ -99,3 +99,56 @@ def test_the_epsilon_that_a_norm_uses_is_found_among_its_numbers():
     x = 0.01 * torch.randn(5, 3, 16)
     with torch.inference_mode():
         torch.testing.assert_close(forward(x), model.norm(x))
+
+
+def loss_and_gradients(model) -> tuple[float, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    ids = torch.randint(97, (3, 17), generator=torch.Generator().manual_seed(0))
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "gemma2"])
+def test_gradients_are_those_of_the_model(name, adapters):
+    """Adapters are added after the trials, as when a model is loaded for training."""
+    model = tiny(name)
+    forwards = fused_forwards(model)
+    if adapters:
+        targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
+        config = LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
+        model = get_peft_model(model, config)
+    expected, gradients = loss_and_gradients(model)
+    with replaced_forwards(forwards):
+        actual, others = loss_and_gradients(model)
+    assert actual == pytest.approx(expected, rel=1e-6) and others.keys() == gradients.keys()
+    assert any(adapters == ("lora" in name) for name in gradients)
+    for parameter, gradient in gradients.items():
+        assert (others[parameter] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, parameter
+
+
+def test_a_forward_that_was_replaced_before_is_restored():
+    model = tiny("llama")
+    forwards = fused_forwards(model)
+
+    def patched(x):
+        return x
+
+    model.model.norm.forward = patched
+    with pytest.raises(KeyError), replaced_forwards(forwards):
+        assert model.model.norm.forward is forwards[model.model.norm]
+        raise KeyError
+    assert model.model.norm.forward is patched
+    assert not any("forward" in vars(module) for module in model.modules() if module is not model.model.norm)
+
+
+def test_modules_of_one_kind_share_a_trial(monkeypatch):
+    trials = []
+    for name in ("_find_norm", "_find_gated_layer"):
+        trial = getattr(fused_modules, name)
+        monkeypatch.setattr(fused_modules, name, lambda *args, t=trial: trials.append(type(args[0])) or t(*args))
+    model = tiny("llama")
+    model.model.layers[1].post_attention_layernorm.variance_epsilon *= 2
+    fused_forwards(model)
+    assert sorted(kind.__name__ for kind in trials) == ["LlamaMLP", "LlamaRMSNorm", "LlamaRMSNorm"]
