@@ -68,9 +68,11 @@ def _check_zero_stages(folder: Path, saved: dict[str, int], engines: Engines) ->
     for name, then in saved.items():
         now = stages.get(name, then)
         if then != now and {then, now} != {1, 2}:
+            # One rank runs stage 2 as stage 1, see deepspeed_config.
+            saved_stage, own_stage = ("1 or 2" if stage in (1, 2) else stage for stage in (then, now))
             raise ValueError(
-                f"{folder} contains the {name} of ZeRO stage {then}, but this run has stage {now}: resume with "
-                f"stage {then} (only stages 1 and 2 can load each other's checkpoints)"
+                f"{folder} contains the {name} of ZeRO stage {saved_stage}, but this run has stage {own_stage}: resume "
+                f"with stage {saved_stage}"
             )
 
 

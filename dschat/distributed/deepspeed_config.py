@@ -36,7 +36,8 @@ def training_config(
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW handles offloaded states without a compiled op
         "zero_allow_untested_optimizer": True,
         **_precision(dtype),
-        "zero_optimization": _zero(zero_stage, offload),
+        # One rank has no gradients to partition: stage 1 accumulates them without stage 2's copies to buckets.
+        "zero_optimization": _zero(1 if zero_stage == 2 and world_size == 1 else zero_stage, offload),
     }
     if dtype == "bf16" and zero_stage > 0:  # without ZeRO, DeepSpeed's bf16 optimizer only accumulates in bf16
         config["data_types"] = {"grad_accum_dtype": "fp32"}

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
+from dschat.models import flash_attention
 from dschat.models.cpu.attention import AttentionKernels
 from dschat.models.cpu.library import DTYPES
 from dschat.models.packed_layout import PackedLayout, Visible
+from dschat.models.rectangular_attention import sdpa, transformed_attention
 
 ATTENTION_NAME = "dschat_packed"
 RUNS_UNCOMPILED = "packed attention is not compiled"
@@ -52,6 +53,19 @@ class PackedMask:
     def first_visible(self) -> Tensor | None:
         """First position that each position attends to."""
         return self.layout.first_visible(self.visible)
+
+    @cached_property
+    def window(self) -> int | None:
+        """Number of last positions that each position attends to; None: all."""
+        return self.layout.window(self.visible)
+
+    @cached_property
+    def fits_flash_kernels(self) -> bool:
+        """Whether they know the pattern: causal, or a window without prefixes."""
+        try:
+            return self.window is None or self.layout.variable_lengths.queries is None
+        except NotImplementedError:
+            return False
 
 
 @contextmanager
@@ -111,44 +125,20 @@ def _attend_packed(
         raise NotImplementedError("packed attention: this model's attention depends on more than its mask")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layout, kernels = attention_mask.layout, attention_mask.kernels
-    if kernels is not None and softcap is None and s_aux is None and dropout == 0 and query.dtype in DTYPES:
-        groups, first = layout.groups, attention_mask.first_visible
-        out = kernels.attention(query[0], key[0], value[0], groups, first, scale=scale)  # [H, N, Dv]
+    plain = softcap is None and s_aux is None and dropout == 0
+    q, k, v = query[0], key[0], value[0]
+    if plain and kernels is not None and q.dtype in DTYPES:
+        out = kernels.attention(q, k, v, layout.groups, attention_mask.first_visible, scale=scale)  # [H, N, Dv]
+        return out.transpose(0, 1)[None], None
+    if plain and flash_attention.supports(q, v) and attention_mask.fits_flash_kernels:
+        out = flash_attention.attention(q, k, v, layout, window=attention_mask.window, scale=scale)
         return out.transpose(0, 1)[None], None
     if softcap is None and s_aux is None:
-        attend = partial(_sdpa, scale=scale, dropout=dropout)
+        attend = partial(sdpa, scale=scale, dropout=dropout)
     else:
-        attend = partial(_transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
-    out = layout.attention(query[0], key[0], value[0], masks=attention_mask.masks, attend=attend)  # [H, N, Dv]
+        attend = partial(transformed_attention, scale=scale, dropout=dropout, softcap=softcap, sinks=s_aux)
+    out = layout.attention(q, k, v, masks=attention_mask.masks, attend=attend)  # [H, N, Dv]
     return out.transpose(0, 1)[None].contiguous(), None
-
-
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float) -> Tensor:
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
-    )
-
-
-def _transformed_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, dropout: float, softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Attention with soft-capped logits (Gemma 2), or one extra logit per head that takes probability (gpt-oss)."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (tensor.repeat_interleave(groups, dim=1) for tensor in (k, v))
-    logits = q @ k.transpose(-1, -2) * scale  # [B, H, L, K]
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    if mask is None:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=logits.device).tril()
-    logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    if sinks is not None:
-        logits = torch.cat([logits, sinks.reshape(1, -1, 1, 1).expand(*logits.shape[:3], 1)], dim=-1)
-    probabilities = logits.softmax(dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
-    return F.dropout(probabilities, dropout) @ v
 
 
 AttentionInterface.register(ATTENTION_NAME, _attend_packed)

@@ -50,6 +50,29 @@ class SegmentGroups:
 
 
 @dataclass(frozen=True)
+class VariableLengths:
+    """A packed row for kernels that take sequences of any lengths.
+
+    Attributes:
+        own_ends: [segments + 1] int32, 0 and the end of each segment in the packed row.
+        longest_own: tokens of the longest segment.
+        queries: [M] long, tokens of segments with a prefix, prompt by prompt; None: there are none.
+        keys: [K] long, tokens of these prompts.
+        query_ends, key_ends: [prompts + 1] int32, 0 and where the tokens of each prompt end in `queries` and `keys`.
+        longest_query, longest_key: largest number of tokens of one prompt in `queries` and in `keys`.
+    """
+
+    own_ends: Tensor
+    longest_own: int
+    queries: Tensor | None = None
+    keys: Tensor | None = None
+    query_ends: Tensor | None = None
+    key_ends: Tensor | None = None
+    longest_query: int = 0
+    longest_key: int = 0
+
+
+@dataclass(frozen=True)
 class Bucket:
     """Adjacent segments of similar length: one rectangular attention call.
 
@@ -95,6 +118,26 @@ class PackedLayout:
         self.longest = max(segment.length + segment.prefix[1] for segment in segments)
 
     @cached_property
+    def variable_lengths(self) -> VariableLengths:
+        """The segments for kernels that take sequences of any lengths."""
+        lengths = [segment.length for segment in self._segments]
+        own_ends, longest = _ends(lengths, self.device), max(lengths)
+        continued: dict[tuple[int, int], list[Segment]] = {}
+        for segment in self._segments:
+            if segment.prefix[1]:
+                continued.setdefault(segment.prefix, []).append(segment)
+        if not continued:
+            return VariableLengths(own_ends, longest)
+        queries = [[(segment.start, segment.length) for segment in segments] for segments in continued.values()]
+        query_lengths = [sum(length for _, length in runs) for runs in queries]
+        key_lengths = [length for _, length in continued]
+        return VariableLengths(
+            own_ends, longest, _tokens([run for runs in queries for run in runs], self.device),
+            _tokens(list(continued), self.device), _ends(query_lengths, self.device), _ends(key_lengths, self.device),
+            max(query_lengths), max(key_lengths),
+        )  # fmt: skip
+
+    @cached_property
     def groups(self) -> SegmentGroups:
         """The segments for a kernel that knows them."""
         members: dict[tuple[int, int], list[Segment]] = {}
@@ -136,6 +179,19 @@ class PackedLayout:
             seen = visible(position, middle)
             low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
         return high
+
+    def window(self, visible: Visible | None) -> int | None:
+        """Number of last positions that every position attends to, itself included; None: all.
+
+        Raises: NotImplementedError for other patterns.
+        """
+        first = self.first_visible(visible)
+        if first is None or not bool(first.any()):
+            return None
+        window = self.longest - int(first[-1])
+        if not torch.equal(first, (torch.arange(self.longest) - window + 1).clamp(min=0)):
+            raise NotImplementedError("packed attention: this model's mask is no window")
+        return window
 
     def masks(self, visible: Visible | None) -> list[Tensor | None]:
         """The mask of each bucket; None for a causal one.
@@ -188,6 +244,15 @@ def _attend(
     q, k, v = (tensor.unflatten(1, (len(bucket.prefixes), -1)).transpose(0, 1) for tensor in (q, k, v))
     out = attend(q, k, v, mask).transpose(0, 1).flatten(1, 2)  # [H, rows · columns, Dv]
     return out if bucket.real is None else out.index_select(1, bucket.real)
+
+
+def _ends(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
+
+
+def _tokens(runs: Sequence[tuple[int, int]], device: torch.device | str) -> Tensor:
+    """Indices of the tokens of runs (start, length)."""
+    return torch.from_numpy(np.concatenate([np.arange(length) + start for start, length in runs])).to(device)
 
 
 def _pairs(group: Sequence[Segment]) -> int:

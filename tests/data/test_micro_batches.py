@@ -93,7 +93,7 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
         for name, tensor in expected.tensors().items():
             mask = expected.response_mask if name == "values" else slice(None)  # values at padding are undefined
             torch.testing.assert_close(
-                getattr(actual, name)[mask], tensor[mask], atol=2e-6, rtol=1e-5,
+                getattr(actual, name)[mask], tensor[mask], atol=5e-6, rtol=1e-5,
                 msg=lambda m, n=name, c=case: f"{c}, {n}: {m}",
             )  # fmt: skip
 

@@ -8,9 +8,9 @@ import torch
 from packed_segments import PATTERNS, dense_attention, dense_mask, places, random_segments
 from torch.nn import functional as F
 
-from dschat.models.packed_attention import _sdpa, _transformed_attention
 from dschat.models.packed_layout import PackedLayout, Segment
 from dschat.models.packed_rows import pack_rows, prompt_lengths_of, shared_prompts
+from dschat.models.rectangular_attention import sdpa, transformed_attention
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.3
 
@@ -36,7 +36,7 @@ def test_attention_over_a_packed_row_equals_a_dense_mask(name):
         segments = random_segments(trial)
         inputs = random_inputs(segments[-1].start + segments[-1].length, value_width=trial.choice([4, WIDTH]))
         layout = PackedLayout(segments, "cpu")
-        attend = partial(_sdpa, scale=SCALE, dropout=0.0)
+        attend = partial(sdpa, scale=SCALE, dropout=0.0)
         actual = layout.attention(*inputs, masks=layout.masks(PATTERNS[name]), attend=attend)
         expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]), scale=SCALE)
         assert_same_outputs_and_gradients(actual, expected, inputs, (number, segments))
@@ -54,7 +54,7 @@ def test_attention_with_capped_logits_or_sinks_equals_a_dense_mask(name, transfo
         sinks = torch.randn(HEADS, dtype=torch.double, requires_grad=True)
         options = {"softcap": {"softcap": 0.7, "sinks": None}, "sinks": {"softcap": None, "sinks": sinks}}[transform]
         layout = PackedLayout(segments, "cpu")
-        attend = partial(_transformed_attention, scale=SCALE, dropout=0.0, **options)
+        attend = partial(transformed_attention, scale=SCALE, dropout=0.0, **options)
         actual = layout.attention(*inputs, masks=layout.masks(PATTERNS[name]), attend=attend)
         expected = dense_attention(*inputs, dense_mask(segments, PATTERNS[name]), scale=SCALE, **options)
         # The softmax of this implementation is in float32.

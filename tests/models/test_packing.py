@@ -119,6 +119,26 @@ def test_recomputed_layers_attend_inside_the_same_sequences(name, caplog, tmp_pa
     assert_close_gradients(others, gradients, relative=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt2"])
+def test_kernels_in_bf16_are_as_close_to_float32_as_torchs_are(kind, caplog):
+    """They round elsewhere, so they are not equal to torch's; the mean of several batches."""
+    ids, mask, loss_mask = rows_with_equal_prompts(97)
+    exact = TokenLogprobs(tiny_architecture(kind))
+    networks = {name: TokenLogprobs(tiny_architecture(kind).to(torch.bfloat16)) for name in ("torch", "kernels")}
+    networks["kernels"].backbone.use_cpu_kernels()
+    errors = {name: [] for name in networks}
+    for seed in range(6):
+        batch = (ids + 13 * seed) % 97, mask, loss_mask
+        expected, gradients = outputs_and_gradients(exact, lambda batch=batch: [exact(*batch)])
+        for name, network in networks.items():
+            network.backbone.packing = FULL
+            actual, others = outputs_and_gradients(network, lambda n=network, batch=batch: [n(*batch)])
+            distances = [float((others[n] - g).norm() / g.norm().clamp(min=1e-3)) for n, g in gradients.items()]
+            errors[name].append((float((actual - expected).norm()), sum(distances)))
+    plain, by_kernels = np.mean(errors["torch"], axis=0), np.mean(errors["kernels"], axis=0)
+    assert (by_kernels <= 1.15 * plain).all(), (by_kernels, plain)
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gemma2", "qwen3", "mistral"])
 def test_scores_and_their_gradients_are_those_of_padded_rows(name, caplog):
     network = TokenScores(tiny_classifier(name))

@@ -513,9 +513,13 @@ def test_an_output_folder_that_cannot_be_written_is_named(run, tmp_path):
     assert "cannot be written" in printed and "name another folder" in printed
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
-def test_a_run_resumed_with_other_world_sizes_has_the_same_data_and_nearly_the_same_losses(zero, run, whole, tmp_path):
-    settings = {"zero": zero, "max_steps": 6}
+@pytest.mark.parametrize(
+    "zero, dtype, relative", [(0, "fp32", 1e-4), (2, "fp32", 1e-4), (3, "fp32", 1e-4), (2, "bf16", 1e-3)]
+)
+def test_a_run_resumed_with_other_world_sizes_has_the_same_data_and_nearly_the_same_losses(
+    zero, dtype, relative, run, whole, tmp_path
+):
+    settings = {"zero": zero, "max_steps": 6, "dtype": dtype}
     run("sft", **settings, processes=2, save_interval=2, fail="update:TERM#2", code=SAVED)
     printed = run("sft", **settings, processes=1, save_interval=2, resume="auto", fail="update:TERM#2", code=SAVED)
     assert "--per_device_train_batch_size was 4, is 8" in printed
@@ -525,23 +529,32 @@ def test_a_run_resumed_with_other_world_sizes_has_the_same_data_and_nearly_the_s
     assert [line["step"] for line in actual] == [line["step"] for line in expected]
     for line, expected_line in zip(actual, expected, strict=True):
         name = "loss" if expected_line["phase"] == "train" else "eval_loss"
-        assert line[name] == pytest.approx(expected_line[name], rel=1e-4)
+        assert line[name] == pytest.approx(expected_line[name], rel=relative)
         assert line.get("learning_rate") == expected_line.get("learning_rate")
 
 
 @pytest.mark.parametrize("saved_stage, stage", [(2, 1), (1, 2)])
-def test_zero_1_and_2_resume_each_other(saved_stage, stage, run, whole, tmp_path):
-    run("sft", zero=saved_stage, max_steps=4, fail="update:TERM#2", code=SAVED)
-    run("sft", zero=stage, max_steps=4, resume="auto")
-    assert_same_run(tmp_path / "run", whole("sft", zero=saved_stage, max_steps=4), "sft")
+@pytest.mark.parametrize("dtype, processes", [("fp32", 1), ("bf16", 2)])
+def test_zero_1_and_2_resume_each_other(dtype, processes, saved_stage, stage, run, whole, tmp_path):
+    """DeepSpeed has other optimizers for stage 1 and 2 in bf16; the loss is that of the unbroken run."""
+    settings = {"max_steps": 4, "dtype": dtype, "processes": processes}
+    run("sft", zero=saved_stage, **settings, fail="update:TERM#2", code=SAVED)
+    run("sft", zero=stage, **settings, resume="auto")
+    unbroken = whole("sft", zero=saved_stage, **settings)
+    if dtype == "fp32":
+        assert_same_run(tmp_path / "run", unbroken, "sft")
+    pairs = zip(metrics_of(tmp_path / "run"), metrics_of(unbroken), strict=True)
+    assert all(actual.get("loss") == pytest.approx(expected.get("loss"), rel=1e-3) for actual, expected in pairs)
 
 
 @pytest.mark.parametrize("saved_stage, stage", [(0, 2), (3, 2), (2, 3)])
 def test_a_resume_with_another_zero_stage_is_refused_and_names_the_right_one(saved_stage, stage, run, tmp_path):
     run("sft", zero=saved_stage, fail="update:TERM#2", code=SAVED)
     printed = run("sft", zero=stage, resume="auto", code=2)
-    assert f"contains the model of ZeRO stage {saved_stage}, but this run has stage {stage}" in printed
-    assert f"resume with stage {saved_stage}" in printed
+    names = {2: "1 or 2"}
+    saved_name, name = (names.get(number, number) for number in (saved_stage, stage))
+    assert f"contains the model of ZeRO stage {saved_name}, but this run has stage {name}" in printed
+    assert f"resume with stage {saved_name}" in printed
 
 
 def test_step_3_resumes_with_another_world_size_only_between_iterations(run, tmp_path):
