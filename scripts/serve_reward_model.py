@@ -27,7 +27,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.arguments.script_inputs import PORTS, exit_on_mistake, number_type
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.terminal import printable
-from dschat.models.packing_trial import enable_packing
+from dschat.models.packed.trial import enable_packing
 from dschat.models.scalar_head import TokenScores, has_scalar_head, load_scalar_head
 from dschat.models.tokenizer import load_tokenizer
 from dschat.rewards.reward_client import TOKEN_VARIABLE, token_of_environment
@@ -61,6 +61,7 @@ def load_scorer(
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = load_scalar_head(path, dtype=dtype, tokenizer=tokenizer, trust_remote_code=trust_remote_code).to(device)
     network = TokenScores(model)
+    network.backbone.use_cpu_kernels()
     enable_packing(network, remove_padding=True, share_prompts=False)
     longest = longest_sequence(model.config, tokenizer)
     return TextScorer(network, tokenizer, max_tokens=min(max_tokens or longest, longest))

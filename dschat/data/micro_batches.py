@@ -19,7 +19,7 @@ from dschat.data.token_budget import (
 )
 from dschat.distributed.collectives import max_over_ranks
 from dschat.models.backbone import TokenNetwork
-from dschat.models.packed_rows import prompt_lengths_of, shared_prompts
+from dschat.models.packed.rows import prompt_lengths_of, shared_prompts
 
 
 @dataclass(frozen=True)

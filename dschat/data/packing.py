@@ -2,7 +2,7 @@
 
 Which conversations share a row is decided once, before training; rows are then shuffled like any others. A packed row
 stores the lengths of its conversations, and position ids restart with each (collate_sft), by which attention separates
-them (models.packed_attention). Losses are sums over trained tokens of the whole step, so packing does not change them.
+them (models.packed). Losses are sums over trained tokens of the whole step, so packing does not change them.
 """
 
 from __future__ import annotations

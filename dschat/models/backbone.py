@@ -19,8 +19,8 @@ from dschat.models.cpu import attention
 from dschat.models.cpu.attention import AttentionKernels
 from dschat.models.cpu.fused_modules import Forward, fused_forwards, replaced_forwards
 from dschat.models.forward_context import Context, forward_context
-from dschat.models.packed_attention import packed_attention
-from dschat.models.packed_rows import pack_rows, shared_prompts
+from dschat.models.packed.attention import packed_attention
+from dschat.models.packed.rows import pack_rows, shared_prompts
 from dschat.tensors import position_ids
 
 
@@ -64,7 +64,7 @@ class Backbone:
         body: its submodule that maps ids to hidden states.
 
     Attributes:
-        packing: rectangles, until dschat.models.packing_trial finds what the model supports.
+        packing: rectangles, until dschat.models.packed.trial finds what the model supports.
         aligns_left: the rows of a rectangle start in its first column, so that it is as wide as the longest one.
         compiled: the model's layers compiled, after compile_layers.
         fused: modules that run by C++ kernels, and their forwards, after use_cpu_kernels.

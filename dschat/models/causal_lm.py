@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from dschat.data.chat_template import stop_token_ids
 from dschat.models.backbone import Backbone, Packing, backbone_of
 from dschat.models.loading import LoadOptions, load_pretrained
-from dschat.models.packed_rows import prompt_lengths_of
+from dschat.models.packed.rows import prompt_lengths_of
 from dschat.models.tokenizer import load_tokenizer
 from dschat.models.verification import verify_logprobs
 from dschat.tensors import linear_logprobs

@@ -15,7 +15,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from dschat.models.packed_attention import RUNS_UNCOMPILED
+from dschat.models.packed.attention import RUNS_UNCOMPILED
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dschat.models.backbone import TokenNetwork, evaluation_mode
 from dschat.models.layer_weights import run_with_full_weights
-from dschat.models.packing_trial import trial_rows
+from dschat.models.packed.trial import trial_rows
 from dschat.models.weights import full_shape
 
 logger = logging.getLogger(__name__)

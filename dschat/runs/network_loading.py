@@ -9,7 +9,7 @@ from dschat.arguments import DeviceArguments, OneModelSettings
 from dschat.distributed.deepspeed_config import DTYPES
 from dschat.models.backbone import TokenNetwork
 from dschat.models.liger_kernels import use_liger_kernels
-from dschat.models.packing_trial import enable_packing
+from dschat.models.packed.trial import enable_packing
 
 Network = TypeVar("Network", bound=TokenNetwork)
 

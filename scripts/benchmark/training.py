@@ -133,7 +133,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     if not problems:
         problems += case_problems(options)
     options.contenders, unknown = chosen_contenders(
-        options.contenders, without=options.without, with_parts=options.with_parts
+        options.contenders, without=options.without, with_parts=options.with_parts, checkout=options.checkout
     )
     if problems + unknown:
         parser.error("; ".join(problems + unknown))
@@ -176,6 +176,7 @@ def argument_parser() -> argparse.ArgumentParser:
     add("--without", metavar="PARTS,PARTS", default="", help=f"also ours without {', '.join(PARTS)}; a+b: both")
     add("--with", metavar="PARTS,PARTS", default="", dest="with_parts", help="also ours with these parts, if they are "
         "not on by default")  # fmt: skip
+    add("--checkout", metavar="PATH", help="also ours of another checkout of this suite, such as an earlier commit")
     add("--turns", type=int, default=3, metavar="N", help="turns of each contender after its warm-up (default: 3)")
     add("--steps", type=int, metavar="N", help="optimizer steps per turn (default: tiny about 8192 tokens, others 1)")
     add("--sequences", type=int, default=64, metavar="N", help="sequences per optimizer step (default: 64)")

@@ -32,12 +32,14 @@ class TrainingContender:
         flags: values of flags of the programs, where they are not the defaults; a flag that this version does not have
             is left out, and noted.
         trl: further arguments of TRL's configuration.
+        checkout: root of another checkout of this suite, whose own worker runs; None: this one.
     """
 
     worker: str = "training_worker.py"
     kinds: tuple[str, ...] = KINDS
     flags: Mapping[str, Any] = field(default_factory=dict)
     trl: Mapping[str, Any] = field(default_factory=dict)
+    checkout: Path | None = None
 
     @property
     def is_trl(self) -> bool:
@@ -55,7 +57,8 @@ class TrainingContender:
         folder.mkdir(parents=True)
         path = folder / "case.json"
         path.write_text(json.dumps({**case, "folder": str(folder), "flags": dict(self.flags), "trl": dict(self.trl)}))
-        return TrainingProcess(python, FOLDER / self.worker, path, threads=threads, log=folder / "log")
+        scripts = self.checkout / "scripts" / "benchmark" if self.checkout else FOLDER
+        return TrainingProcess(python, scripts / self.worker, path, threads=threads, log=folder / "log")
 
 
 CONTENDERS = {
@@ -66,8 +69,10 @@ CONTENDERS = {
 }
 
 
-def chosen_contenders(names: str, *, without: str, with_parts: str) -> tuple[dict[str, TrainingContender], list[str]]:
-    """The contenders of --contenders, --without and --with by name, and a line for each unknown name."""
+def chosen_contenders(
+    names: str, *, without: str, with_parts: str, checkout: str | None = None
+) -> tuple[dict[str, TrainingContender], list[str]]:
+    """The contenders of --contenders, --without, --with and --checkout by name, and a line for each unknown name."""
     chosen = {name: CONTENDERS[name] for name in names.split(",") if name in CONTENDERS}
     problems = [f"--contenders {name}: not one of {', '.join(CONTENDERS)}" for name in names.split(",")
                 if name not in CONTENDERS]  # fmt: skip
@@ -77,4 +82,9 @@ def chosen_contenders(names: str, *, without: str, with_parts: str) -> tuple[dic
             problems += [f"{option} {part}: not one of {', '.join(PARTS)}" for part in parts if part not in PARTS]
             flags = {PARTS[part][0]: PARTS[part][value] for part in parts if part in PARTS}
             chosen[f"ours {sign}{combination}"] = TrainingContender(flags=flags)
+    if checkout:
+        contender = TrainingContender(checkout=Path(checkout).resolve())
+        chosen[f"ours @{Path(checkout).resolve().name}"] = contender
+        if not (contender.checkout / "scripts" / "benchmark" / contender.worker).is_file():
+            problems.append(f"--checkout {checkout}: not a checkout of this suite with scripts/benchmark/{contender.worker}")
     return chosen, problems

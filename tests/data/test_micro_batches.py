@@ -13,7 +13,7 @@ from dschat.data import micro_batches
 from dschat.data.micro_batches import MicroBatchLimit, StepRows, forward_in_micro_batches, limit_of
 from dschat.generation import SamplingParams
 from dschat.models.backbone import Packing
-from dschat.models.packed_rows import prompt_lengths_of
+from dschat.models.packed.rows import prompt_lengths_of
 from dschat.models.tokenizer import load_tokenizer
 from dschat.preference import response_scoring
 from dschat.rlhf.rollouts.result import Timings

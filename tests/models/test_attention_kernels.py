@@ -7,7 +7,7 @@ import torch
 from packed_segments import PATTERNS, dense_attention, dense_mask, random_segments
 
 from dschat.models.cpu import attention
-from dschat.models.packed_layout import PackedLayout, Segment
+from dschat.models.packed.layout import PackedLayout, Segment
 
 CONTIGUOUS = ["causal", "window", "chunks"]  # patterns of adjacent keys
 

@@ -13,7 +13,7 @@ from dschat.models import compiled_layers
 from dschat.models.causal_lm import TokenLogprobs
 from dschat.models.forward_context import recompute_contexts
 from dschat.models.lora import add_lora, without_adapters
-from dschat.models.packing_trial import enable_packing
+from dschat.models.packed.trial import enable_packing
 
 
 @pytest.fixture(autouse=True)

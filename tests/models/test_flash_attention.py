@@ -7,8 +7,8 @@ import pytest
 import torch
 from packed_segments import PATTERNS, dense_attention, dense_mask, random_segments
 
-from dschat.models import flash_attention
-from dschat.models.packed_layout import PackedLayout, Segment
+from dschat.models.packed import flash_attention
+from dschat.models.packed.layout import PackedLayout, Segment
 
 WINDOW = 5  # of PATTERNS["window"]
 

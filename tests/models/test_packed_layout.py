@@ -8,9 +8,9 @@ import torch
 from packed_segments import PATTERNS, dense_attention, dense_mask, places, random_segments
 from torch.nn import functional as F
 
-from dschat.models.packed_layout import PackedLayout, Segment
-from dschat.models.packed_rows import pack_rows, prompt_lengths_of, shared_prompts
-from dschat.models.rectangular_attention import sdpa, transformed_attention
+from dschat.models.packed.layout import PackedLayout, Segment
+from dschat.models.packed.rectangular_attention import sdpa, transformed_attention
+from dschat.models.packed.rows import pack_rows, prompt_lengths_of, shared_prompts
 
 HEADS, GROUPS, WIDTH, SCALE = 4, 2, 8, 0.3
 

@@ -9,6 +9,7 @@ from tiny_models import CONFIGS, HIDDEN, VOCABULARY
 
 from dschat.models.backbone import Packing
 from dschat.models.causal_lm import TokenLogprobs
+from dschat.models.packed.layout import PackedLayout
 from dschat.models.scalar_head import TokenScores
 
 # Why a batch stays padded: attention code of their own; recurrent states; later tokens or other positions.
@@ -73,14 +74,12 @@ def test_a_model_that_supports_packing_but_not_continuations_shares_no_prompts_a
 
 def test_a_model_that_ignores_its_window_when_packed_is_detected_though_the_window_is_long(caplog, monkeypatch):
     """The window of 40 is longer than the rows of the trial."""
-    from dschat.models import packed_attention
-
     config = hf.MistralConfig(**vars(CONFIGS["mistral"]()) | {"sliding_window": 40})
     torch.manual_seed(0)
     model = hf.AutoModelForCausalLM.from_config(config)
     assert enabled(TokenLogprobs(model), caplog) == []
-    masks = packed_attention.PackedLayout.masks
-    monkeypatch.setattr(packed_attention.PackedLayout, "masks", lambda self, visible: masks(self, None))
+    masks = PackedLayout.masks
+    monkeypatch.setattr(PackedLayout, "masks", lambda self, visible: masks(self, None))
     network = TokenLogprobs(model)
     assert len(enabled(network, caplog)) == 1 and network.packing == PADDED
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from repository import SCRIPTS
+from repository import ROOT, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 BENCHMARK = SCRIPTS / "benchmark"
@@ -158,6 +158,14 @@ def test_plain_and_without_change_the_flags_of_their_parts_only():
     off = {"remove_padding": False, "share_prompts": False}
     assert chosen["plain"].flags == off | {"compile": False, "kernels": "torch"}
     assert chosen["ours -packing+sharing"].flags == off and chosen["ours +compile"].flags == {"compile": True}
+
+
+def test_a_checkout_runs_its_own_worker(tmp_path):
+    chosen, problems = chosen_contenders("ours", without="", with_parts="", checkout=str(ROOT))
+    name = f"ours @{ROOT.name}"
+    assert not problems and list(chosen) == ["ours", name] and chosen[name].checkout == ROOT
+    _, (problem,) = chosen_contenders("ours", without="", with_parts="", checkout=str(tmp_path))
+    assert "not a checkout" in problem
 
 
 def test_all_mistakes_in_the_arguments_are_reported_together(capsys):

@@ -11,7 +11,7 @@ from tiny_models import CONFIGS, HIDDEN, VOCABULARY, tiny_causal_lm
 
 from dschat.models.backbone import Packing
 from dschat.models.causal_lm import TokenLogprobs
-from dschat.models.packing_trial import enable_packing
+from dschat.models.packed.trial import enable_packing
 
 FULL, PADDED = Packing(remove_padding=True, share_prompts=True), Packing()
 MODELS = {

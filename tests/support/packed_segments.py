@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from dschat.models.packed_layout import Segment
+from dschat.models.packed.layout import Segment
 
 PATTERNS = {  # (query, key) positions in their sequence → attended; None: causal
     "causal": None,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dschat.models.cpu.library import DTYPES, FLAG, POINTER, REAL, CompiledLibrary, load_library
-from dschat.models.packed_layout import SegmentGroups
+from dschat.models.packed.layout import SegmentGroups
 
 
 class AttentionKernels(CompiledLibrary):

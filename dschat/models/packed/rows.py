@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dschat.models.packed_layout import PackedLayout, Segment
+from dschat.models.packed.layout import PackedLayout, Segment
 
 
 @dataclass(frozen=True)

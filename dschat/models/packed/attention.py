@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
-from dschat.models import flash_attention
 from dschat.models.cpu.attention import AttentionKernels
 from dschat.models.cpu.library import DTYPES
-from dschat.models.packed_layout import PackedLayout, Visible
-from dschat.models.rectangular_attention import sdpa, transformed_attention
+from dschat.models.packed import flash_attention
+from dschat.models.packed.layout import PackedLayout, Visible
+from dschat.models.packed.rectangular_attention import sdpa, transformed_attention
 
 ATTENTION_NAME = "dschat_packed"
 RUNS_UNCOMPILED = "packed attention is not compiled"

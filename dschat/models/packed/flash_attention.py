@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dschat.models.packed_layout import PackedLayout, Segment, VariableLengths
-from dschat.models.rectangular_attention import sdpa
+from dschat.models.packed.layout import PackedLayout, Segment, VariableLengths
+from dschat.models.packed.rectangular_attention import sdpa
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
