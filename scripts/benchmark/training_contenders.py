@@ -83,8 +83,8 @@ def chosen_contenders(
             flags = {PARTS[part][0]: PARTS[part][value] for part in parts if part in PARTS}
             chosen[f"ours {sign}{combination}"] = TrainingContender(flags=flags)
     if checkout:
-        contender = TrainingContender(checkout=Path(checkout).resolve())
-        chosen[f"ours @{Path(checkout).resolve().name}"] = contender
-        if not (contender.checkout / "scripts" / "benchmark" / contender.worker).is_file():
-            problems.append(f"--checkout {checkout}: not a checkout of this suite with scripts/benchmark/{contender.worker}")
+        root = Path(checkout).resolve()
+        chosen[f"ours @{root.name}"] = other = TrainingContender(checkout=root)
+        if not (root / "scripts" / "benchmark" / other.worker).is_file():
+            problems.append(f"--checkout {checkout}: it has no scripts/benchmark/{other.worker}")
     return chosen, problems

@@ -165,7 +165,7 @@ def test_a_checkout_runs_its_own_worker(tmp_path):
     name = f"ours @{ROOT.name}"
     assert not problems and list(chosen) == ["ours", name] and chosen[name].checkout == ROOT
     _, (problem,) = chosen_contenders("ours", without="", with_parts="", checkout=str(tmp_path))
-    assert "not a checkout" in problem
+    assert "has no scripts/benchmark/training_worker.py" in problem
 
 
 def test_all_mistakes_in_the_arguments_are_reported_together(capsys):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dschat.models.cpu.library import DTYPES, FLAG, POINTER, REAL, CompiledLibrary, load_library
 from dschat.models.packed.layout import SegmentGroups
@@ -88,6 +89,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.kernels._backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
 

@@ -57,7 +57,7 @@ def replaced_forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
     finally:
         for module, forward in kept.items():
             if forward is None:
-                del vars(module)["forward"]
+                vars(module).pop("forward", None)
             else:
                 vars(module)["forward"] = forward
 
@@ -104,8 +104,8 @@ class _Trials:
             trial = _find_gated_layer
         else:
             return _rotary_forward(module, self._kernels, self._rotations)
-        numbers = tuple(sorted((name, value) for name, value in vars(module).items() if isinstance(value, float)))
-        kind = type(module), str(module), numbers, width, dtype
+        settings = frozenset(item for item in vars(module).items() if isinstance(item[1], float | int | str))
+        kind = type(module), str(module), settings, width, dtype
         if kind not in self._found:
             with gathered(list(module.parameters())):
                 self._found[kind] = trial(module, self._kernels)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dschat.models.cpu.library import (
     DTYPES,
@@ -141,6 +142,7 @@ class _RMSNorm(torch.autograd.Function):
         return kernels._rms_norm(x, weight, eps, shift)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_weight = ctx.needs_input_grad[1]
         gradients = ctx.kernels._rms_norm_backward(grad, *ctx.saved_tensors, ctx.eps, ctx.shift, of_weight=of_weight)
@@ -155,6 +157,7 @@ class _Gated(torch.autograd.Function):
         return kernels._gated(gate, up, gelu)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *ctx.kernels._gated_backward(grad, *ctx.saved_tensors, ctx.gelu), None, None
 
@@ -167,6 +170,7 @@ class _Rotate(torch.autograd.Function):
         return kernels._rotate(x, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.kernels._rotate(grad, *ctx.saved_tensors, transposed=True), None, None, None
 

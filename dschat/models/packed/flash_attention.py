@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dschat.models.packed.layout import PackedLayout, Segment, VariableLengths
 from dschat.models.packed.rectangular_attention import sdpa
@@ -108,6 +109,7 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, logsumexp, *random = ctx.saved_tensors
         lengths, grad = ctx.lengths, grad.contiguous()
