@@ -107,7 +107,7 @@ def random_batch(trial: random.Random) -> tuple[torch.Tensor, torch.Tensor, list
 
 def recorded_segments(monkeypatch) -> list[Segment]:
     """Filled with the segments of the next pack_rows."""
-    from dschat.models import packed_rows
+    from dschat.models.packed import rows as packed_rows
 
     segments: list[Segment] = []
 
