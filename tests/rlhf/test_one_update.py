@@ -87,6 +87,7 @@ REASONS = {  # why the log-probs are computed beforehand nevertheless
     "several updates": {"updates_per_rollout": 2},
     "unknown updates": {"updates_per_rollout": None},
     "KL in the reward": {"algorithm": "ppo", "kl_in": "reward"},
+    "rollouts that the actor is not trained on": {"actor_freeze_steps": 1},
 }
 
 
