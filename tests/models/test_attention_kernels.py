@@ -9,7 +9,7 @@ from packed_segments import PATTERNS, dense_attention, dense_mask, random_segmen
 from dschat.models.cpu import attention
 from dschat.models.packed.layout import PackedLayout, Segment
 
-CONTIGUOUS = ["causal", "window", "chunks"]  # patterns of adjacent keys
+CONTIGUOUS = ["causal", "window", "long window", "chunks"]  # patterns of adjacent keys
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from dschat.models.packed.layout import Segment
 PATTERNS = {  # (query, key) positions in their sequence → attended; None: causal
     "causal": None,
     "window": lambda q, k: (k <= q) & (k > q - 5),
+    "long window": lambda q, k: (k <= q) & (k > q - 60),
     "chunks": lambda q, k: (k <= q) & (k // 7 == q // 7),
     "dilated": lambda q, k: (k <= q) & ((q - k) % 3 == 0),
 }
