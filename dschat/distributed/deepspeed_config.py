@@ -36,9 +36,12 @@ def training_config(
         "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW handles offloaded states without a compiled op
         "zero_allow_untested_optimizer": True,
         **_precision(dtype),
-        # One rank has no gradients to partition: stage 1 accumulates them without stage 2's copies to buckets.
-        "zero_optimization": _zero(1 if zero_stage == 2 and world_size == 1 else zero_stage, offload),
+        "zero_optimization": _zero(zero_stage, offload),
     }
+    if zero_stage == 2 and world_size == 1 and not offload:
+        # No gradients to partition: stage 1 accumulates them without stage 2's copies to buckets. With offload, stage 2
+        # keeps them in host memory.
+        config["zero_optimization"]["stage"] = 1
     if dtype == "bf16" and zero_stage > 0:  # without ZeRO, DeepSpeed's bf16 optimizer only accumulates in bf16
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return config

@@ -104,9 +104,7 @@ class Backbone:
             prompts = shared_prompts(input_ids, attention_mask, prompt_lengths)
         rows = pack_rows(attention_mask, starts=starts, prompts=prompts)
         tokens = input_ids.flatten()[rows.tokens][None]  # [1, N]
-        packed = partial(
-            packed_attention, self._modules_of[0].config, rows.layout, kernels=self._attention_kernels
-        )
+        packed = partial(packed_attention, self._modules_of[0].config, rows.layout, kernels=self._attention_kernels)
         return self._run(tokens, torch.ones_like(tokens), rows.position_ids, packed)[0], rows.source
 
     def _rectangle(self, input_ids: Tensor, attention_mask: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -60,14 +60,20 @@ WAYS = {  # devices' flags, and the budget: 0 stands for rows × longest
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("kernels", ["torch", "auto"])
 @pytest.mark.parametrize("algorithm", ["ppo", "remax"])
-def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_exceeds_it(folder, algorithm):
-    settings = {"algorithm": algorithm, "num_samples_per_prompt": 2, "gradient_accumulation_steps": 8}
+def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_exceeds_it(folder, algorithm, kernels):
+    """The reference is a single pass, over a rectangle by torch's kernels, over a packed row by those of the CPU: each
+    rounds in its own way. Whole steps by both are compared in test_step_equality."""
+    settings = {
+        "algorithm": algorithm, "num_samples_per_prompt": 2, "gradient_accumulation_steps": 8, "kernels": kernels
+    }  # fmt: skip
     if algorithm == "remax":
         settings |= {"kl_in": "reward", "kl_coef": 0.1}
     experiences = {}
     cases = [(way, budget) for way in WAYS for budget in (0, 120)] if algorithm == "ppo" else [("packed", 120)]
-    cases.append(("padded", 10_000))  # a single pass over a rectangle: the reference
+    reference = ("padded" if kernels == "torch" else "packed", 10_000)
+    cases.append(reference)
     for way, budget in cases:
         trainer = make_trainer(
             folder, **settings, **WAYS[way], per_device_training_batch_size=3, max_tokens_per_micro_batch=budget
@@ -87,13 +93,13 @@ def test_an_experience_does_not_depend_on_the_micro_batch_and_no_forward_pass_ex
                 assert sum(tokens) == experience.attention_mask.sum(), name
             elif way == "packed" and tokens and budget:  # no group is too large for the budget
                 assert sum(tokens) == distinct_tokens(experience), name
-    expected = experiences.pop(("padded", 10_000))
+    expected = experiences.pop(reference)
     for case, actual in experiences.items():
         assert torch.equal(actual.sequences, expected.sequences)
         for name, tensor in expected.tensors().items():
             mask = expected.response_mask if name == "values" else slice(None)  # values at padding are undefined
             torch.testing.assert_close(
-                getattr(actual, name)[mask], tensor[mask], atol=5e-6, rtol=1e-5,
+                getattr(actual, name)[mask], tensor[mask], atol=2e-6, rtol=1e-5,
                 msg=lambda m, n=name, c=case: f"{c}, {n}: {m}",
             )  # fmt: skip
 

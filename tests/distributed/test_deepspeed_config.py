@@ -48,6 +48,15 @@ def test_offload_covers_the_states_that_the_stage_partitions(stage, offload):
 
 
 @pytest.mark.parametrize(
+    "stage, ranks, offload, expected",
+    [(2, 1, False, 1), (2, 2, False, 2), (2, 1, True, 2), (0, 1, False, 0), (1, 1, False, 1), (3, 1, False, 3)],
+)
+def test_stage_2_of_one_rank_is_stage_1_unless_gradients_are_offloaded(stage, ranks, offload, expected):
+    built = config(zero_stage=stage, world_size=ranks, offload=offload)
+    assert built["zero_optimization"]["stage"] == expected
+
+
+@pytest.mark.parametrize(
     "stage, offload, expected", [(0, False, 0), (1, False, 0), (2, False, 0), (3, False, 3), (0, True, 3), (3, True, 3)]
 )
 def test_a_frozen_model_uses_stage_0_or_stage_3(stage, offload, expected):

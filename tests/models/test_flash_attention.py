@@ -66,10 +66,11 @@ class DefinedKernels:
 def bound(name, args, kwargs) -> dict:
     """The arguments by the names of the schema of torch's function."""
     arguments = getattr(torch.ops.aten, name).default._schema.arguments
-    positional = [a for a in arguments if not a.kwarg_only]
-    assert len(args) == len(positional)
-    values = {a.name: value for a, value in zip(positional, args, strict=True)} | kwargs
+    values = {a.name: value for a, value in zip(arguments, args, strict=False)}
+    assert len(values) == len(args) and not values.keys() & kwargs.keys()
+    values |= kwargs
     assert values.keys() <= {a.name for a in arguments}
+    assert {a.name for a in arguments if not a.has_default_value()} <= values.keys()
     return values
 
 
@@ -77,7 +78,7 @@ def sequences(values):
     ends = values["cum_seq_q"], values["cum_seq_k"]
     for tensor, longest in zip(ends, (values["max_q"], values["max_k"]), strict=True):
         assert tensor.dtype == torch.int32 and int(tensor.diff().max()) == longest
-    return values["query"], values["key"], ends, values["is_causal"], values["scale"], values["window_size_left"]
+    return values["query"], values["key"], ends, values["is_causal"], values["scale"], values.get("window_size_left")
 
 
 @pytest.fixture
@@ -152,3 +153,15 @@ def test_the_trial_accepts_equal_kernels_and_refuses_others_with_a_warning(kerne
 def test_tensors_that_the_kernels_do_not_take_are_left_to_torch(kernels):
     q = torch.zeros(4, 10, 8, dtype=torch.bfloat16)
     assert not flash_attention.supports(q, q), "not on CUDA"
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_torchs_kernels_take_the_calls(window):
+    """On the meta device, where they check arguments and shapes without computing anything."""
+    prefix = (0, 0) if window else (0, 9)
+    layout = PackedLayout([Segment(0, 9), Segment(9, 4, prefix), Segment(13, 6, prefix)], "meta")
+    q, k = (torch.empty(heads, 19, 16, dtype=torch.bfloat16, device="meta", requires_grad=True) for heads in (4, 2))
+    out = flash_attention.attention(q, k, k, layout, window=window, scale=1.0)
+    assert out.shape == q.shape
+    out.sum().backward()
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape

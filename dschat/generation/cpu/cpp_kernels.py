@@ -20,7 +20,7 @@ from dschat.models.cpu.library import (
     SINGLE_THREAD_ELEMENTS,
     CompiledLibrary,
     load_library,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from dschat.generation.kv_pool.attention import Contexts, Scoring

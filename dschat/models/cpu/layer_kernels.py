@@ -20,7 +20,7 @@ from dschat.models.cpu.library import (
     CompiledLibrary,
     load_library,
     thread_count,
-)  # fmt: skip
+)
 
 
 class LayerKernels(CompiledLibrary):

@@ -94,10 +94,10 @@ class _FlashAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, lengths: VariableLengths, window: int | None, scale: float
     ) -> Tensor:
-        out, logsumexp, *random = _run_forward(q, k, v, _own_arguments(lengths, window), scale)
+        out, logsumexp, *random = _run_forward(q, k, v, _own_arguments(lengths, window, scale))
         if lengths.queries is not None:
             parts = q[lengths.queries], k[lengths.keys], v[lengths.keys]
-            prefix_out, prefix_logsumexp, *_ = _run_forward(*parts, _prefix_arguments(lengths), scale)
+            prefix_out, prefix_logsumexp, *_ = _run_forward(*parts, _prefix_arguments(lengths, scale))
             own = logsumexp[:, lengths.queries]
             total = torch.logaddexp(own, prefix_logsumexp)
             shares = ((x - total).exp().t()[..., None] for x in (own, prefix_logsumexp))  # each [M, H, 1]
@@ -111,54 +111,47 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, logsumexp, *random = ctx.saved_tensors
+        q, k, v, out, logsumexp, rng_state, unused = ctx.saved_tensors
         lengths, grad = ctx.lengths, grad.contiguous()
-        own = _own_arguments(lengths, ctx.window)
-        gradients = _run_backward(grad, q, k, v, out, logsumexp, random, own, ctx.scale)
+        no_dropout = {"rng_state": rng_state, "unused": unused}
+        gradients = aten._flash_attention_backward(
+            grad, q, k, v, out, logsumexp, **no_dropout, **_own_arguments(lengths, ctx.window, ctx.scale)
+        )
         if lengths.queries is not None:
-            chosen = lengths.queries
-            prefix = _run_backward(
-                grad[chosen], q[chosen], k[lengths.keys], v[lengths.keys], out[chosen],
-                logsumexp[:, chosen].contiguous(), random, _prefix_arguments(lengths), ctx.scale,
+            chosen, keys = lengths.queries, lengths.keys
+            prefix = aten._flash_attention_backward(
+                grad[chosen], q[chosen], k[keys], v[keys], out[chosen], logsumexp[:, chosen].contiguous(),
+                **no_dropout, **_prefix_arguments(lengths, ctx.scale),
             )  # fmt: skip
-            for total, part, index in zip(gradients, prefix, (chosen, lengths.keys, lengths.keys), strict=True):
+            for total, part, index in zip(gradients, prefix, (chosen, keys, keys), strict=True):
                 total.index_add_(0, index, part)
         return *gradients, None, None, None
 
 
-def _own_arguments(lengths: VariableLengths, window: int | None) -> dict[str, Any]:
+def _own_arguments(lengths: VariableLengths, window: int | None, scale: float) -> dict[str, Any]:
     """Of a kernel call in which every segment attends to itself."""
-    ends, longest = lengths.own_ends, lengths.longest_own
-    return {
-        "cum_seq_q": ends, "cum_seq_k": ends, "max_q": longest, "max_k": longest, "is_causal": True,
-        "window_size_left": None if window is None else window - 1,
+    return _arguments(lengths.own_ends, lengths.own_ends, lengths.longest_own, lengths.longest_own, scale) | {
+        "is_causal": True, "window_size_left": None if window is None else window - 1,
     }  # fmt: skip
 
 
-def _prefix_arguments(lengths: VariableLengths) -> dict[str, Any]:
+def _prefix_arguments(lengths: VariableLengths, scale: float) -> dict[str, Any]:
     """Of a kernel call in which the segments of each prompt attend to all of it."""
+    return _arguments(
+        lengths.query_ends, lengths.key_ends, lengths.longest_query, lengths.longest_key, scale
+    ) | {"is_causal": False}  # fmt: skip
+
+
+def _arguments(query_ends: Tensor, key_ends: Tensor, longest_query: int, longest_key: int, scale: float) -> dict:
     return {
-        "cum_seq_q": lengths.query_ends, "cum_seq_k": lengths.key_ends, "max_q": lengths.longest_query,
-        "max_k": lengths.longest_key, "is_causal": False, "window_size_left": None,
+        "cum_seq_q": query_ends, "cum_seq_k": key_ends, "max_q": longest_query, "max_k": longest_key, "scale": scale,
+        "dropout_p": 0.0,
     }  # fmt: skip
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, call: dict[str, Any], scale: float) -> tuple[Tensor, ...]:
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, ...]:
     """out [N, H, D], logarithm of the denominators [H, N] float32, and two tensors that the backward pass wants."""
-    out, logsumexp, *random, _ = aten._flash_attention_forward(
-        q, k, v, call["cum_seq_q"], call["cum_seq_k"], call["max_q"], call["max_k"], 0.0, call["is_causal"], False,
-        scale=scale, window_size_left=call["window_size_left"],
-    )  # fmt: skip
+    out, logsumexp, rng_state, unused, _ = aten._flash_attention_forward(q, k, v, return_debug_mask=False, **arguments)
     if logsumexp.shape != (q.shape[1], q.shape[0]):
         raise NotImplementedError(f"the kernel's log-sum-exp is {tuple(logsumexp.shape)}")
-    return out, logsumexp, *random
-
-
-def _run_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, random: list[Tensor],
-    call: dict[str, Any], scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return aten._flash_attention_backward(
-        grad, q, k, v, out, logsumexp, call["cum_seq_q"], call["cum_seq_k"], call["max_q"], call["max_k"], 0.0,
-        call["is_causal"], *random, scale=scale, window_size_left=call["window_size_left"],
-    )  # fmt: skip
+    return out, logsumexp, rng_state, unused
