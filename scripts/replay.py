@@ -24,10 +24,11 @@ from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, num
 from dschat.losses.value import value_loss
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm
 from dschat.models.scalar_head import TokenScores, load_scalar_head
-from dschat.rlhf.experience import Experience
-from dschat.rlhf.ppo_trainer import estimate_advantages
+from dschat.rlhf.experience import Experience, estimate_advantages
+from dschat.rlhf.rollouts.model_outputs import state_columns
 from dschat.rlhf.updates.actor_loss import ActorLoss
 from dschat.rlhf.updates.optimizer_steps import StepCounts
+from dschat.tensors import whiten
 
 
 class Comparison(NamedTuple):
@@ -58,6 +59,31 @@ class Update:
         )
         self.actor_loss = ActorLoss(dump.ppo, max_tokens=dump.max_answer_seq_len)
 
+    @torch.no_grad()
+    def estimate_advantages(self) -> None:
+        """Values, advantages and returns of every rank's rows, of a run whose only update per rollout computed them."""
+        parts, ppo = self.dump.experience, self.dump.ppo
+        for part in parts:
+            rows = range(len(part))
+            values = [self.values(self.on_device(part.rows([row]))) for row in rows]
+            part.values = torch.zeros_like(part.rewards)
+            for row in rows:
+                part.values[row, : values[row].shape[1]] = values[row].cpu()
+            part.advantages, part.returns = estimate_advantages(part, ppo=ppo)
+        if ppo.whiten_advantages:
+            advantages = torch.cat([part.advantages.flatten() for part in parts])
+            masks = torch.cat([part.trained_mask.flatten() for part in parts])
+            whitened = whiten(advantages, masks).split([part.rewards.numel() for part in parts])
+            for part, flat in zip(parts, whitened, strict=True):
+                part.advantages = flat.view_as(part.rewards)
+
+    def on_device(self, part: Experience) -> Experience:
+        return Experience(**{name: tensor.to(self.device) for name, tensor in part.tensors().items()})
+
+    def values(self, part: Experience) -> Tensor:
+        """[B, T], V of the state before each response token."""
+        return state_columns(self.critic(part.sequences, part.attention_mask), part.response_mask)
+
     def actor_backward(self, part: Experience) -> dict[str, Tensor]:
         """Forward and backward pass of the actor; returns the tensors that a dump records."""
         columns = part.response_mask.shape[1]
@@ -74,8 +100,7 @@ class Update:
         """As actor_backward; {} without a critic."""
         if self.critic is None:
             return {}
-        columns = part.response_mask.shape[1]
-        values = self.critic(part.sequences, part.attention_mask)[:, -columns - 1 : -1]  # [B, T]
+        values = self.values(part)
         loss, _ = value_loss(
             values, part.values, part.returns, part.trained_mask, value_clip_range=self.dump.ppo.value_clip_range,
             normalizer=self.counts.tokens,
@@ -89,8 +114,7 @@ class Update:
         tensors: dict[str, Tensor] = {}
         trained = experience.trained_mask.any(dim=1).nonzero().squeeze(1)
         for rows in trained.split(self.dump.ppo.per_device_training_batch_size):
-            part = experience.rows(rows)
-            part = Experience(**{name: tensor.to(self.device) for name, tensor in part.tensors().items()})
+            part = self.on_device(experience.rows(rows))
             for name, tensor in (self.actor_backward(part) | self.critic_backward(part)).items():
                 tensor = tensor.detach().cpu()
                 if tensor.dim() == 0:
@@ -112,8 +136,11 @@ def replay(folder: Path, device: torch.device, *, trust_remote_code: bool = Fals
     dump = read_dump(folder)
     update = Update(dump, folder, device, trust_remote_code=trust_remote_code)
     comparisons: list[Comparison] = []
+    values_known = any(part.values is not None for part in dump.experience)
+    if update.critic is not None and not values_known:
+        update.estimate_advantages()
     for rank, (experience, recorded) in enumerate(zip(dump.experience, dump.recorded, strict=True)):
-        if update.critic is not None:
+        if values_known:
             _, returns = estimate_advantages(experience, ppo=dump.ppo)
             comparisons.append(
                 Comparison(f"rank {rank} returns", experience.returns, returns * experience.response_mask)

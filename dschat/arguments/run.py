@@ -136,8 +136,8 @@ class DeviceArguments:
     )
     max_tokens_per_micro_batch: int = flag(
         0,
-        "Tokens per forward pass and device; 0: the batch size per device times the longest row of the step. A longer "
-        "row runs alone.",
+        "Tokens per forward pass and device; 0: the batch size per device times the longest row of the step, and at "
+        "least 8192 in passes without gradients. A longer row runs alone.",
         at_least=0, on_resume="apply",
     )  # fmt: skip
     remove_padding: bool = flag(

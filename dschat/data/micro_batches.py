@@ -21,6 +21,9 @@ from dschat.distributed.collectives import max_over_ranks
 from dschat.models.backbone import TokenNetwork
 from dschat.models.packed.rows import prompt_lengths_of, shared_prompts
 
+# Least tokens of a pass without gradients: with fewer, launching operations costs more than their arithmetic.
+FORWARD_TOKENS = 8192
+
 
 @dataclass(frozen=True)
 class StepRows:
@@ -41,7 +44,7 @@ class MicroBatchLimit:
 
     Attributes:
         rows: rows per device; without max_tokens the budget of a step is rows × its longest row.
-        max_tokens: the budget; 0: as above.
+        max_tokens: the budget; 0: as above, and at least FORWARD_TOKENS without gradients.
         share_prompts: a prompt counts once for all rows that start with it.
         padded: rows are padded to the longest of their micro-batch, and padding counts.
         quadratic: cost of attention, see dschat.data.token_budget.
@@ -53,9 +56,12 @@ class MicroBatchLimit:
     padded: bool = False
     quadratic: float = 0.0
 
-    def budget(self, longest: int) -> int:
-        """Tokens per micro-batch, for a step whose longest row has `longest`."""
-        return self.max_tokens or self.rows * longest
+    def budget(self, longest: int, *, gradients: bool = True) -> int:
+        """Tokens per micro-batch, for a step whose longest row has `longest`.
+
+        Without gradients no layer's activations are kept, so the default is at least FORWARD_TOKENS.
+        """
+        return self.max_tokens or max(self.rows * longest, 0 if gradients else FORWARD_TOKENS)
 
     def step_rows(self, input_ids: Tensor, attention_mask: Tensor, prompt_lengths: Tensor) -> StepRows:
         """Lengths and shared prompts of a step's rows, for `split`; arguments as in packed_rows.shared_prompts."""
@@ -105,10 +111,11 @@ def limit_of(network: TokenNetwork, *, rows: int, max_tokens: int) -> MicroBatch
     )  # fmt: skip
 
 
+@torch.no_grad()
 def forward_in_micro_batches(
     engine: nn.Module, rows: Mapping[str, Tensor], *, limit: MicroBatchLimit, **settings: Any
 ) -> Tensor | tuple[Tensor, ...]:
-    """engine(**rows, **settings) in micro-batches; the result is the same, since rows are independent.
+    """engine(**rows, **settings) in micro-batches, without gradients; the result does not depend on the split.
 
     Under ZeRO-3 a collective: every rank runs as many forward passes as the rank with the most. A rank that has none
     left repeats its first row and discards the result.
@@ -120,7 +127,7 @@ def forward_in_micro_batches(
         settings: further arguments of every forward pass.
     """
     step = limit.step_rows(rows["input_ids"], rows["attention_mask"], prompt_lengths_in(rows))
-    parts = limit.split(step, budget=limit.budget(max(step.lengths)))
+    parts = limit.split(step, budget=limit.budget(max(step.lengths), gradients=False))
     # First, so that all ranks run their collectives in the same order.
     repeated = _forwards_of_other_ranks(engine, len(parts))
     outputs = [engine(**{name: tensor[part] for name, tensor in rows.items()}, **settings) for part in parts]

@@ -1,4 +1,4 @@
-"""The rollout buffer: scored rollouts (Experience), and their split into shuffled minibatches (MiniDataset)."""
+"""The rollout buffer: scored rollouts (Experience), their advantages, their shuffled minibatches (MiniDataset)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dschat.arguments import PPOArguments
+from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
 from dschat.tensors import whiten
 
 
@@ -31,8 +33,9 @@ class Experience:
             in a group whose scores are all equal (--dynamic_sampling).
         kl, rewards, advantages, returns: [B, T].
 
-    Without a reference model ref_logprobs and kl are None, without a critic values and returns are. old_logprobs,
-    entropy and kl are None where the only update on the rollout computes them (see DeepSpeedPPOTrainer).
+    Without a reference model ref_logprobs and kl are None, without a critic values and returns are. Where the only
+    update on the rollout computes them (see DeepSpeedPPOTrainer), old_logprobs, entropy and kl are None, and values,
+    advantages and returns are.
     """
 
     sequences: Tensor
@@ -44,12 +47,12 @@ class Experience:
     ended: Tensor
     trained: Tensor
     rewards: Tensor
-    advantages: Tensor
     old_logprobs: Tensor | None = None
     entropy: Tensor | None = None
     ref_logprobs: Tensor | None = None
     kl: Tensor | None = None
     values: Tensor | None = None
+    advantages: Tensor | None = None
     returns: Tensor | None = None
 
     def __len__(self) -> int:
@@ -113,6 +116,24 @@ class Experience:
         return Experience(**{name: torch.cat([padded(part, name) for part in parts]) for name in parts[0].tensors()})
 
 
+def estimate_advantages(
+    experience: Experience, *, ppo: PPOArguments, greedy_scores: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Compute advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
+
+    Args:
+        experience: must have rewards, and values if there is a critic.
+        greedy_scores: [B] shaped score of the greedy response to each row's prompt, for a greedy baseline.
+    """
+    return ALGORITHMS[ppo.algorithm].estimate(
+        EstimatorInputs(
+            rewards=experience.rewards, response_mask=experience.response_mask, values=experience.values,
+            has_score=experience.has_score, greedy_scores=greedy_scores, group_size=ppo.num_samples_per_prompt,
+            gamma=ppo.gamma, gae_lambda=ppo.gae_lambda,
+        )
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class MinibatchShuffle:
     """Which rows of a rollout form which minibatch.
@@ -166,7 +187,8 @@ class MiniDataset:
         shuffle: assigns rows to minibatches.
         generation_batches: number of experiences per rollout.
         ppo_epochs: passes over the rollout.
-        whiten_advantages: to zero mean and unit variance over all trained tokens of the rollout, on all ranks.
+        whiten_advantages: to zero mean and unit variance over all trained tokens of the rollout, on all ranks; not
+            those that the update computes, which whitens them.
     """
 
     def __init__(
@@ -191,7 +213,7 @@ class MiniDataset:
             return None
         rollout = Experience.concatenate(self.parts)
         self.parts = []
-        if self.whiten_advantages:
+        if self.whiten_advantages and rollout.advantages is not None:
             rollout.advantages = whiten(rollout.advantages, rollout.trained_mask)
         return [
             rollout.rows(rows)

@@ -14,8 +14,8 @@ from dschat.models.loading import may_drop
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Judge, ResponseBatch, Rewards, Scores
 from dschat.rlhf.advantages import kl_estimate, token_rewards
-from dschat.rlhf.algorithms import ALGORITHMS, EstimatorInputs
-from dschat.rlhf.experience import Experience
+from dschat.rlhf.algorithms import ALGORITHMS
+from dschat.rlhf.experience import Experience, estimate_advantages
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.logprob_mismatch import rollout_logprob_mismatch
 from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs
@@ -40,8 +40,8 @@ class DeepSpeedPPOTrainer:
         rewards: scores the responses.
         seed: seed of sampling.
         judge: computes scores that are logged but never trained on.
-        updates_per_rollout: if there is only one, its forward pass also gives the old log-probs, unless they are needed
-            earlier or depend on dropout; then rollouts have none (see Experience). None: unknown.
+        updates_per_rollout: if there is only one, its forward passes also give the old log-probs and values, unless
+            they are needed earlier or depend on dropout; then rollouts have none (see Experience). None: unknown.
 
     Attributes:
         kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
@@ -60,7 +60,9 @@ class DeepSpeedPPOTrainer:
             overlong_buffer=ppo.overlong_buffer, overlong_factor=ppo.overlong_factor,
             max_tokens=rollouts.max_answer_seq_len,
         )  # fmt: skip
-        self.updates_per_rollout, self.policy_may_drop = updates_per_rollout, may_drop(engine.policy.module.model)
+        self.updates_per_rollout = updates_per_rollout
+        self.policy_may_drop = may_drop(engine.policy.module.model)
+        self.critic_may_drop = engine.critic is not None and may_drop(engine.critic.module.model)
         self.trained_models = {
             name: trained_model(model, engine.limit_of(model)) for name, model in engine.trained.items()
         }
@@ -90,25 +92,30 @@ class DeepSpeedPPOTrainer:
         result = self.rollout_and_score(
             prompts, iteration=iteration, sample_ids=sample_ids, samples=self.ppo.num_samples_per_prompt,
             update_moments=update_moments, normalize=True, old_logprobs=self.old_logprobs,
+            with_values=not self.update_gives_values,
         )  # fmt: skip
         experience, greedy = result.experience, None
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
             greedy, has_score = self.greedy_scores(prompts, result.timings)
             experience.trained &= has_score  # a response without a baseline has no advantage
-        experience.advantages, experience.returns = estimate_advantages(experience, ppo=self.ppo, greedy_scores=greedy)
+        if not self.update_gives_values:
+            estimates = estimate_advantages(experience, ppo=self.ppo, greedy_scores=greedy)
+            experience.advantages, experience.returns = estimates
         return result
 
     @torch.no_grad()
     def rollout_and_score(
         self, prompts: Prompts, *, iteration: int, sample_ids: Sequence[int] | None = None, samples: int = 1,
         update_moments: bool = False, normalize: bool = False, old_logprobs: OldLogprobs | None = None,
+        with_values: bool = False,
     ) -> RolloutResult:  # fmt: skip
-        """Roll out, score, shape rewards; the advantages of the returned experience are still 0.
+        """Roll out, score, shape rewards; the returned experience has no advantages yet.
 
         Args:
             samples: responses per prompt; response j is sampled with the sample id sample_id · samples + j.
             update_moments, normalize: as in Rewards.score; evaluation does neither.
             old_logprobs: where they come from; None: --old_logprobs.
+            with_values: whether the critic runs, if there is one.
         """
         timings = Timings()
         sample_ids = prompts["row_index"] if sample_ids is None else sample_ids
@@ -119,7 +126,7 @@ class DeepSpeedPPOTrainer:
         with timings.measure("scoring"):
             batch = self.response_batch(rollout, prompts)
             pending = self.rewards.start(batch)  # reward functions and services run while the models do
-            outputs = self.model_outputs(rollout, old_logprobs or self.ppo.old_logprobs)
+            outputs = self.model_outputs(rollout, old_logprobs or self.ppo.old_logprobs, with_values=with_values)
             scores = self.rewards.score(
                 rollout, batch, pending=pending, update_moments=update_moments, normalize=normalize
             )
@@ -141,7 +148,7 @@ class DeepSpeedPPOTrainer:
         """One optimizer step of the policy, and one of the critic where there is one.
 
         Args:
-            minibatch: this rank's rows of the step; split into micro-batches here.
+            minibatch: this rank's rows of the step; split into micro-batches here. Gets the advantages that it lacks.
             unsupervised: micro-batches of collate_sft for the pretraining loss, equally many on every rank.
             freeze_actor: update only the critic.
             measure_mismatch: whether to log the log-prob mismatch between rollout engine and policy (see
@@ -155,13 +162,13 @@ class DeepSpeedPPOTrainer:
         if not counts.tokens and not unsupervised:  # no optimizer step: Adam's momentum would update the weights
             return {"skipped_updates": 0.0, "updates_without_signal": 1.0}
         metrics: dict[str, float] = {}
+        if self.engine.critic is not None:  # first: its values may give the advantages
+            metrics = self.critic_update.step(minibatch, counts, record=record)
         if not freeze_actor:
-            metrics = self.policy_update.step(
+            metrics |= self.policy_update.step(
                 minibatch, unsupervised, counts, kl_coef=self.kl_coef, measure_mismatch=measure_mismatch,
                 record=record,
             )  # fmt: skip
-        if self.engine.critic is not None:
-            metrics = self.critic_update.step(minibatch, counts, record=record) | metrics
         skipped = max(metrics.pop(name, 0.0) for name in ("actor_skipped", "critic_skipped"))
         return metrics | {"skipped_updates": skipped}
 
@@ -214,10 +221,18 @@ class DeepSpeedPPOTrainer:
             return ppo.old_logprobs
         return "recompute" if self.policy_may_drop else "update"
 
-    def model_outputs(self, rollout: Rollout, old_logprobs: OldLogprobs = "recompute") -> ModelOutputs:
+    @property
+    def update_gives_values(self) -> bool:
+        """Whether the only update on a rollout computes the critic's values, and so the advantages."""
+        return self.engine.critic is not None and self.updates_per_rollout == 1 and not self.critic_may_drop
+
+    def model_outputs(
+        self, rollout: Rollout, old_logprobs: OldLogprobs = "recompute", *, with_values: bool = True
+    ) -> ModelOutputs:
         """Log-probs and values of the rollout under the current models."""
         return compute_model_outputs(
-            self.engine, rollout, old_logprobs=old_logprobs, temperature=self.rollouts.temperature
+            self.engine, rollout, old_logprobs=old_logprobs, with_values=with_values,
+            temperature=self.rollouts.temperature,
         )  # fmt: skip
 
     def judge_scores(self, batch: ResponseBatch) -> list[float | None]:
@@ -248,7 +263,7 @@ class DeepSpeedPPOTrainer:
         return shaped.repeat_interleave(samples), scores.has_score.repeat_interleave(samples)
 
     def experience(self, rollout: Rollout, outputs: ModelOutputs, scores: Scores) -> Experience:
-        """Build the Experience of a rollout, with KL and token rewards; the advantages are still 0."""
+        """Build the Experience of a rollout, with KL and token rewards, without advantages."""
         ppo, mask, kl, kl_coef = self.ppo, rollout.response_mask, None, 0.0
         if outputs.ref_logprobs is not None and outputs.old_logprobs is not None:
             kl = kl_estimate(
@@ -270,23 +285,4 @@ class DeepSpeedPPOTrainer:
             trained=scores.has_score & (rollout.ended | (not ppo.mask_truncated)),
             kl=kl,
             rewards=rewards,
-            advantages=torch.zeros_like(rewards),
         )
-
-
-def estimate_advantages(
-    experience: Experience, *, ppo: PPOArguments, greedy_scores: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute advantages [B, T], not whitened yet, and the critic's returns [B, T] (None without a critic).
-
-    Args:
-        experience: must have rewards, and values if there is a critic.
-        greedy_scores: [B] shaped score of the greedy response to each row's prompt, for a greedy baseline.
-    """
-    return ALGORITHMS[ppo.algorithm].estimate(
-        EstimatorInputs(
-            rewards=experience.rewards, response_mask=experience.response_mask, values=experience.values,
-            has_score=experience.has_score, greedy_scores=greedy_scores, group_size=ppo.num_samples_per_prompt,
-            gamma=ppo.gamma, gae_lambda=ppo.gae_lambda,
-        )
-    )  # fmt: skip

@@ -55,6 +55,12 @@ def distinct_tokens(experience) -> int:
     return sum(map(len, prompts)) + int(experience.response_mask.sum())
 
 
+@pytest.fixture(autouse=True)
+def rows_split_however_short(monkeypatch):
+    """All rows of these tests together are shorter than the default of a pass without gradients."""
+    monkeypatch.setattr(micro_batches, "FORWARD_TOKENS", 0)
+
+
 WAYS = {  # devices' flags, and the budget: 0 stands for rows × longest
     "packed": {}, "all prompts": {"share_prompts": False}, "padded": {"remove_padding": False},
 }  # fmt: skip
@@ -110,7 +116,8 @@ def test_greedy_baselines_and_evaluations_are_split_too(folder):
     trainer.greedy_scores(prompts_of(trainer), Timings())
     assert len(passes["reward"]) > 1
     trainer.rollout_and_score(prompts_of(trainer, QUESTIONS[:4]), iteration=1)
-    assert all(len(calls) > 1 for calls in passes.values())
+    critic_calls = passes.pop("critic")
+    assert all(len(calls) > 1 for calls in passes.values()) and not critic_calls
     assert max(tokens for calls in passes.values() for tokens, _ in calls) <= 45
 
 
@@ -155,7 +162,7 @@ class RecordingModel(nn.Module):
     def forward(self, input_ids, attention_mask, factor=1, **_):
         assert input_ids.shape == attention_mask.shape
         self.rows.append(input_ids[:, 0].tolist())
-        return 2.0 * input_ids * factor, input_ids.square()
+        return 2.0 * input_ids * factor * self.weight, input_ids.square()
 
 
 @pytest.mark.parametrize(("other_passes", "repeated"), [(3, 0), (5, 2)])
@@ -246,6 +253,17 @@ def test_the_limit_follows_what_the_network_can_do(folder):
         assert limit.padded == (not packing.remove_padding)
     assert limit.budget(30) == 70 and MicroBatchLimit(rows=5).budget(30) == 150
     assert limit.fewest(StepRows([50, 30, 30]), budget=70) == 2
+
+
+def test_passes_without_gradients_read_more_tokens_unless_there_is_a_limit(monkeypatch):
+    monkeypatch.setattr(micro_batches, "FORWARD_TOKENS", 400)
+    assert MicroBatchLimit(rows=5).budget(30, gradients=False) == 400
+    assert MicroBatchLimit(rows=50).budget(30, gradients=False) == 1500
+    assert MicroBatchLimit(rows=5, max_tokens=70).budget(30, gradients=False) == 70
+    rows = {"input_ids": torch.arange(100).view(50, 2), "attention_mask": torch.ones(50, 2, dtype=torch.bool)}
+    model = RecordingModel()
+    double, _ = forward_in_micro_batches(model, rows, limit=MicroBatchLimit(rows=1))
+    assert [len(part) for part in model.rows] == [50] and not double.requires_grad
 
 
 def test_placeholders_of_a_rank_without_rows_left_add_nothing_to_a_step(folder, monkeypatch):

@@ -1,5 +1,6 @@
-"""With one update per rollout, its forward pass also gives the old log-probs: same step, same metrics, fewer passes."""
+"""With one update per rollout, its forward passes also give old log-probs and values: same step, fewer passes."""
 
+import deepspeed
 import pytest
 import torch
 from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
@@ -80,6 +81,77 @@ def test_one_update_equals_an_update_with_log_probs_computed_beforehand(folder, 
         assert lean_passes < passes
     else:
         assert (passes, lean_passes) == (3, 1)
+
+
+CRITIC_CASES = {
+    "KL in the reward": {"kl_in": "reward"},
+    "KL in the loss": {"num_samples_per_prompt": 1},
+    "discounts": {"gamma": 0.9, "gae_lambda": 0.8, "whiten_advantages": False},
+    "many micro-batches": {"max_tokens_per_micro_batch": 60, "kl_in": "reward"},
+    "responses without training": {"mask_truncated": True, "max_tokens_per_micro_batch": 60},
+    "padded": {"remove_padding": False},
+    "zero 3": {"critic_zero_stage": 3, "actor_zero_stage": 3},
+}
+
+
+def critic_iteration(folder, updates_per_rollout, **changes):
+    """Experiences, metrics of the update, weights of both models before and after, forward passes of the critic."""
+    settings = SETTINGS | {"algorithm": "ppo", "critic_learning_rate": 1e-3, "whiten_advantages": True} | changes
+    trainer = make_trainer(folder, updates_per_rollout=updates_per_rollout, **settings)
+    calls, before, after = [], {}, {}
+    trainer.engine.critic.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    for weights in (before, after):
+        for model, engine in trainer.engine.trained.items():
+            with deepspeed.zero.GatheredParameters(list(engine.parameters())):
+                weights |= {f"{model} {name}": p.detach().clone() for name, p in engine.named_parameters()}
+        if weights is before:
+            rows = len(QUESTIONS) * trainer.ppo.num_samples_per_prompt
+            parts, (metrics,) = one_iteration(trainer, QUESTIONS, minibatch_size=rows, ppo_epochs=1)
+    return parts, metrics, before, after, len(calls)
+
+
+@pytest.mark.parametrize("case", CRITIC_CASES)
+def test_values_and_advantages_of_the_update_equal_those_computed_beforehand(folder, case):
+    parts, expected, start, weights, passes = critic_iteration(folder, None, **CRITIC_CASES[case])
+    lean_parts, metrics, lean_start, lean_weights, lean_passes = critic_iteration(folder, 1, **CRITIC_CASES[case])
+    assert all(torch.equal(start[name], lean_start[name]) for name in start)
+    whole = Experience.concatenate(parts)
+    assert whole.returns is not None and whole.trained.all() == (case != "responses without training")
+    for part in lean_parts:
+        assert part.values is None and part.advantages is None and part.returns is None and part.rewards is not None
+    for name in expected.keys() & metrics.keys():
+        assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=2e-6), name
+    assert {"value_loss", "return_mean", "explained_variance", "policy_loss", "actor_grad_norm"} <= metrics.keys()
+    assert metrics["value_clip_fraction"] == 0
+    for model in ("actor", "critic"):
+        actual, reference, origin = (
+            {name: tensor for name, tensor in group.items() if name.startswith(model)}
+            for group in (lean_weights, weights, start)
+        )
+        assert relative_distance(actual, reference, origin) < 0.003
+    assert lean_passes < passes
+
+
+def test_whitened_advantages_of_the_update_have_unit_variance(folder):
+    trainer = make_trainer(folder, updates_per_rollout=1, algorithm="ppo", max_tokens_per_micro_batch=60)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    trainer.train_rlhf(experience)
+    advantages = experience.advantages[experience.trained_mask].double()
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(advantages.square().mean()) == pytest.approx(1, abs=1e-4)
+
+
+def test_a_critic_with_dropout_gives_its_values_beforehand(folder):
+    trainer = make_trainer(folder, updates_per_rollout=1, algorithm="ppo", critic_dropout=0.1)
+    experience = trainer.generate_experience(prompts_of(trainer))
+    assert experience.values is not None and experience.advantages is not None
+
+
+def test_an_evaluation_runs_no_critic(folder):
+    trainer = make_trainer(folder, algorithm="ppo")
+    calls = []
+    trainer.engine.critic.module.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert trainer.rollout_and_score(prompts_of(trainer), iteration=0).experience.values is None and not calls
 
 
 REASONS = {  # why the log-probs are computed beforehand nevertheless

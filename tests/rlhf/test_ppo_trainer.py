@@ -174,7 +174,7 @@ def test_with_the_decoders_log_probs_the_actor_runs_no_scoring_pass_and_experien
         experiences[which] = trainer.generate_experience(prompts_of(trainer))
         passes[which] = len(calls)
         hook.remove()
-    assert passes == {"recompute": 2, "rollout": 0}, "8 rows, 4 to a pass"
+    assert passes == {"recompute": 1, "rollout": 0}, "8 short rows are one pass"
     recomputed, decoders = experiences["recompute"], experiences["rollout"]
     assert torch.equal(decoders.old_logprobs, decoders.rollout_logprobs)
     assert torch.equal(decoders.entropy, -decoders.rollout_logprobs)

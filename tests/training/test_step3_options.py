@@ -64,6 +64,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "loss_aggregation": "token_mean", "overlong_buffer": 4, "overlong_factor": 0.5,
     },
     "opo": {"rollout_correction": "seq_mis", "kl_coef": 0.1, "stop_at_kl": 1000.0, "top_k": 300, "dump_step": 1},
+    "one update": {
+        "algorithm": "ppo", "ppo_epochs": 1, "gradient_accumulation_steps": 4, "processes": 2, "dump_step": 2,
+        "loss_aggregation": "seq_mean_token_mean",  # the token mean of whitened advantages is 0
+    },
 }  # fmt: skip
 # A new entry of ALGORITHMS or POLICY_LOSSES is covered without an entry here.
 RUNS |= {name: {} for name in ALGORITHMS if name not in RUNS}

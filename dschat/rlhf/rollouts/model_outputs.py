@@ -22,7 +22,7 @@ class ModelOutputs:
     Attributes:
         old_logprobs, entropy: of the actor, nats; None where the update computes them.
         ref_logprobs: of the reference model, nats; None without one.
-        values: V of the state before each response token; None without a critic.
+        values: V of the state before each response token; None without a critic, or where its update computes them.
     """
 
     old_logprobs: Tensor | None
@@ -32,12 +32,13 @@ class ModelOutputs:
 
 
 def compute_model_outputs(
-    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: OldLogprobs, temperature: float
+    engine: DeepSpeedRLHFEngine, rollout: Rollout, *, old_logprobs: OldLogprobs, with_values: bool, temperature: float
 ) -> ModelOutputs:
     """Forward passes of all models with dropout off. A collective under ZeRO-3.
 
     Args:
         old_logprobs: "rollout" uses the decoder's log-probs instead of a forward pass of the actor, "update" none.
+        with_values: whether the critic runs, if there is one.
         temperature: of sampling.
     """
     mask = rollout.response_mask
@@ -59,7 +60,7 @@ def compute_model_outputs(
                 reference, with_loss_mask, temperature=temperature, limit=engine.limit_of(reference)
             )
             ref_logprobs = response_columns(outputs, mask)
-    if engine.critic is not None:
+    if engine.critic is not None and with_values:
         engine.critic.eval()
         with_prompts = rows | {"prompt_lengths": rollout.prompt_lengths}
         outputs = forward_in_micro_batches(engine.critic, with_prompts, limit=engine.limit_of(engine.critic))

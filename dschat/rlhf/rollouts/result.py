@@ -43,7 +43,7 @@ class RolloutResult:
     """One rollout batch of this rank.
 
     Attributes:
-        experience: the training data; its advantages are 0 unless they were estimated.
+        experience: the training data; its advantages are None unless they were estimated.
         samples: prompt, response and scores of each response, for the log.
         timings: seconds by phase.
         mismatch: sums of the log-prob mismatch between rollout engine and policy, see
