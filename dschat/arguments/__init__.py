@@ -22,6 +22,7 @@ from dschat.arguments.steps import (
     SFTSettings,
     flag_values,
 )
+from dschat.arguments.vllm import VLLMArguments
 
 __all__ = [
     "DataArguments",
@@ -50,5 +51,6 @@ __all__ = [
     "SFTSettings",
     "SamplingArguments",
     "SupervisedArguments",
+    "VLLMArguments",
     "flag_values",
 ]

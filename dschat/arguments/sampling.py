@@ -98,7 +98,7 @@ class RolloutArguments(SamplingArguments):
     )
     rollout_engine: str | None = flag(
         None,
-        "Rollout engine by name: hybrid or transformers. Default: as --enable_hybrid_engine selects.",
+        "Rollout engine by name: hybrid, transformers or vllm. Default: as --enable_hybrid_engine selects.",
         on_resume="apply",
     )
     generation_slots: int = flag(

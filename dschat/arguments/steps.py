@@ -15,6 +15,7 @@ from dschat.arguments.preference import PolicyArguments, PreferenceArguments
 from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments
+from dschat.arguments.vllm import VLLMArguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,7 @@ class RLHFSettings:
 
     models: RLHFModelArguments = field(default_factory=RLHFModelArguments)
     rollouts: RolloutArguments = field(default_factory=RolloutArguments)
+    vllm: VLLMArguments = field(default_factory=VLLMArguments)
     ppo: PPOArguments = field(default_factory=PPOArguments)
     rewards: RewardArguments = field(default_factory=RewardArguments)
     evaluation: EvaluationArguments = field(default_factory=EvaluationArguments)

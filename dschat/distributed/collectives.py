@@ -34,11 +34,12 @@ def barrier() -> None:
         dist.barrier()
 
 
-def all_gather_objects(value: Any) -> list[Any]:
-    """The value of every rank, in rank order."""
-    values = [value] * world_size()
-    if world_size() > 1:
-        dist.all_gather_object(values, value)
+def all_gather_objects(value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of every rank (of a group; None: of all), in rank order."""
+    ranks = world_size() if group is None else dist.get_world_size(group)
+    values = [value] * ranks
+    if ranks > 1:
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from dschat.arguments import RolloutArguments, VLLMArguments
 from dschat.generation.rollout import Rollout
 
 
@@ -23,6 +24,34 @@ class Capabilities:
     streams: bool
     reproducible: bool
     keeps_conversations: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What engines are built from.
+
+    Attributes:
+        rollouts, vllm: the flags.
+        seed: of the run.
+    """
+
+    rollouts: RolloutArguments = field(default_factory=RolloutArguments)
+    vllm: VLLMArguments = field(default_factory=VLLMArguments)
+    seed: int = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest prompt and response."""
+        return self.rollouts.max_prompt_seq_len + self.rollouts.max_answer_seq_len
+
+    @property
+    def decoding(self) -> dict[str, Any]:
+        """Arguments of the engines that decode with the policy's own modules."""
+        return {
+            "slots": self.rollouts.generation_slots or None,
+            "memory_fraction": self.rollouts.generation_memory_fraction,
+            "pin_buffers": self.rollouts.pin_generation_buffers,
+        }
 
 
 class RolloutEngine(Protocol):

@@ -11,13 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from dschat.arguments import RLHFSettings, RolloutArguments
+from dschat.arguments import RLHFSettings
 from dschat.arguments.command_line import as_settings_errors
 from dschat.data.micro_batches import MicroBatchLimit, limit_of
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
-from dschat.generation import ROLLOUT_ENGINES, RolloutEngine
+from dschat.generation import ROLLOUT_ENGINES, EngineSettings
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora, without_adapters
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -63,7 +63,9 @@ class DeepSpeedRLHFEngine:
         has_own_reference = ppo.needs_reference and not self.ref_is_policy
         self.ref = self._reference(refreshed=self.ref_is_refreshed) if has_own_reference else None
         self.reward_models = {path: self._reward_model(path) for path in reward_paths}
-        self.actor = self._rollout_engine(settings.rollouts)
+        self.actor = ROLLOUT_ENGINES[settings.rollouts.engine](
+            self.policy, EngineSettings(rollouts=settings.rollouts, vllm=settings.vllm, seed=settings.run.seed)
+        )
         self.actor_ema = self._moving_average() if self.models.enable_ema else None
 
     def limit_of(self, engine: deepspeed.DeepSpeedEngine) -> MicroBatchLimit:
@@ -169,14 +171,6 @@ class DeepSpeedRLHFEngine:
             total_steps=total_steps,
             micro_batch_size=self.micro_batch_size, optimizer=self.optimizer, lora=self.lora, devices=self.devices,
         )  # fmt: skip
-
-    def _rollout_engine(self, rollouts: RolloutArguments) -> RolloutEngine:
-        return ROLLOUT_ENGINES[rollouts.engine](
-            self.policy,
-            slots=rollouts.generation_slots or None,
-            memory_fraction=rollouts.generation_memory_fraction,
-            pin_buffers=rollouts.pin_generation_buffers,
-        )
 
     def _causal_lm(
         self, config: dict[str, Any], *, dropout: float, trained: bool = False, dtype: torch.dtype | None = None

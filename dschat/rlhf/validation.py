@@ -3,6 +3,8 @@
 from dataclasses import replace
 from functools import partial
 
+from transformers import AutoConfig
+
 from dschat.arguments import (
     OptimizerArguments,
     PPOArguments,
@@ -13,6 +15,7 @@ from dschat.arguments import (
 )
 from dschat.data.datasets import data_problems
 from dschat.generation import ROLLOUT_ENGINES
+from dschat.generation.vllm.requirements import vllm_problems
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.functions import judge_problems
 from dschat.rewards.reward_model import required_positions
@@ -56,12 +59,39 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
         problems.append(f"--rollout_engine {rollouts.engine}: choose one of {', '.join(ROLLOUT_ENGINES)}")
     if rollouts.rollout_engine == "hybrid" and not rollouts.enable_hybrid_engine:
         problems.append("--rollout_engine hybrid, but --enable_hybrid_engine False: drop one of them")
+    if rollouts.engine == "vllm":
+        problems += vllm_engine_problems(settings)
     if ppo.overlong_buffer > rollouts.max_answer_seq_len:
         problems.append(
             f"--overlong_buffer {ppo.overlong_buffer} is more than --max_answer_seq_len {rollouts.max_answer_seq_len}: "
             "the buffer is the last part of a response"
         )
     return problems + minibatch_problems(rollouts, ppo, settings.optimizer)
+
+
+def vllm_engine_problems(settings: RLHFSettings) -> list[str]:
+    """Problems with --rollout_engine vllm: flags of other engines, the installation, the model."""
+    rollouts, models = settings.rollouts, settings.models
+    defaults = RolloutArguments()
+    others = ("generation_slots", "generation_memory_fraction", "pin_generation_buffers")
+    problems = [
+        f"--{name}: is a flag of the hybrid engine, not of --rollout_engine vllm"
+        for name in others
+        if getattr(rollouts, name) != getattr(defaults, name)
+    ]
+    if settings.vllm.vllm_quantization and settings.ppo.rollout_correction == "none":
+        problems.append(
+            f"--vllm_quantization {settings.vllm.vllm_quantization}: rollouts come from other weights than those of "
+            "the policy, which --rollout_correction must correct: choose tis"
+        )
+    try:
+        config = AutoConfig.from_pretrained(
+            models.actor_model_name_or_path, trust_remote_code=models.trust_remote_code
+        )
+    except (OSError, ValueError):
+        config = None  # rlhf_model_problems says why
+    max_tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
+    return problems + vllm_problems(settings.vllm, config, max_tokens=max_tokens)
 
 
 def rlhf_model_problems(settings: RLHFSettings) -> list[str]:

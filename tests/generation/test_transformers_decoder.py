@@ -8,7 +8,7 @@ from programs import MAINS
 from rlhf_models import QUESTIONS, save_models
 from tiny_models import tiny_causal_lm
 
-from dschat.generation import ROLLOUT_ENGINES, Decoder, SamplingParams, TransformersDecoder
+from dschat.generation import ROLLOUT_ENGINES, Decoder, EngineSettings, SamplingParams, TransformersDecoder
 
 PROMPTS = [[5, 6, 7], [9], [3, 4, 8, 8, 1, 2, 0, 9, 9], [5, 6, 7], [11, 12]]
 FAMILIES = ["llama", "qwen2", "gpt2", "opt", "gpt-neox", "gemma"]
@@ -68,11 +68,11 @@ def test_sampling_ignores_torchs_generator_and_the_models_generation_config():
     assert_equal(expected, actual)
 
 
-def test_every_rollout_engine_gives_the_same_rollout():
+def test_every_rollout_engine_of_the_suite_gives_the_same_rollout():
     model = tiny_causal_lm("gpt2")
     rollouts = []
-    for make in ROLLOUT_ENGINES.values():
-        actor = make(model)
+    for make in (make for name, make in ROLLOUT_ENGINES.items() if name != "vllm"):
+        actor = make(model, EngineSettings())
         with actor.generation():
             rollouts.append(actor.generate(PROMPTS, max_new_tokens=6, eos_token_ids=[3], pad_token_id=0, seed=1))
     assert_equal(*rollouts)

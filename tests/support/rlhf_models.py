@@ -43,7 +43,7 @@ def group_of_one() -> Iterator[None]:
         os.environ.update(before)
 
 
-def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> Path:
+def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0, head_width: int = 16) -> Path:
     """Save root/actor (causal language model) and root/reward (classifier); returns root.
 
     A sixth of the vocabulary are stop tokens, so that some responses end. Embeddings have over 10,000 weights, so that
@@ -53,7 +53,7 @@ def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> P
     for seed, (name, auto) in enumerate(
         [("actor", hf.AutoModelForCausalLM), ("reward", hf.AutoModelForSequenceClassification)]
     ):
-        config = _config(family, len(tokenizer), dropout)
+        config = _config(family, len(tokenizer), dropout, head_width)
         config.num_labels, config.pad_token_id, config.eos_token_id = 1, tokenizer.pad_token_id, tokenizer.eos_token_id
         torch.manual_seed(seed)
         model = auto.from_config(config)
@@ -64,15 +64,15 @@ def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0) -> P
     return root
 
 
-def _config(family: str, vocabulary: int, dropout: float) -> hf.PreTrainedConfig:
+def _config(family: str, vocabulary: int, dropout: float, head_width: int) -> hf.PreTrainedConfig:
     if family == "gpt2":
         return hf.GPT2Config(
             vocab_size=vocabulary, n_embd=16, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         )  # fmt: skip
     return hf.LlamaConfig(
-        vocab_size=vocabulary, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3,
+        vocab_size=vocabulary, hidden_size=2 * head_width, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3,
     )  # fmt: skip
 
 
@@ -91,13 +91,15 @@ def make_trainer(
     for group in (
         arguments.RLHFModelArguments, arguments.RolloutArguments, arguments.PPOArguments,
         arguments.OptimizerArguments, arguments.LoraArguments, arguments.DeviceArguments, arguments.RewardArguments,
+        arguments.VLLMArguments,
     ):  # fmt: skip
         own = {name: values.pop(name) for name in group.__dataclass_fields__ if name in values}
         groups.append(group(**own))
     assert not values, values
-    models, rollouts, ppo, optimizer, lora, devices, rewards = groups
+    models, rollouts, ppo, optimizer, lora, devices, rewards, vllm = groups
     settings = arguments.RLHFSettings(
-        models=models, rollouts=rollouts, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rewards=rewards
+        models=models, rollouts=rollouts, ppo=ppo, optimizer=optimizer, lora=lora, devices=devices, rewards=rewards,
+        vllm=vllm,
     )
     entries = reward_entries(models, rewards)
     engine = DeepSpeedRLHFEngine(

@@ -1,0 +1,92 @@
+"""Constructs vllm.LLM inside a training process, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from deepspeed.accelerator import get_accelerator
+from transformers import PreTrainedModel
+
+from dschat.arguments.vllm import VLLMArguments
+from dschat.distributed import watchdog
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+GIB = 1 << 30
+CPU_KV_CACHE_GIB = 1.0
+# Read when vLLM is imported; those of the user take precedence.
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process, so requests are deterministic
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads stay free for the training of this process
+}
+
+
+def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int, seed: int) -> LLM:
+    """An engine of the model's architecture with random weights; `load_weights` gives it the policy's.
+
+    A collective over all ranks, as vLLM profiles memory and creates its groups together.
+
+    Args:
+        model: the policy; its config, as it is now, determines the engine's (a resized vocabulary included).
+        max_tokens: of the longest prompt and response.
+        seed: of the engine; requests have their own.
+
+    Raises:
+        RuntimeError: vLLM could not start; with its reason.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM
+
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    kv_cache_gib = options.vllm_kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0.0)
+    eager = on_cpu if options.vllm_enforce_eager is None else options.vllm_enforce_eager
+    dtype = str(model.dtype).removeprefix("torch.")
+    arguments = {
+        "dtype": dtype, "load_format": "dummy", "skip_tokenizer_init": True, "generation_config": "vllm",
+        "max_model_len": options.vllm_max_model_len or max_tokens, "enforce_eager": eager, "seed": seed,
+        "tensor_parallel_size": options.vllm_tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
+        "enable_sleep_mode": not on_cpu and options.vllm_sleep_level > 0,
+        "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
+    }  # fmt: skip
+    if kv_cache_gib:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+    if options.vllm_quantization:
+        arguments["quantization"] = options.vllm_quantization
+    watchdog.phase("vLLM start")
+    with tempfile.TemporaryDirectory() as folder, unchanged_process():
+        model.config.save_pretrained(folder)
+        try:
+            return LLM(folder, **arguments | options.engine_args)
+        except Exception as error:
+            raise RuntimeError(f"vLLM did not start: {error}") from error
+
+
+@contextmanager
+def unchanged_process() -> Iterator[None]:
+    """Restore the random generators and torch.set_num_threads, which vLLM changes when it starts."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    accelerator = get_accelerator()
+    device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if device is not None:
+            accelerator.set_rng_state(device)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)

@@ -1,0 +1,189 @@
+"""VLLMEngine: rollouts by vLLM inside the training processes, with the weights that are being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed import DeepSpeedEngine
+from torch import Tensor, nn
+
+from dschat.arguments.vllm import VLLMArguments
+from dschat.distributed import collectives, watchdog
+from dschat.generation.request import Request
+from dschat.generation.rollout import Rollout
+from dschat.generation.rollout_engine import Capabilities
+from dschat.generation.vllm.construction import build_llm
+from dschat.generation.vllm.requests import Response, Sample, response_of, rollout_of, samples_of, sampling_params
+from dschat.models.weights import full_weights, pretrained_model
+
+
+class VLLMEngine:
+    """An engine in each training process, or one shared by each group of `vllm_tensor_parallel_size` ranks.
+
+    On entry of `generation()` the policy's plain weights (LoRA folded in) stream into the engine module by module, so
+    there is no second whole copy besides the engine's own; they are skipped if the policy has taken no step since. On
+    a GPU the engine sleeps outside the context.
+
+    A sample's random numbers depend on seed, iteration and sample id alone; its tokens can differ with the batch it is
+    decoded in, as vLLM's kernels round differently for other batches.
+
+    Attributes:
+        syncs: number of times that weights were loaded.
+    """
+
+    capabilities = Capabilities(streams=False, reproducible=False)
+
+    def __init__(self, engine: nn.Module, options: VLLMArguments, *, max_tokens: int, seed: int) -> None:
+        """Start vLLM. A collective.
+
+        Args:
+            engine: a DeepSpeedEngine around TokenLogprobs, a TokenLogprobs, or the Hugging Face model.
+            max_tokens: of the longest prompt and response.
+
+        Raises:
+            RuntimeError: vLLM could not start.
+        """
+        self.policy, self.options, self.syncs = engine, options, 0
+        self._model = pretrained_model(engine)
+        self._group = tensor_parallel_group(options.vllm_tensor_parallel_size)
+        self._llm = build_llm(self._model, options, max_tokens=max_tokens, seed=seed)
+        self._loaded: WeightVersion | None = None  # of the weights in the engine
+        self._generating = False
+        self._sleep()
+
+    @contextmanager
+    def generation(self) -> Iterator[VLLMEngine]:
+        """Load the policy's weights for the context. A collective; an exception inside puts the engine to sleep too.
+
+        Raises:
+            RuntimeError: entered twice, or weights that the engine did not take.
+        """
+        if self._generating:
+            raise RuntimeError("generation() is already entered: exit the outer context first.")
+        self._generating = True
+        try:
+            self._load_weights()
+            yield self
+        finally:
+            self._sleep()
+            self._generating = False
+
+    def generate(self, prompts: Sequence[Sequence[int]], **request: Any) -> Rollout:
+        """Generate one response per prompt, inside generation(). Keyword arguments are the fields of Request.
+
+        A collective of the ranks that share an engine.
+
+        Raises:
+            RuntimeError: called outside generation(), or a request failed.
+            ValueError: see Request.check and SamplingParams.
+        """
+        if not self._generating:
+            raise RuntimeError("generate() needs the loaded weights: with engine.generation(): engine.generate(...).")
+        checked = Request(prompts=prompts, **request)
+        checked.check(self._model.config)
+        own = samples_of(checked)
+        by_rank = collectives.all_gather_objects(own, group=self._group) if self._group else [own]
+        responses = self._responses([sample for samples in by_rank for sample in samples], checked)
+        first = sum(map(len, by_rank[: dist.get_rank(self._group)])) if self._group else 0
+        return rollout_of(checked, responses[first : first + len(own)], next(self._model.parameters()).device)
+
+    def _responses(self, samples: Sequence[Sample], request: Request) -> list[Response]:
+        """The same on all ranks of the group, which run the same scheduler."""
+        outputs = self._llm.generate(
+            [{"prompt_token_ids": sample.prompt} for sample in samples], sampling_params(samples, request),
+            use_tqdm=False,
+        )  # fmt: skip
+        watchdog.progress()
+        return [response_of(output) for output in outputs]
+
+    def _load_weights(self) -> None:
+        version = WeightVersion.of(self.policy)
+        current = all(collectives.all_gather_objects(version == self._loaded))
+        self._wake_up("weights")
+        if not current:
+            self._stream_weights()
+            self._loaded = version
+        self._wake_up("kv_cache")
+
+    def _stream_weights(self) -> None:
+        self._loaded = None  # until all of them are in
+        weights = StreamedWeights(self._model)
+        # Takes an iterator, as the worker runs in this process.
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        weights.require_complete()
+        self._llm.reset_prefix_cache()  # of keys and values by the weights before
+        self.syncs += 1
+
+    @property
+    def _sleeps(self) -> bool:
+        return self.options.vllm_sleep_level > 0 and next(self._model.parameters()).device.type != "cpu"
+
+    def _wake_up(self, tag: str) -> None:
+        if self._sleeps:
+            self._llm.wake_up(tags=[tag])
+
+    def _sleep(self) -> None:
+        if self._sleeps:
+            self._llm.sleep(level=self.options.vllm_sleep_level)
+            if self.options.vllm_sleep_level == 2:
+                self._loaded = None  # the weights are gone
+
+
+@dataclass(frozen=True)
+class WeightVersion:
+    """Identifies a policy's weights on this rank.
+
+    Attributes:
+        steps: optimizer steps, 0 without a DeepSpeedEngine.
+        sample: bytes of the first and the last element of each parameter or partition: checkpoints can be loaded, and
+            tests change weights, without a step.
+    """
+
+    steps: int
+    sample: bytes
+
+    @classmethod
+    def of(cls, policy: nn.Module) -> WeightVersion:
+        local = (getattr(parameter, "ds_tensor", parameter).detach().flatten() for parameter in policy.parameters())
+        ends = [torch.stack([tensor[0], tensor[-1]]).double() for tensor in local if len(tensor)]
+        sample = torch.cat(ends).cpu().numpy().tobytes()
+        return cls(policy.global_steps if isinstance(policy, DeepSpeedEngine) else 0, sample)
+
+
+class StreamedWeights:
+    """The policy's plain weights, one after the other; knows whether all of them were taken."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.taken, self.complete = model, 0, False
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in full_weights(self.model):
+            yield name, weight.detach()
+            self.taken += 1
+            watchdog.progress()
+        self.complete = True
+
+    def require_complete(self) -> None:
+        """Raise a RuntimeError if the engine stopped taking weights before the last one."""
+        if not self.complete:
+            raise RuntimeError(
+                f"vLLM took only {self.taken} of the policy's weights, so its rollouts would come from others: use "
+                "--rollout_engine hybrid for this model"
+            )
+
+
+def tensor_parallel_group(size: int) -> dist.ProcessGroup | None:
+    """The group of ranks that share this rank's engine: `size` consecutive ones. A collective; None for size 1."""
+    if size == 1:
+        return None
+    own = None
+    for first in range(0, dist.get_world_size(), size):
+        ranks = range(first, first + size)
+        group = dist.new_group(list(ranks))
+        own = group if dist.get_rank() in ranks else own
+    return own
