@@ -119,6 +119,13 @@ class RolloutArguments(SamplingArguments):
         "Keep KV cache, copied weights and captured graphs between rollouts: faster, but uses memory in training.",
         on_resume="apply",
     )
+    check_rollouts_every: int = flag(
+        50,
+        "Compare the log-probs of the rollout engine with the policy's (and the weights of vLLM) in the first "
+        "iteration and every N-th; a difference beyond rounding ends the run. 0: in the first only.",
+        at_least=0,
+        on_resume="apply",
+    )
     print_answers: bool = flag(False, "Print sampled responses to the console.", on_resume="apply")
     print_answers_interval: int = flag(
         1, "Print sampled responses every N iterations.", at_least=1, needs=["print_answers"], on_resume="apply"

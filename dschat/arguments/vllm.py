@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from dschat.arguments.flags import flag
 from dschat.arguments.strict_json import parse_json
 
-VLLM = ["rollout_engine=vllm"]
+VLLM = ["rollout_engine"]
 
 
 @dataclass

@@ -16,7 +16,10 @@ from dschat.generation.transformers_engine import TransformersEngine
 def _vllm(policy: nn.Module, settings: EngineSettings) -> RolloutEngine:
     from dschat.generation.vllm.engine import VLLMEngine  # vLLM's modules are optional
 
-    return VLLMEngine(policy, settings.vllm, max_tokens=settings.max_tokens, seed=settings.seed)
+    return VLLMEngine(
+        policy, settings.vllm, max_tokens=settings.max_tokens, seed=settings.seed,
+        check_every=settings.rollouts.check_rollouts_every,
+    )  # fmt: skip
 
 
 # --rollout_engine: (policy, settings) → engine.

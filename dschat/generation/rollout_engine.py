@@ -18,11 +18,15 @@ class Capabilities:
     Attributes:
         streams: yields the tokens of a response as they are decoded (`stream`).
         reproducible: the same seed and sample ids give the same tokens, whatever else is in the batch.
+        separate_weights: has its own weights, which the policy's are loaded into.
+        same_weights: samples with the policy's weights in their dtype, not with quantised ones.
         keeps_conversations: keeps the keys and values of a conversation between its turns.
     """
 
     streams: bool
     reproducible: bool
+    separate_weights: bool = False
+    same_weights: bool = True
     keeps_conversations: bool = False
 
 

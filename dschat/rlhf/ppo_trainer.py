@@ -17,8 +17,9 @@ from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.algorithms import ALGORITHMS
 from dschat.rlhf.experience import Experience, estimate_advantages
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
+from dschat.rlhf.rollouts.engine_check import ROWS, EngineCheck
 from dschat.rlhf.rollouts.logprob_mismatch import rollout_logprob_mismatch
-from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs
+from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs, policy_logprobs
 from dschat.rlhf.rollouts.result import RolloutResult, Timings, sample_records
 from dschat.rlhf.rollouts.score_shaping import ScoreShaping
 from dschat.rlhf.updates.critic_update import CriticUpdate
@@ -46,6 +47,7 @@ class DeepSpeedPPOTrainer:
     Attributes:
         kl_coef: coefficient of the KL penalty; --kl_target adapts it between iterations.
         trained_models: what determines the work of an update.
+        engine_check: compares the log-probs of rollout engine and policy.
         policy_update, critic_update: the losses and optimizer steps of the two models.
     """
 
@@ -66,6 +68,10 @@ class DeepSpeedPPOTrainer:
         self.trained_models = {
             name: trained_model(model, engine.limit_of(model)) for name, model in engine.trained.items()
         }
+        self.engine_check = EngineCheck(
+            every=rollouts.check_rollouts_every, dtype=engine.policy.module.model.dtype, sampling=self.sampling,
+            same_weights=engine.actor.capabilities.same_weights,
+        )  # fmt: skip
         self.policy_update = PolicyUpdate(engine, rollouts=rollouts, ppo=ppo)
         self.critic_update = CriticUpdate(engine, ppo=ppo)
 
@@ -95,6 +101,7 @@ class DeepSpeedPPOTrainer:
             with_values=not self.update_gives_values,
         )  # fmt: skip
         experience, greedy = result.experience, None
+        self.check_engine(experience, iteration=iteration)
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
             greedy, has_score = self.greedy_scores(prompts, result.timings)
             experience.trained &= has_score  # a response without a baseline has no advantage
@@ -220,6 +227,27 @@ class DeepSpeedPPOTrainer:
         if ppo.old_logprobs == "rollout" or needed_earlier:
             return ppo.old_logprobs
         return "recompute" if self.policy_may_drop else "update"
+
+    def check_engine(self, experience: Experience, *, iteration: int) -> None:
+        """Compare the rollout engine with the policy if that is due. A collective.
+
+        Raises:
+            RolloutMismatch: they differ by more than rounding.
+        """
+        logprobs = experience.old_logprobs if self.ppo.old_logprobs == "recompute" else None
+        can_differ = logprobs is not None or self.engine.actor.capabilities.separate_weights
+        if self.sampling.greedy or not can_differ or not self.engine_check.is_due(iteration):
+            return
+        if logprobs is None:
+            experience = experience.rows(range(min(ROWS, len(experience))))
+            rows = {"input_ids": experience.sequences, "attention_mask": experience.attention_mask}
+            logprobs, _ = policy_logprobs(
+                self.engine, rows | {"loss_mask": experience.loss_mask}, response_mask=experience.response_mask,
+                temperature=self.rollouts.temperature,
+            )  # fmt: skip
+        self.engine_check.check(
+            logprobs, experience.rollout_logprobs, experience.response_mask, iteration=iteration
+        )  # fmt: skip
 
     @property
     def update_gives_values(self) -> bool:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -12,6 +13,7 @@ from dschat.arguments import (
     RLHFModelArguments,
     RLHFSettings,
     RolloutArguments,
+    VLLMArguments,
 )
 from dschat.data.datasets import data_problems
 from dschat.generation import ROLLOUT_ENGINES
@@ -72,12 +74,11 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
 def vllm_engine_problems(settings: RLHFSettings) -> list[str]:
     """Problems with --rollout_engine vllm: flags of other engines, the installation, the model."""
     rollouts, models = settings.rollouts, settings.models
-    defaults = RolloutArguments()
-    others = ("generation_slots", "generation_memory_fraction", "pin_generation_buffers")
+    hybrid = ("generation_slots", "generation_memory_fraction", "pin_generation_buffers")
     problems = [
         f"--{name}: is a flag of the hybrid engine, not of --rollout_engine vllm"
-        for name in others
-        if getattr(rollouts, name) != getattr(defaults, name)
+        for name in changed_flags(rollouts, RolloutArguments())
+        if name in hybrid
     ]
     if settings.vllm.vllm_quantization and settings.ppo.rollout_correction == "none":
         problems.append(
@@ -92,6 +93,11 @@ def vllm_engine_problems(settings: RLHFSettings) -> list[str]:
         config = None  # rlhf_model_problems says why
     max_tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     return problems + vllm_problems(settings.vllm, config, max_tokens=max_tokens)
+
+
+def changed_flags(group: Any, defaults: Any) -> list[str]:
+    """Names of the group's flags that are not at their defaults."""
+    return [name for name, value in vars(group).items() if value != getattr(defaults, name)]
 
 
 def rlhf_model_problems(settings: RLHFSettings) -> list[str]:
@@ -172,6 +178,8 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
         and reward_entries(models, rewards) != [models.critic_model_name_or_path]
     ):
         warnings.append(f"--critic_model_name_or_path has no effect: --algorithm {ppo.algorithm} trains no critic")
+    unused = [] if rollouts.engine == "vllm" else changed_flags(settings.vllm, VLLMArguments())
+    warnings += [f"--{name} has no effect: --rollout_engine is {rollouts.engine}" for name in unused]
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     if 0 < settings.devices.max_tokens_per_micro_batch < tokens:
         warnings.append(

@@ -19,6 +19,7 @@ from dschat.generation.rollout import Rollout
 from dschat.generation.rollout_engine import Capabilities
 from dschat.generation.vllm.construction import build_llm
 from dschat.generation.vllm.requests import Response, Sample, response_of, rollout_of, samples_of, sampling_params
+from dschat.generation.vllm.weight_check import Checksum, checksum, differing_weights, engine_weights
 from dschat.models.weights import full_weights, pretrained_model
 
 
@@ -36,19 +37,24 @@ class VLLMEngine:
         syncs: number of times that weights were loaded.
     """
 
-    capabilities = Capabilities(streams=False, reproducible=False)
 
-    def __init__(self, engine: nn.Module, options: VLLMArguments, *, max_tokens: int, seed: int) -> None:
+    def __init__(
+        self, engine: nn.Module, options: VLLMArguments, *, max_tokens: int, seed: int, check_every: int = 0
+    ) -> None:
         """Start vLLM. A collective.
 
         Args:
             engine: a DeepSpeedEngine around TokenLogprobs, a TokenLogprobs, or the Hugging Face model.
             max_tokens: of the longest prompt and response.
+            check_every: compare the engine's weights with the policy's at every N-th sync; 0: at the first two only.
 
         Raises:
             RuntimeError: vLLM could not start.
         """
-        self.policy, self.options, self.syncs = engine, options, 0
+        self.policy, self.options, self.syncs, self.check_every = engine, options, 0, check_every
+        self.capabilities = Capabilities(
+            streams=False, reproducible=False, separate_weights=True, same_weights=not options.vllm_quantization
+        )
         self._model = pretrained_model(engine)
         self._group = tensor_parallel_group(options.vllm_tensor_parallel_size)
         self._llm = build_llm(self._model, options, max_tokens=max_tokens, seed=seed)
@@ -61,7 +67,7 @@ class VLLMEngine:
         """Load the policy's weights for the context. A collective; an exception inside puts the engine to sleep too.
 
         Raises:
-            RuntimeError: entered twice, or weights that the engine did not take.
+            RuntimeError: entered twice, or the engine's weights are not the policy's.
         """
         if self._generating:
             raise RuntimeError("generation() is already entered: exit the outer context first.")
@@ -112,12 +118,30 @@ class VLLMEngine:
 
     def _stream_weights(self) -> None:
         self._loaded = None  # until all of them are in
-        weights = StreamedWeights(self._model)
+        weights = StreamedWeights(self._model, with_checksums=self._check_is_due())
         # Takes an iterator, as the worker runs in this process.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         weights.require_complete()
         self._llm.reset_prefix_cache()  # of keys and values by the weights before
         self.syncs += 1
+        if weights.checksums:
+            self._check_weights(weights.checksums)
+
+    def _check_is_due(self) -> bool:
+        """At the first two syncs (the second one replaces weights) and every `check_every`-th."""
+        # Quantised weights are others, and with tensor parallelism a rank has parts of them.
+        comparable = not self.options.vllm_quantization and self.options.vllm_tensor_parallel_size == 1
+        return comparable and (self.syncs < 2 or bool(self.check_every) and (self.syncs + 1) % self.check_every == 0)
+
+    def _check_weights(self, checksums: dict[str, Checksum]) -> None:
+        engine = self._llm.apply_model(engine_weights)[0]
+        differing = differing_weights(checksums, engine, dtype=self._model.dtype)
+        if differing:
+            raise RuntimeError(
+                f"vLLM has other weights than the policy: {len(differing)} of {len(engine.checksums)} differ after "
+                f"they were loaded, {', '.join(differing[:4])} among them (stale weights). Its rollouts cannot be "
+                "trained on: use --rollout_engine hybrid, and report this with the model's name"
+            )
 
     @property
     def _sleeps(self) -> bool:
@@ -156,13 +180,22 @@ class WeightVersion:
 
 
 class StreamedWeights:
-    """The policy's plain weights, one after the other; knows whether all of them were taken."""
+    """The policy's plain weights, one after the other.
 
-    def __init__(self, model: nn.Module) -> None:
+    Attributes:
+        taken, complete: number of weights that were taken, and whether that is all of them.
+        checksums: of each weight taken, if wanted.
+    """
+
+    def __init__(self, model: nn.Module, *, with_checksums: bool) -> None:
         self.model, self.taken, self.complete = model, 0, False
+        self.with_checksums = with_checksums
+        self.checksums: dict[str, Checksum] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, weight in full_weights(self.model):
+            if self.with_checksums:
+                self.checksums[name] = checksum(weight.detach())
             yield name, weight.detach()
             self.taken += 1
             watchdog.progress()

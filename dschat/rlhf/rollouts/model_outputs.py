@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -48,12 +49,7 @@ def compute_model_outputs(
     if old_logprobs == "rollout":
         logprobs, entropy = rollout.logprobs, -rollout.logprobs  # E[−log q] over samples of q is its entropy
     elif old_logprobs == "recompute":
-        engine.policy.eval()
-        outputs = forward_in_micro_batches(
-            engine.policy, with_loss_mask, temperature=temperature, with_entropy=True,
-            limit=engine.limit_of(engine.policy),
-        )  # [B, P+T] each  # fmt: skip
-        logprobs, entropy = (response_columns(output, mask) for output in outputs)
+        logprobs, entropy = policy_logprobs(engine, with_loss_mask, response_mask=mask, temperature=temperature)
     with engine.reference() as reference:
         if reference is not None:
             outputs = forward_in_micro_batches(
@@ -66,6 +62,22 @@ def compute_model_outputs(
         outputs = forward_in_micro_batches(engine.critic, with_prompts, limit=engine.limit_of(engine.critic))
         values = state_columns(outputs, mask)
     return ModelOutputs(old_logprobs=logprobs, entropy=entropy, ref_logprobs=ref_logprobs, values=values)
+
+
+def policy_logprobs(
+    engine: DeepSpeedRLHFEngine, rows: Mapping[str, Tensor], *, response_mask: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies [B, T] of the policy, with dropout off. A collective under ZeRO-3.
+
+    Args:
+        rows: input_ids, attention_mask and loss_mask [B, P+T].
+        response_mask: [B, T] bool.
+    """
+    engine.policy.eval()
+    logprobs, entropy = forward_in_micro_batches(
+        engine.policy, rows, temperature=temperature, with_entropy=True, limit=engine.limit_of(engine.policy)
+    )  # [B, P+T] each
+    return response_columns(logprobs, response_mask), response_columns(entropy, response_mask)
 
 
 def response_columns(per_token: Tensor, response_mask: Tensor) -> Tensor:
