@@ -1,12 +1,14 @@
 """Attention over packed rows in C++ against a dense mask in float64, with its gradients."""
 
+import platform
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from packed_segments import PATTERNS, dense_attention, dense_mask, random_segments
 
-from dschat.models.cpu import attention
+from dschat.models.cpu import attention, cpp_build
 from dschat.models.packed.layout import PackedLayout, Segment
 
 CONTIGUOUS = ["causal", "window", "long window", "chunks"]  # patterns of adjacent keys
@@ -47,21 +49,47 @@ def assert_equals_dense_attention(kernels, segments, pattern, inputs, case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CONTIGUOUS)
 def test_attention_equals_a_dense_mask(kernels, name, dtype):
-    """Sequences, prompts and continuations around the size of a block of keys, of 48."""
+    """Sequences, prompts and continuations around the size of a block of keys, of 96."""
     trial = random.Random(name)
     torch.manual_seed(0)
     for number in range(12):
-        segments = random_segments(trial, longest=trial.choice([5, 60, 150]))
+        segments = random_segments(trial, longest=trial.choice([5, 60, 250]))
         inputs = random_inputs(tokens_of(segments), value_width=trial.choice([4, 8]), dtype=dtype)
         assert_equals_dense_attention(kernels, segments, PATTERNS[name], inputs, (number, segments))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("heads, groups", [(1, 1), (6, 6), (8, 1), (9, 3)])
-@pytest.mark.parametrize("width, value_width", [(64, 64), (80, 80), (128, 96), (3, 5)])
-def test_any_number_and_width_of_heads(kernels, heads, groups, width, value_width):
-    segments = [Segment(0, 49), Segment(49, 7, (0, 49)), Segment(56, 1, (0, 49)), Segment(57, 96)]
-    inputs = random_inputs(153, heads=heads, groups=groups, width=width, value_width=value_width)
+@pytest.mark.parametrize("width, value_width", [(64, 64), (80, 80), (128, 96), (3, 5), (33, 16)])
+def test_any_number_and_width_of_heads(kernels, heads, groups, width, value_width, dtype):
+    segments = [Segment(0, 97), Segment(97, 7, (0, 97)), Segment(104, 1, (0, 97)), Segment(105, 192)]
+    inputs = random_inputs(297, heads=heads, groups=groups, width=width, value_width=value_width, dtype=dtype)
     assert_equals_dense_attention(kernels, segments, None, inputs, (heads, width))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("prefix", [0, 5, 96])
+def test_segments_of_any_length(kernels, prefix, dtype):
+    """Around a pair, a tile of 8 rows, a vector of 16 lanes, and a block of 96."""
+    segments, packed = [Segment(0, prefix)] if prefix else [], prefix
+    for length in [*range(1, 20), 31, 33, 47, 49, 95, 96, 97, 191, 193]:
+        segments.append(Segment(packed, length, (0, prefix)))
+        packed += length
+    inputs = random_inputs(packed, width=16, value_width=16, dtype=dtype)
+    assert_equals_dense_attention(kernels, segments, None, inputs, prefix)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of this architecture")
+@pytest.mark.parametrize("architecture", ["x86-64", "x86-64-v3", "x86-64-v4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrower_vectors_give_the_same(architecture, dtype, monkeypatch):
+    """Vectors of 4, 8 and 16 floats, without products of bfloat16 pairs."""
+    if architecture == "x86-64-v4" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("the processor has no AVX-512")
+    monkeypatch.setattr(cpp_build, "FLAGS", (*cpp_build.FLAGS, f"-march={architecture}"))
+    segments = [Segment(0, 97), Segment(97, 30, (0, 97)), Segment(127, 7, (0, 97)), Segment(134, 101)]
+    inputs = random_inputs(235, width=40, value_width=17, dtype=dtype)
+    assert_equals_dense_attention(attention.AttentionKernels(), segments, PATTERNS["long window"], inputs, architecture)
 
 
 def test_tensors_of_any_strides(kernels):

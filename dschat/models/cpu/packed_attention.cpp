@@ -1,79 +1,20 @@
-// Attention inside the sequences of a packed row, forward and backward, in float32 whatever the tensors' dtype.
+// Attention inside the sequences of a packed row, forward and backward, accumulated in float32 whatever the dtype.
 //
 // A group is a segment that stands alone, or a prompt and the segments that go on from it. One thread runs a group's
 // query heads of one key-value head: it packs their keys and values once, and its sums of key and value gradients need
 // no other thread. Blocks of queries run over blocks of keys with the softmax of Dao et al. 2022 (arXiv:2205.14135).
+// Scores are kept transposed, by keys: the lanes of a vector are queries, and the softmax needs no sums of lanes. Of
+// bfloat16 tensors, P and dS are rounded to bfloat16 for their products where the processor multiplies such pairs.
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "elements.h"
+#include "matrix_tiles.h"
 
 namespace {
 
-// Vectors as wide as the processor's. A tile of ROWS x VECTORS of them, a row of operands and one scalar fill its
-// registers. BLOCK is a multiple of ROWS and of VECTORS * LANES.
-#if defined(__AVX512F__)
-constexpr int64_t LANES = 16, ROWS = 8;
-#elif defined(__AVX__)
-constexpr int64_t LANES = 8, ROWS = 4;
-#else
-constexpr int64_t LANES = 4, ROWS = 4;
-#endif
-constexpr int64_t VECTORS = 3, BLOCK = 48;
-typedef float lanes __attribute__((vector_size(LANES * 4)));
-
-constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
-inline lanes load_lanes(const float* p) {
-    lanes value;
-    std::memcpy(&value, p, sizeof value);
-    return value;
-}
-inline void store_lanes(float* p, lanes value) { std::memcpy(p, &value, sizeof value); }
-
-// One tile: c[ROWS, V] (+)= a[ROWS, depth] b[depth, V], V in vectors.
-template <int V>
-inline void tile(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b,
-                 int64_t b_row, int64_t depth, bool adds) {
-    lanes sum[ROWS][V];
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] = adds ? load_lanes(c + r * c_row + v * LANES) : lanes{};
-    for (int64_t k = 0; k < depth; ++k, a += a_column, b += b_row) {
-        lanes operand[V];
-#pragma GCC unroll 3
-        for (int v = 0; v < V; ++v) operand[v] = load_lanes(b + v * LANES);
-#pragma GCC unroll 8
-        for (int64_t r = 0; r < ROWS; ++r) {
-            const float factor = a[r * a_row];
-#pragma GCC unroll 3
-            for (int v = 0; v < V; ++v) sum[r][v] += factor * operand[v];
-        }
-    }
-    for (int64_t r = 0; r < ROWS; ++r)
-        for (int v = 0; v < V; ++v) store_lanes(c + r * c_row + v * LANES, sum[r][v]);
-}
-
-// c[rows, columns] (+)= a[rows, depth] b[depth, columns]. Rows are rounded up to ROWS and columns to LANES: what the
-// operands hold there must be readable, and lands in the same places of c.
-void multiply(float* c, int64_t c_row, const float* a, int64_t a_row, int64_t a_column, const float* b, int64_t b_row,
-              int64_t rows, int64_t columns, int64_t depth, bool adds) {
-    int64_t left = round_up(columns, LANES) / LANES;  // vectors
-    for (int64_t panels = (left + VECTORS - 1) / VECTORS; panels > 0; --panels) {
-        const int64_t vectors = (left + panels - 1) / panels;  // four as two and two rather than three and one
-        for (int64_t r = 0; r < rows; r += ROWS) {
-            float* to = c + r * c_row;
-            const float* from = a + r * a_row;
-            switch (vectors) {
-                case 3: tile<3>(to, c_row, from, a_row, a_column, b, b_row, depth, adds); break;
-                case 2: tile<2>(to, c_row, from, a_row, a_column, b, b_row, depth, adds); break;
-                default: tile<1>(to, c_row, from, a_row, a_column, b, b_row, depth, adds);
-            }
-        }
-        c += vectors * LANES;
-        b += vectors * LANES;
-        left -= vectors;
-    }
-}
+// Both are multiples of LANES and of ROWS.
+constexpr int64_t QUERIES = 96, KEYS = 96;
 
 struct Span {
     int64_t start, length, prefix;  // tokens of the row; prefix: length of the group's first segment if it is attended
@@ -94,19 +35,25 @@ struct Problem {
 
 // A block of keys of one segment.
 struct KeyBlock {
-    int64_t token, count;     // in the packed row
-    int64_t position;         // of the first one in its sequence
-    int64_t segment;          // in the group
+    int64_t token, count;  // in the packed row
+    int64_t position;      // of the first one in its sequence
+    int64_t segment;       // in the group
+    int64_t row;           // of the packed keys
 };
 
 template <typename T>
 class Group {
   public:
     Group(const Problem& p, bool backward)
-        : p(p), backward(backward), width(round_up(p.width, LANES)), value_width(round_up(p.value_width, LANES)) {
-        const int64_t widest = std::max(width, value_width);
-        for (auto* buffer : {&scores, &slopes}) buffer->assign(BLOCK * BLOCK, 0.0f);
-        for (auto* buffer : {&queries, &sums, &grads}) buffer->assign(BLOCK * widest, 0.0f);
+        : p(p), backward(backward), keys(p.width), values(p.value_width), queries(p.width), grads(p.value_width),
+          outs(p.value_width), probabilities(QUERIES), slopes(QUERIES) {
+        for (auto* operand : {&queries, &grads, &outs}) operand->resize(QUERIES);
+        for (auto* operand : {&probabilities, &slopes}) operand->resize(KEYS);
+        queries_t.resize(queries.words * QUERIES);
+        grads_t.resize(grads.words * QUERIES);
+        scores.resize(KEYS * QUERIES);
+        score_slopes.resize(ROWS * QUERIES);
+        sums.resize(QUERIES * std::max(queries.width, grads.width));
     }
 
     void run(int64_t group, int64_t kv_head) {
@@ -114,8 +61,8 @@ class Group {
         const Span* spans = p.spans + p.groups[group];
         const int64_t heads = p.heads / p.kv_heads;
         for (int64_t segment = 0; segment < p.groups[group + 1] - p.groups[group]; ++segment)
-            for (int64_t from = 0; from < spans[segment].length; from += BLOCK) {
-                const int64_t rows = std::min(BLOCK, spans[segment].length - from);
+            for (int64_t from = 0; from < spans[segment].length; from += QUERIES) {
+                const int64_t rows = std::min(QUERIES, spans[segment].length - from);
                 select(spans[segment], segment, from, rows);
                 for (int64_t h = 0; h < heads; ++h)
                     backward ? differentiate(spans[segment].start + from, rows, kv_head * heads + h)
@@ -126,180 +73,236 @@ class Group {
 
   private:
     struct Visible {
-        int64_t block;
-        bool masked;
+        KeyBlock block;
+        int64_t offset;  // the i-th query attends to the block's keys up to the (i + offset)-th
+        bool windowed;   // some query does not attend to all of these
     };
 
-    // Keys, values and their transposes in float32, a block of a segment after the other.
     void pack(int64_t group, int64_t kv_head) {
         blocks.clear();
         const Span* spans = p.spans + p.groups[group];
+        int64_t rows = 0;
         for (int64_t segment = 0; segment < p.groups[group + 1] - p.groups[group]; ++segment) {
             const Span& span = spans[segment];
-            for (int64_t i = 0; i < span.length; i += BLOCK)
-                blocks.push_back({span.start + i, std::min(BLOCK, span.length - i), span.prefix + i, segment});
-        }
-        const size_t rows = blocks.size() * BLOCK;
-        keys_t.assign(rows * p.width, 0.0f);
-        values.resize(rows * value_width);
-        if (backward) {
-            values_t.assign(rows * p.value_width, 0.0f);
-            keys.resize(rows * width);
-            key_sums.assign(rows * width, 0.0f);
-            value_sums.assign(rows * value_width, 0.0f);
-        }
-        for (size_t b = 0; b < blocks.size(); ++b)
-            for (int64_t i = 0; i < blocks[b].count; ++i) {
-                const int64_t token = blocks[b].token + i, row = b * BLOCK + i;
-                const T* key = static_cast<const T*>(p.key) + token * p.key_token + kv_head * p.key_head;
-                const T* value = static_cast<const T*>(p.value) + token * p.value_token + kv_head * p.value_head;
-                float* key_t = &keys_t[b * BLOCK * p.width + i];
-                for (int64_t d = 0; d < p.width; ++d) key_t[d * BLOCK] = load(key + d);
-                copy_row(&values[row * value_width], value, p.value_width, value_width);
-                if (!backward) continue;
-                copy_row(&keys[row * width], key, p.width, width);
-                float* value_t = &values_t[b * BLOCK * p.value_width + i];
-                for (int64_t d = 0; d < p.value_width; ++d) value_t[d * BLOCK] = load(value + d);
+            for (int64_t i = 0; i < span.length; i += KEYS) {
+                blocks.push_back({span.start + i, std::min(KEYS, span.length - i), span.prefix + i, segment, rows});
+                rows += round_up(blocks.back().count, LANES);
             }
+        }
+        keys.resize(rows);
+        values.resize(rows);
+        if (backward) {
+            key_sums.assign(rows * keys.width, 0.0f);
+            value_sums.assign(rows * values.width, 0.0f);
+        }
+        for (const KeyBlock& block : blocks) {
+            const T* key = static_cast<const T*>(p.key) + block.token * p.key_token + kv_head * p.key_head;
+            const T* value = static_cast<const T*>(p.value) + block.token * p.value_token + kv_head * p.value_head;
+            keys.copy(block.row, key, p.key_token, block.count);
+            values.copy(block.row, value, p.value_token, block.count);
+            backward ? keys.pair(block.row, block.count) : values.pair(block.row, block.count);
+        }
     }
 
-    // The blocks of keys that a block of queries attends to, and which of them need a mask.
+    // The blocks of keys that a block of queries attends to.
     void select(const Span& span, int64_t segment, int64_t from, int64_t rows) {
         visible.clear();
         position = span.prefix + from;
         const int64_t last = position + rows - 1, seen_from = p.first ? p.first[position] : 0;
-        for (size_t b = 0; b < blocks.size(); ++b) {
-            const KeyBlock& block = blocks[b];
+        for (int64_t i = 0; p.first && i < rows; ++i) first[i] = int32_t(p.first[position + i]);
+        for (const KeyBlock& block : blocks) {
             if (block.segment != segment && !(span.prefix && block.segment == 0)) continue;
-            const int64_t end = block.position + block.count;  // of its positions
-            if (block.position > last || end <= seen_from) continue;
-            const bool masked = end - 1 > position || (p.first && block.position < p.first[last]) ||
-                                block.count % LANES;
-            visible.push_back({int64_t(b), masked});
+            if (block.position > last || block.position + block.count <= seen_from) continue;
+            visible.push_back({block, position - block.position, p.first && block.position < p.first[last]});
         }
     }
 
-    // scores = queries keysᵀ, -inf where a query does not attend to a key.
-    void score(int64_t rows, Visible at) {
-        const KeyBlock& block = blocks[at.block];
-        multiply(scores.data(), BLOCK, queries.data(), width, 1, &keys_t[at.block * BLOCK * p.width], BLOCK, rows,
-                 block.count, p.width, false);
-        if (!at.masked) return;
-        const float hidden = -std::numeric_limits<float>::infinity();
-        const int64_t columns = round_up(block.count, LANES);
-        for (int64_t r = 0; r < rows; ++r) {
-            float* row = &scores[r * BLOCK];
-            const int64_t end = std::min(block.count, position + r + 1 - block.position);
-            const int64_t begin = p.first ? p.first[position + r] - block.position : 0;
-            for (int64_t j = 0; j < columns; ++j) row[j] = j < begin || j >= end ? hidden : row[j];
-        }
+    // Scores of a vector of queries from the i-th on for the block's j-th key, -inf where they do not attend to it.
+    lanes masked(lanes score, int64_t i, int64_t j, const Visible& at) const {
+        if (!at.windowed && j <= i + at.offset) return score;
+        integers seen = counting() >= int32_t(j - i - at.offset);
+        if (at.windowed) seen &= load_vector<integers>(first + i) <= int32_t(at.block.position + j);
+        return seen ? score : lanes{} - std::numeric_limits<float>::infinity();
     }
+
+    // The first query that attends to a block's j-th key, and the one whose vector holds it.
+    static int64_t first_query(int64_t j, const Visible& at) { return std::max<int64_t>(0, j - at.offset); }
+    static int64_t first_lane(int64_t j, const Visible& at) { return first_query(j, at) / LANES * LANES; }
+
+    // Number of the block's keys that queries before the end-th attend to.
+    static int64_t seen_keys(int64_t end, const Visible& at) {
+        return std::max<int64_t>(0, std::min(at.block.count, end + at.offset));
+    }
+
+    static int64_t words(int64_t elements) { return (elements + DEPTH<T> - 1) / DEPTH<T>; }
 
     void attend(int64_t token, int64_t rows, int64_t head) {
         load_queries(token, rows, head);
-        float largest[BLOCK], total[BLOCK];
-        std::fill(largest, largest + BLOCK, -1e30f);  // finite, so that a row may see nothing of its first blocks
-        std::fill(total, total + BLOCK, 0.0f);
-        std::fill(sums.begin(), sums.end(), 0.0f);
+        alignas(64) float largest[QUERIES], total[QUERIES], rescale[QUERIES];
+        std::fill(largest, largest + QUERIES, -1e30f);  // finite, so that a row may see nothing of its first blocks
+        std::fill(total, total + QUERIES, 0.0f);
         for (const Visible& at : visible) {
-            const int64_t count = blocks[at.block].count, columns = round_up(count, LANES);
-            score(rows, at);
-            for (int64_t r = 0; r < rows; ++r) {
-                float* row = &scores[r * BLOCK];
-                float highest = largest[r], sum = 0;
-#pragma omp simd reduction(max : highest)
-                for (int64_t j = 0; j < columns; ++j) highest = std::max(highest, row[j]);
-#pragma omp simd reduction(+ : sum)
-                for (int64_t j = 0; j < columns; ++j) sum += row[j] = exp_of_negative(row[j] - highest);
-                const float before = exp_of_negative(largest[r] - highest);
-                total[r] = total[r] * before + sum;
-                largest[r] = highest;
-                if (before != 1.0f)
-                    for (int64_t d = 0; d < value_width; ++d) sums[r * value_width + d] *= before;
+            for (int64_t j = 0; j < at.block.count; j += ROWS) {
+                const int64_t from = first_lane(j, at);
+                multiply<T>(&scores[j * QUERIES + from], QUERIES, keys.along(at.block.row + j), keys.words, 1,
+                            &queries_t[from], QUERIES, rows - from, words(p.width), false);
             }
-            multiply(sums.data(), value_width, scores.data(), BLOCK, 1, &values[at.block * BLOCK * value_width],
-                     value_width, rows, p.value_width, count, true);
+            for (int64_t i = 0; i < rows; i += LANES) exponentiate(i, at, largest + i, total + i, rescale + i);
+            const bool adds = &at != &visible[0];
+            for (int64_t r = 0; r < rows && adds; ++r)
+                if (rescale[r] != 1.0f)
+                    for (int64_t d = 0; d < values.width; ++d) sums[r * values.width + d] *= rescale[r];
+            for (int64_t r = 0; r < rows; r += ROWS)
+                multiply<T>(&sums[r * values.width], values.width, probabilities.down(0) + r, 1, QUERIES,
+                            values.down(at.block.row), values.width, p.value_width, words(seen_keys(r + ROWS, at)),
+                            adds);
         }
         for (int64_t r = 0; r < rows; ++r) {
             T* out = static_cast<T*>(p.to) + ((token + r) * p.heads + head) * p.value_width;
-            const float inverse = 1.0f / total[r];
-            for (int64_t d = 0; d < p.value_width; ++d) store(out + d, sums[r * value_width + d] * inverse);
+            store_row(out, &sums[r * values.width], p.value_width, 1.0f / total[r]);
             p.logsumexp[head * p.tokens + token + r] = largest[r] + std::log(total[r]);
         }
+    }
+
+    // Probabilities of a vector of queries from the i-th on, times their totals, from their scores.
+    void exponentiate(int64_t i, const Visible& at, float* largest, float* total, float* rescale) {
+        const int64_t seen = seen_keys(i + LANES, at);
+        const int64_t plain = at.windowed ? 0 : std::max<int64_t>(0, std::min(seen, i + at.offset + 1));
+        const float hidden = -std::numeric_limits<float>::infinity(), factor = p.scale;
+        const lanes before = load_lanes(largest);
+        lanes highest = before, sum{};
+        float* score = &scores[i];
+        for (int64_t j = 0; j < plain; ++j, score += QUERIES) {
+            const lanes scaled = load_lanes(score) * factor;
+            store_lanes(score, scaled);
+            highest = larger(highest, scaled);
+        }
+        for (int64_t j = plain; j < seen; ++j, score += QUERIES) {
+            const lanes scaled = masked(load_lanes(score) * factor, i, j, at);
+            store_lanes(score, scaled);
+            highest = larger(highest, scaled);
+        }
+        if (seen % 2) store_lanes(score, lanes{} + hidden);
+        score = &scores[i];
+        float* to = probabilities.down(0) + i;
+        for (int64_t j = 0; j < seen; j += 2, score += 2 * QUERIES, to += 2 / DEPTH<T> * QUERIES) {
+            const lanes even = exp_of_negative(load_lanes(score) - highest);
+            const lanes odd = exp_of_negative(load_lanes(score + QUERIES) - highest);
+            sum += even;
+            sum += odd;
+            store_down<T>(to, QUERIES, even, odd);
+        }
+        const lanes scale = exp_of_negative(before - highest);
+        store_lanes(largest, highest);
+        store_lanes(total, load_lanes(total) * scale + sum);
+        store_lanes(rescale, scale);
     }
 
     // Equations of appendix B.4 of Dao et al. 2022: with P = softmax, dV = Pᵀ dO, dS = P (dO Vᵀ - sum(dO O)).
     void differentiate(int64_t token, int64_t rows, int64_t head) {
         load_queries(token, rows, head);
-        float delta[BLOCK];
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t at = ((token + r) * p.heads + head) * p.value_width;
-            const T *grad = static_cast<const T*>(p.grad_out) + at, *out = static_cast<const T*>(p.out) + at;
-            copy_row(&grads[r * value_width], grad, p.value_width, value_width);
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t d = 0; d < p.value_width; ++d) sum += load(grad + d) * load(out + d);
-            delta[r] = sum;
-        }
-        std::fill(sums.begin(), sums.end(), 0.0f);
+        load_gradients(token, rows, head);
         for (const Visible& at : visible) {
-            const int64_t count = blocks[at.block].count, columns = round_up(count, LANES), first = at.block * BLOCK;
-            score(rows, at);
-            multiply(slopes.data(), BLOCK, grads.data(), value_width, 1, &values_t[first * p.value_width], BLOCK, rows,
-                     count, p.value_width, false);
-            for (int64_t r = 0; r < rows; ++r) {
-                const float logsumexp = p.logsumexp[head * p.tokens + token + r];
-                float *score = &scores[r * BLOCK], *slope = &slopes[r * BLOCK];
-#pragma omp simd
-                for (int64_t j = 0; j < columns; ++j) {
-                    score[j] = exp_of_negative(score[j] - logsumexp);
-                    slope[j] = score[j] * (slope[j] - delta[r]);
-                }
+            for (int64_t j = 0; j < at.block.count; j += ROWS) {
+                const int64_t from = first_lane(j, at), row = at.block.row + j;
+                multiply<T>(&scores[from], QUERIES, keys.along(row), keys.words, 1, &queries_t[from], QUERIES,
+                            rows - from, words(p.width), false);
+                multiply<T>(&score_slopes[from], QUERIES, values.along(row), values.words, 1, &grads_t[from], QUERIES,
+                            rows - from, words(p.value_width), false);
+                for (int64_t i = from; i < rows; i += LANES) find_slopes(i, j, at);
+                const int64_t query = first_query(j, at);
+                multiply<T>(&value_sums[row * values.width], values.width, probabilities.along(j) + query / DEPTH<T>,
+                            probabilities.words, 1, grads.down(query), grads.width, p.value_width,
+                            words(rows - query), true);
+                multiply<T>(&key_sums[row * keys.width], keys.width, slopes.along(j) + query / DEPTH<T>, slopes.words,
+                            1, queries.down(query), queries.width, p.width, words(rows - query), true);
             }
-            multiply(&value_sums[first * value_width], value_width, scores.data(), 1, BLOCK, grads.data(), value_width,
-                     count, p.value_width, rows, true);
-            multiply(&key_sums[first * width], width, slopes.data(), 1, BLOCK, queries.data(), width, count, p.width,
-                     rows, true);
-            multiply(sums.data(), width, slopes.data(), BLOCK, 1, &keys[first * width], width, rows, p.width, count,
-                     true);
+            for (int64_t r = 0; r < rows; r += ROWS)
+                multiply<T>(&sums[r * keys.width], keys.width, slopes.down(0) + r, 1, QUERIES,
+                            keys.down(at.block.row), keys.width, p.width, words(seen_keys(r + ROWS, at)),
+                            &at != &visible[0]);
         }
         for (int64_t r = 0; r < rows; ++r) {
             T* out = static_cast<T*>(p.to) + ((token + r) * p.heads + head) * p.width;
-            for (int64_t d = 0; d < p.width; ++d) store(out + d, sums[r * width + d] * p.scale);
+            store_row(out, &sums[r * keys.width], p.width, p.scale);
+        }
+    }
+
+    // P and dS of a vector of queries from the i-th on and ROWS keys from the j-th on.
+    void find_slopes(int64_t i, int64_t j, const Visible& at) {
+        const lanes shift = load_lanes(logsumexp + i), mean = load_lanes(delta + i);
+        const float factor = p.scale, *score = &scores[i], *score_slope = &score_slopes[i];
+        const int64_t count = std::min(ROWS, at.block.count - j), words = probabilities.words;
+        const bool plain = !at.windowed && j + count <= i + at.offset + 1;
+        float* probability_to = probabilities.along(j) + i / DEPTH<T>;
+        float *slope_along = slopes.along(j) + i / DEPTH<T>, *slope_down = slopes.down(j) + i;
+        for (int64_t k = 0; k < count; k += 2) {
+            lanes probability[2] = {}, gradient[2] = {};
+            for (int64_t h = 0; h < 2 && k + h < count; ++h, score += QUERIES, score_slope += QUERIES) {
+                const lanes scaled = load_lanes(score) * factor;
+                probability[h] = exp_of_negative((plain ? scaled : masked(scaled, i, j + k + h, at)) - shift);
+                gradient[h] = probability[h] * (load_lanes(score_slope) - mean);
+            }
+            store_along<T>(probability_to + k * words, words, probability[0], probability[1]);
+            store_along<T>(slope_along + k * words, words, gradient[0], gradient[1]);
+            if (DEPTH<T> == 2) store_down<T>(slope_down + k / DEPTH<T> * QUERIES, QUERIES, gradient[0], gradient[1]);
         }
     }
 
     void load_queries(int64_t token, int64_t rows, int64_t head) {
-        for (int64_t r = 0; r < rows; ++r) {
-            const T* query = static_cast<const T*>(p.query) + (token + r) * p.query_token + head * p.query_head;
-            for (int64_t d = 0; d < p.width; ++d) queries[r * width + d] = load(query + d) * p.scale;
+        const T* query = static_cast<const T*>(p.query) + token * p.query_token + head * p.query_head;
+        queries.copy(0, query, p.query_token, rows);
+        transpose(queries_t.data(), QUERIES, queries.along(0), queries.words, rows, words(p.width));
+        if (backward) queries.pair(0, rows);
+    }
+
+    void load_gradients(int64_t token, int64_t rows, int64_t head) {
+        const int64_t at = (token * p.heads + head) * p.value_width, stride = p.heads * p.value_width;
+        const T *grad = static_cast<const T*>(p.grad_out) + at, *out = static_cast<const T*>(p.out) + at;
+        grads.copy(0, grad, stride, rows);
+        transpose(grads_t.data(), QUERIES, grads.along(0), grads.words, rows, words(p.value_width));
+        grads.pair(0, rows);
+        std::fill(logsumexp, logsumexp + QUERIES, 0.0f);
+        std::copy_n(p.logsumexp + head * p.tokens + token, rows, logsumexp);
+        outs.copy(0, out, stride, rows);
+        for (int64_t r = 0; r < rows; r += LANES) {
+            alignas(64) float products[LANES * LANES], transposed[LANES * LANES];
+            for (int64_t i = 0; i < LANES; ++i) {
+                lanes sum{};
+                const float *left = grads.along(r + i), *right = outs.along(r + i);
+                for (int64_t w = 0; w < grads.words; w += LANES)
+                    sum = multiply_add<T>(sum, load_lanes(left + w), load_lanes(right + w));
+                store_lanes(products + i * LANES, sum);
+            }
+            transpose(transposed, LANES, products, LANES, LANES, LANES);
+            lanes sum{};
+            for (int64_t i = 0; i < LANES; ++i) sum += load_lanes(transposed + i * LANES);
+            store_lanes(delta + r, sum);
         }
     }
 
     void unpack(int64_t kv_head) {
-        for (size_t b = 0; b < blocks.size(); ++b)
-            for (int64_t i = 0; i < blocks[b].count; ++i) {
-                const int64_t at = (blocks[b].token + i) * p.kv_heads + kv_head, row = b * BLOCK + i;
-                T* key = static_cast<T*>(p.to_key) + at * p.width;
-                T* value = static_cast<T*>(p.to_value) + at * p.value_width;
-                for (int64_t d = 0; d < p.width; ++d) store(key + d, key_sums[row * width + d]);
-                for (int64_t d = 0; d < p.value_width; ++d) store(value + d, value_sums[row * value_width + d]);
+        for (const KeyBlock& block : blocks)
+            for (int64_t i = 0; i < block.count; ++i) {
+                const int64_t at = (block.token + i) * p.kv_heads + kv_head, row = block.row + i;
+                store_row(static_cast<T*>(p.to_key) + at * p.width, &key_sums[row * keys.width], p.width, p.scale);
+                store_row(static_cast<T*>(p.to_value) + at * p.value_width, &value_sums[row * values.width],
+                          p.value_width, 1.0f);
             }
-    }
-
-    static void copy_row(float* to, const T* from, int64_t count, int64_t padded) {
-        for (int64_t d = 0; d < count; ++d) to[d] = load(from + d);
-        std::fill(to + count, to + padded, 0.0f);
     }
 
     const Problem& p;
     const bool backward;
-    const int64_t width, value_width;  // rounded up to LANES
-    int64_t position = 0;              // of the first query
+    int64_t position = 0;  // of the first query
     std::vector<KeyBlock> blocks;
     std::vector<Visible> visible;
-    std::vector<float> keys_t, keys, values_t, values, key_sums, value_sums;
-    std::vector<float> queries, scores, slopes, sums, grads;
+    Operand<T> keys, values, queries, grads, outs;
+    Operand<T> probabilities, slopes;  // P and dS, [keys, QUERIES]
+    Buffer queries_t, grads_t;         // words along the rows, transposed
+    Buffer scores, score_slopes;       // [keys, QUERIES]
+    Buffer sums, key_sums, value_sums;
+    alignas(64) int32_t first[QUERIES] = {};  // first position that each query attends to
+    alignas(64) float logsumexp[QUERIES], delta[QUERIES];
 };
 
 template <typename T>

@@ -126,7 +126,7 @@ def _attend_packed(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layout, kernels = attention_mask.layout, attention_mask.kernels
     plain = softcap is None and s_aux is None and dropout == 0
-    q, k, v = query[0], key[0], value[0]
+    q, k, v = query.squeeze(0), key.squeeze(0), value.squeeze(0)  # x[0] would copy gradients into zeros
     if plain and kernels is not None and q.dtype in DTYPES:
         out = kernels.attention(q, k, v, layout.groups, attention_mask.first_visible, scale=scale)  # [H, N, Dv]
         return out.transpose(0, 1)[None], None
