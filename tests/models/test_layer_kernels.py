@@ -114,6 +114,7 @@ def test_only_the_gradients_that_are_needed_are_computed(kernels):
 
 
 def test_threads_change_nothing_but_the_order_of_a_sum(kernels):
+    torch.manual_seed(0)
     x = torch.randn(900, 64, requires_grad=True)
     weight = torch.randn(64, requires_grad=True)
     threads = torch.get_num_threads()
@@ -126,4 +127,5 @@ def test_threads_change_nothing_but_the_order_of_a_sum(kernels):
         torch.set_num_threads(threads)
     (one_x, one_weight), (three_x, three_weight) = gradients
     assert torch.equal(one_x, three_x)
-    torch.testing.assert_close(one_weight, three_weight)
+    # Relative to the norm: a sum of 900 terms may cancel to any small number.
+    assert (one_weight - three_weight).norm() <= 1e-6 * one_weight.norm()
