@@ -19,7 +19,13 @@ from dschat.generation.rollout import Rollout
 from dschat.generation.rollout_engine import Capabilities
 from dschat.generation.vllm.construction import build_llm
 from dschat.generation.vllm.requests import Response, Sample, response_of, rollout_of, samples_of, sampling_params
-from dschat.generation.vllm.weight_check import Checksum, checksum, differing_weights, engine_weights
+from dschat.generation.vllm.weight_check import (
+    Checksum,
+    checksum,
+    differing_weights,
+    engine_weights,
+    repack_heads,
+)
 from dschat.models.weights import full_weights, pretrained_model
 
 
@@ -122,6 +128,7 @@ class VLLMEngine:
         # Takes an iterator, as the worker runs in this process.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         weights.require_complete()
+        self._llm.apply_model(repack_heads)
         self._llm.reset_prefix_cache()  # of keys and values by the weights before
         self.syncs += 1
         if weights.checksums:
@@ -135,7 +142,9 @@ class VLLMEngine:
 
     def _check_weights(self, checksums: dict[str, Checksum]) -> None:
         engine = self._llm.apply_model(engine_weights)[0]
-        differing = differing_weights(checksums, engine, dtype=self._model.dtype)
+        differing = differing_weights(
+            checksums, engine, tied=self._model.all_tied_weights_keys, dtype=self._model.dtype
+        )
         if differing:
             raise RuntimeError(
                 f"vLLM has other weights than the policy: {len(differing)} of {len(engine.checksums)} differ after "
