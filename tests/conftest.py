@@ -1,5 +1,6 @@
 """Shared fixtures and settings: thread limits, offline mode, skip reasons of GPU tests, tiny tokenizer and Llama."""
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -23,6 +24,10 @@ CHATML = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        for item in items:
+            if item.get_closest_marker("vllm") is not None:  # a keyword may be a folder of the path
+                item.add_marker(pytest.mark.skip(reason="needs vLLM: bash scripts/test.sh --vllm"))
     gpu_items = [item for item in items if "gpu" in item.keywords]
     if not gpu_items:
         return

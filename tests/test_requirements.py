@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from repository import ROOT
 
-OPTIONAL = {"reasoning_gym", "liger_kernel", "triton"}  # extras of setup.py; comes with torch for CUDA
+OPTIONAL = {"reasoning_gym", "liger_kernel", "triton", "vllm"}  # extras of setup.py; comes with torch for CUDA
 
 
 def installed_with(names: list[str]) -> set[str]:

@@ -43,7 +43,9 @@ def group_of_one() -> Iterator[None]:
         os.environ.update(before)
 
 
-def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0, head_width: int = 16) -> Path:
+def save_models(
+    root: Path, family: str = "llama", *, dropout: float = 0.0, head_width: int = 16, tied: bool = False
+) -> Path:
     """Save root/actor (causal language model) and root/reward (classifier); returns root.
 
     A sixth of the vocabulary are stop tokens, so that some responses end. Embeddings have over 10,000 weights, so that
@@ -54,6 +56,7 @@ def save_models(root: Path, family: str = "llama", *, dropout: float = 0.0, head
         [("actor", hf.AutoModelForCausalLM), ("reward", hf.AutoModelForSequenceClassification)]
     ):
         config = _config(family, len(tokenizer), dropout, head_width)
+        config.tie_word_embeddings |= tied
         config.num_labels, config.pad_token_id, config.eos_token_id = 1, tokenizer.pad_token_id, tokenizer.eos_token_id
         torch.manual_seed(seed)
         model = auto.from_config(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import tempfile
@@ -66,7 +67,10 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
         arguments["quantization"] = options.vllm_quantization
     watchdog.phase("vLLM start")
     with tempfile.TemporaryDirectory() as folder, unchanged_process():
-        model.config.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        # transformers does not tie a head that the model's folder has weights of, whatever the config says.
+        config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        config.save_pretrained(folder)
         try:
             return LLM(folder, **arguments | options.engine_args)
         except Exception as error:
@@ -75,7 +79,7 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
 
 @contextmanager
 def unchanged_process() -> Iterator[None]:
-    """Restore the random generators and torch.set_num_threads, which vLLM changes when it starts."""
+    """Restore the random generators, which vLLM reseeds, and torch.set_num_threads, which it disables."""
     python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     accelerator = get_accelerator()
     device = accelerator.get_rng_state() if accelerator.device_name() != "cpu" else None

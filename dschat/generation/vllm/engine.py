@@ -17,7 +17,7 @@ from dschat.distributed import collectives, watchdog
 from dschat.generation.request import Request
 from dschat.generation.rollout import Rollout
 from dschat.generation.rollout_engine import Capabilities
-from dschat.generation.vllm.construction import build_llm
+from dschat.generation.vllm.construction import build_llm, unchanged_process
 from dschat.generation.vllm.requests import Response, Sample, response_of, rollout_of, samples_of, sampling_params
 from dschat.generation.vllm.weight_check import (
     Checksum,
@@ -106,10 +106,11 @@ class VLLMEngine:
 
     def _responses(self, samples: Sequence[Sample], request: Request) -> list[Response]:
         """The same on all ranks of the group, which run the same scheduler."""
-        outputs = self._llm.generate(
-            [{"prompt_token_ids": sample.prompt} for sample in samples], sampling_params(samples, request),
-            use_tqdm=False,
-        )  # fmt: skip
+        with unchanged_process():
+            outputs = self._llm.generate(
+                [{"prompt_token_ids": sample.prompt} for sample in samples], sampling_params(samples, request),
+                use_tqdm=False,
+            )  # fmt: skip
         watchdog.progress()
         return [response_of(output) for output in outputs]
 
