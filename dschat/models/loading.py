@@ -87,6 +87,7 @@ def load_pretrained(
     watchdog.phase("model loading")
     with partitioned_loading(options.deepspeed_config), _watched_loading():
         model, missing = _from_pretrained(auto_class, path, config, options)
+        record_untied_head(model)
         require_complete(model, missing, path, new_head=new_head)
         require_finite(model, path, untested=missing)
         if options.tokenizer is not None:
@@ -121,6 +122,18 @@ def _from_pretrained(
             f"{' or a lower stage' if under else ''}."
         ) from error
     return model, info["missing_keys"]
+
+
+def record_untied_head(model: PreTrainedModel) -> None:
+    """Set tie_word_embeddings to False if the head has weights of its own, in place.
+
+    transformers does not tie a head whose weights are in the model's files and differ from the embedding's, whatever
+    the config says, but a model built from that config, such as that of a rollout engine, would be tied.
+    """
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if head is not None and head is not model.get_input_embeddings().weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
 
 
 def set_dropout(config: PreTrainedConfig, dropout: float) -> None:

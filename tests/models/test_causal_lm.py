@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tiny_models import CONFIGS, VOCABULARY, left_and_right_padded, tiny_causal_lm, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
+from dschat.generation import HybridEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer, verify_head
 from dschat.models.loading import set_dropout
 from dschat.models.lora import add_lora
@@ -261,3 +262,26 @@ def test_weights_that_lack_parameters_are_refused(tmp_path):
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(ValueError, match=r"lack 1 parameters of LlamaForCausalLM \(lm_head\.weight"):
         load_causal_lm(tmp_path, dtype=torch.float32)
+
+
+def test_a_head_with_weights_of_its_own_stays_untied_in_rollouts_and_exports_whatever_the_config_says(tmp_path):
+    model = tiny_causal_lm("llama")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+    loaded = load_causal_lm(tmp_path / "model", dtype=torch.float32)
+    assert loaded.config.tie_word_embeddings is False
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+    engine = HybridEngine(loaded)
+    with engine.generation():
+        rollout = engine.generate([[5, 6, 7]], max_new_tokens=6, eos_token_ids=None, pad_token_id=0)
+    loss_mask = rollout.attention_mask.clone()
+    loss_mask[:, : rollout.prompt_length] = False
+    logprobs = TokenLogprobs(loaded)(rollout.sequences, rollout.attention_mask, loss_mask)[:, rollout.prompt_length :]
+    torch.testing.assert_close(logprobs, rollout.logprobs, atol=1e-5, rtol=1e-5)
+
+
+def test_a_tied_head_stays_tied(tmp_path):
+    tiny_causal_lm("llama-tied").save_pretrained(tmp_path)
+    loaded = load_causal_lm(tmp_path, dtype=torch.float32)
+    assert loaded.config.tie_word_embeddings is True and loaded.lm_head.weight is loaded.model.embed_tokens.weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 import tempfile
@@ -67,10 +66,7 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
         arguments["quantization"] = options.vllm_quantization
     watchdog.phase("vLLM start")
     with tempfile.TemporaryDirectory() as folder, unchanged_process():
-        config = copy.deepcopy(model.config)
-        # transformers does not tie a head that the model's folder has weights of, whatever the config says.
-        config.tie_word_embeddings = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
         try:
             return LLM(folder, **arguments | options.engine_args)
         except Exception as error:
