@@ -32,17 +32,17 @@ from dschat.models.weights import full_weights, pretrained_model
 class VLLMEngine:
     """An engine in each training process, or one shared by each group of `vllm_tensor_parallel_size` ranks.
 
-    On entry of `generation()` the policy's plain weights (LoRA folded in) stream into the engine module by module, so
-    there is no second whole copy besides the engine's own; they are skipped if the policy has taken no step since. On
-    a GPU the engine sleeps outside the context.
+    On entry of `generation()` the policy's plain weights (LoRA folded in) stream into the engine module by module, unless
+    the policy is the same as at the last entry; there is no second whole copy besides the engine's own. On a GPU the
+    engine sleeps outside the context.
 
     A sample's random numbers depend on seed, iteration and sample id alone; its tokens can differ with the batch it is
     decoded in, as vLLM's kernels round differently for other batches.
 
     Attributes:
+        capabilities: see Capabilities.
         syncs: number of times that weights were loaded.
     """
-
 
     def __init__(
         self, engine: nn.Module, options: VLLMArguments, *, max_tokens: int, seed: int, check_every: int = 0
@@ -163,6 +163,7 @@ class VLLMEngine:
 
     def _sleep(self) -> None:
         if self._sleeps:
+            self._llm.reset_prefix_cache()  # its keys and values are released
             self._llm.sleep(level=self.options.vllm_sleep_level)
             if self.options.vllm_sleep_level == 2:
                 self._loaded = None  # the weights are gone
