@@ -32,7 +32,7 @@ from dschat.models.weights import full_weights, pretrained_model
 class VLLMEngine:
     """An engine in each training process, or one shared by each group of `vllm_tensor_parallel_size` ranks.
 
-    On entry of `generation()` the policy's plain weights (LoRA folded in) stream into the engine module by module, unless
+    On entry of `generation()` the plain weights (LoRA folded in) stream into the engine module by module, unless
     the policy is the same as at the last entry; there is no second whole copy besides the engine's own. On a GPU the
     engine sleeps outside the context.
 
