@@ -5,12 +5,14 @@ set -euo pipefail
 
 usage() {
     cat <<'TEXT'
-usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--dpo] [--output DIR]
+usage: bash scripts/quickstart.sh [--seed N] [--fresh] [--short] [--dpo] [--rollout_engine NAME] [--output DIR]
 
   --seed N       seed of the data, the weights and the training (default 1)
   --fresh        start over
   --short        a few steps of each stage, to test the installation
   --dpo          also train with DPO on the pairs, and compare
+  --rollout_engine NAME  hybrid, transformers or vllm, for the rollouts of PPO (default hybrid); vllm gets an
+                 environment of its own
   --output DIR   output folder (default output/quickstart)
 
 The environment is made by scripts/install.sh (see its --help). PROCESSES=N sets the processes of each training step
@@ -19,7 +21,8 @@ TEXT
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-declare -A option=([output]=$root/output/quickstart [seed]=1) least=([seed]=0) switches=([short]=0 [dpo]=0)
+declare -A option=([output]=$root/output/quickstart [seed]=1 [rollout_engine]=hybrid) least=([seed]=0)
+declare -A choices=([rollout_engine]="hybrid transformers vllm") switches=([short]=0 [dpo]=0)
 source "$root/scripts/options.sh" "$@"
 seed=${option[seed]} short=${switches[short]} dpo=${switches[dpo]}
 if [[ -n ${PROCESSES:-} ]]; then
@@ -39,7 +42,9 @@ if ((short)); then
 fi
 max_prompt=48 max_answer=32
 
-bin=$(bash "$root/scripts/install.sh")
+engine=${option[rollout_engine]} extras=()
+if [[ $engine == vllm ]]; then extras=(vllm); fi
+bin=$(bash "$root/scripts/install.sh" "${extras[@]}")
 export PATH="$bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 cd "$root"
 
@@ -85,7 +90,7 @@ stage ppo step step3_rlhf_finetuning \
     --per_device_training_batch_size "$(per_device $ppo_minibatch)" --ppo_epochs $ppo_epochs \
     --actor_learning_rate $actor_lr --critic_learning_rate $critic_lr --kl_coef $kl_coef \
     --lr_scheduler_type constant --missing_eos_penalty 1 --actor_zero_stage 0 --critic_zero_stage 0 \
-    --judge scripts/quickstart/arithmetic_chats.py:judge --eval_interval $eval_every
+    --judge scripts/quickstart/arithmetic_chats.py:judge --eval_interval $eval_every --rollout_engine "$engine"
 
 runs=("$output/sft" "$output/reward" "$output/ppo") compared=()
 if ((dpo)); then
