@@ -17,7 +17,6 @@ from dschat.models.cpu.library import (
     INTEGER,
     POINTER,
     REAL,
-    SINGLE_THREAD_ELEMENTS,
     CompiledLibrary,
     load_library,
 )
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
 # Logits per call below which sampling runs in a single thread, as waking others would cost more than it saves.
 SINGLE_THREAD_LOGITS = 1 << 15
+SINGLE_THREAD_WEIGHTS = 1 << 15  # elements of a linear layer's weight, likewise
 
 
 class DecodingKernels(CompiledLibrary):
@@ -119,7 +119,7 @@ class DecodingKernels(CompiledLibrary):
         self._run(
             "linear", out.data_ptr(), x.data_ptr(), packed.data_ptr(), None if bias is None else bias.data_ptr(),
             rows, in_features, out_features, in_features,
-            torch.get_num_threads() if in_features * out_features > SINGLE_THREAD_ELEMENTS else 1,
+            torch.get_num_threads() if in_features * out_features > SINGLE_THREAD_WEIGHTS else 1,
         )  # fmt: skip
         return out
 

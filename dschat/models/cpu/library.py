@@ -17,7 +17,7 @@ from dschat.models.cpu.cpp_build import built_library
 DTYPES = (torch.float32, torch.bfloat16)
 POINTER, INTEGER, REAL, FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 # Elements of an elementwise kernel below which it runs in a single thread, as waking others would cost more.
-SINGLE_THREAD_ELEMENTS = 1 << 15
+SINGLE_THREAD_ELEMENTS = 1 << 16
 
 Loaded = TypeVar("Loaded", bound="CompiledLibrary")
 
