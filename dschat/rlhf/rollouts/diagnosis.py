@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -153,34 +153,26 @@ def hypotheses(
     Args:
         old: weights before the update; None for rollouts without one before them.
     """
-    changes = vars(scoring)
     if old is not None:
         yield "stale weights: the engine has the weights of one update before", scoring, old
     if scoring.temperature != 1 or scoring.top_k or scoring.top_p < 1:
-        raw = "sampling distribution: the engine's log-probs are those before temperature, top-k and top-p"
-        yield raw, Scoring(), {}
-        yield "sampling distribution: the engine's log-probs are those before top-k and top-p", Scoring(
-            temperature=scoring.temperature
-        ), {}
+        before = "sampling distribution: the engine's log-probs are those before"
+        yield f"{before} temperature, top-k and top-p", Scoring(), {}
+        yield f"{before} top-k and top-p", Scoring(temperature=scoring.temperature), {}
     if old is not None:
         for layer, names in layers_of(model).items():
-            stale = {name: old[name] for name in names}
-            yield f"stale weights: {layer} was not synchronised", scoring, stale
+            yield f"stale weights: {layer} was not synchronised", scoring, {name: old[name] for name in names}
     if any(".lora_" in name for name, _ in model.named_parameters()):
-        yield "adapters: the engine has the base weights, without the adapters", Scoring(**changes | {
-            "adapters": False
-        }), {}
-    yield "wrong scale: the engine leaves out the model's logit scale or soft cap", Scoring(**changes | {
-        "unscaled": True
-    }), {}
+        without = replace(scoring, adapters=False)
+        yield "adapters: the engine has the base weights, without the adapters", without, {}
+    unscaled = replace(scoring, unscaled=True)
+    yield "wrong scale: the engine leaves out the model's logit scale or soft cap", unscaled, {}
     for gap in (1, -1):
-        yield f"positions: those of response tokens are shifted by {gap}", Scoring(**changes | {
-            "position_gap": gap
-        }), {}
+        shifted = replace(scoring, position_gap=gap)
+        yield f"positions: those of response tokens are shifted by {gap}", shifted, {}
     for scale in SCALES:
-        yield f"wrong scale: the engine's logits are {scale} times the model's", Scoring(**changes | {
-            "logit_scale": scale
-        }), {}
+        scaled = replace(scoring, logit_scale=scale)
+        yield f"wrong scale: the engine's logits are {scale} times the model's", scaled, {}
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, list[str]]:
