@@ -98,7 +98,7 @@ BAD = {  # step, flags, what the message must contain
         "ppo", {"algorithm": "grpo", "num_samples_per_prompt": 1}, ["--algorithm grpo", "is 1: set it to 2"]),
     "updates that split groups": (
         "ppo", {"algorithm": "rloo", "num_samples_per_prompt": 8}, ["whole groups of --num_samples_per_prompt 8"]),
-    "an unknown rollout engine": ("ppo", {"rollout_engine": "sglang"}, ["--rollout_engine sglang: choose one of hybrid"]),
+    "an unknown rollout engine": ("ppo", {"rollout_engine": "none"}, ["--rollout_engine none: choose one of hybrid"]),
     "dynamic sampling without groups": ("ppo", {"dynamic_sampling": 2}, ["--dynamic_sampling", "2 or more"]),
     "KL target without penalty": ("ppo", {"kl_target": 1, "kl_coef": 0}, ["--kl_target", "--kl_coef, which is 0"]),
     "no reference to refresh": (
