@@ -25,6 +25,7 @@ from dschat.arguments.models import TRUST_HELP
 from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, number_type
 from dschat.data.chat_template import encode_prompt, stop_token_ids
 from dschat.distributed import launch
+from dschat.distributed.deepspeed_config import DTYPES
 from dschat.distributed.terminal import printable
 from dschat.generation import ROLLOUT_ENGINES, EngineSettings, SamplingParams
 from dschat.generation.vllm.requirements import vllm_problems
@@ -33,7 +34,6 @@ from dschat.models.lora import add_lora
 from dschat.rlhf.rollouts.diagnosis import Gap, Report, diagnose
 from dschat.runs.validation import model_problems
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 QUESTIONS = (
     "Hi.", "What is the capital of France?", "Add 17 and 25, and explain each step.", "Write a haiku about rain.",
     "List three prime numbers above 100.", "Translate 'good morning' into Spanish, German and Italian.",
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
         "model", options.model, tokens=tokens, causal=True, lengths=f"the longest prompt and {options.max_new_tokens}",
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
-    vllm = VLLMArguments(vllm_engine_args=options.vllm_engine_args, vllm_gpu_memory_utilization=0.4)
+    vllm = VLLMArguments(vllm_engine_args=options.vllm_engine_args)
     if options.rollout_engine == "vllm":
         problems += vllm.problems() + vllm_problems(vllm, None, max_tokens=tokens)
     if problems:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dschat.generation import Rollout, RolloutEngine, SamplingParams
+from dschat.generation.sampling import truncate_logits
 from dschat.models.causal_lm import head_transform
 from dschat.models.lora import without_adapters
 from dschat.rlhf.rollouts.engine_check import LIMIT
@@ -197,7 +197,8 @@ def delta(model: PreTrainedModel, rollout: Rollout, scoring: Scoring) -> Tensor:
         start = rollout.prompt_length - prompts[row]
         ids = rollout.sequences[row, start : rollout.prompt_length + len(response)]
         logits = response_logits(model, ids, prompt=prompts[row], scoring=scoring)
-        logprobs = truncated(logits / scoring.temperature, scoring).log_softmax(-1)
+        logits = truncate_logits(logits / scoring.temperature, top_k=scoring.top_k, top_p=scoring.top_p)
+        logprobs = logits.log_softmax(-1)
         scored[row, : len(response)] = logprobs.gather(1, ids[prompts[row] :, None]).squeeze(1)
     model.train(was_training)
     return log_ratio(scored, rollout.logprobs, rollout.response_mask)
@@ -214,17 +215,6 @@ def response_logits(model: PreTrainedModel, ids: Tensor, *, prompt: int, scoring
     if scoring.unscaled and softcap is not None:
         logits = softcap * torch.atanh((logits / softcap).clamp(-1 + 1e-6, 1 - 1e-6))
     return logits / scale if scoring.unscaled else logits
-
-
-def truncated(logits: Tensor, scoring: Scoring) -> Tensor:
-    """Logits [T, V] with −inf outside the top-k and top-p sets, as SamplingParams defines them."""
-    if 0 < scoring.top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(scoring.top_k).values[:, -1:], -torch.inf)
-    if scoring.top_p < 1:
-        ordered, order = logits.softmax(-1).sort(dim=-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered >= scoring.top_p
-        logits = logits.masked_fill(torch.zeros_like(outside).scatter(1, order, outside), -torch.inf)
-    return logits
 
 
 @torch.no_grad()
@@ -269,7 +259,7 @@ def change_weights(model: nn.Module, *, seed: int) -> None:
 def replaced(model: nn.Module, weights: dict[str, Tensor]) -> Iterator[None]:
     """The model with other values of these parameters inside the context."""
     parameters = dict(model.named_parameters())
-    kept = {name: copy.deepcopy(parameters[name].detach()) for name in weights}
+    kept = {name: parameters[name].detach().clone() for name in weights}
     try:
         for name, weight in weights.items():
             parameters[name].data.copy_(weight)
