@@ -17,9 +17,9 @@ from dschat.rlhf.advantages import kl_estimate, token_rewards
 from dschat.rlhf.algorithms import ALGORITHMS
 from dschat.rlhf.experience import Experience, estimate_advantages
 from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
-from dschat.rlhf.rollouts.engine_check import ROWS, EngineCheck
+from dschat.rlhf.rollouts.engine_check import EngineCheck
 from dschat.rlhf.rollouts.logprob_mismatch import rollout_logprob_mismatch
-from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs, policy_logprobs
+from dschat.rlhf.rollouts.model_outputs import ModelOutputs, OldLogprobs, compute_model_outputs
 from dschat.rlhf.rollouts.result import RolloutResult, Timings, sample_records
 from dschat.rlhf.rollouts.score_shaping import ScoreShaping
 from dschat.rlhf.updates.critic_update import CriticUpdate
@@ -101,7 +101,8 @@ class DeepSpeedPPOTrainer:
             with_values=not self.update_gives_values,
         )  # fmt: skip
         experience, greedy = result.experience, None
-        self.check_engine(experience, iteration=iteration)
+        if not self.sampling.greedy and self.engine_check.is_due(iteration):
+            self.engine_check.check_experience(self.engine, experience, self.ppo.old_logprobs, iteration=iteration)
         if ALGORITHMS[self.ppo.algorithm].greedy_baseline:
             greedy, has_score = self.greedy_scores(prompts, result.timings)
             experience.trained &= has_score  # a response without a baseline has no advantage
@@ -227,27 +228,6 @@ class DeepSpeedPPOTrainer:
         if ppo.old_logprobs == "rollout" or needed_earlier:
             return ppo.old_logprobs
         return "recompute" if self.policy_may_drop else "update"
-
-    def check_engine(self, experience: Experience, *, iteration: int) -> None:
-        """Compare the rollout engine with the policy if that is due. A collective.
-
-        Raises:
-            RolloutMismatch: they differ by more than rounding.
-        """
-        logprobs = experience.old_logprobs if self.ppo.old_logprobs == "recompute" else None
-        can_differ = logprobs is not None or self.engine.actor.capabilities.separate_weights
-        if self.sampling.greedy or not can_differ or not self.engine_check.is_due(iteration):
-            return
-        if logprobs is None:
-            experience = experience.rows(range(min(ROWS, len(experience))))
-            rows = {"input_ids": experience.sequences, "attention_mask": experience.attention_mask}
-            logprobs, _ = policy_logprobs(
-                self.engine, rows | {"loss_mask": experience.loss_mask}, response_mask=experience.response_mask,
-                temperature=self.rollouts.temperature,
-            )  # fmt: skip
-        self.engine_check.check(
-            logprobs, experience.rollout_logprobs, experience.response_mask, iteration=iteration
-        )  # fmt: skip
 
     @property
     def update_gives_values(self) -> bool:

@@ -7,7 +7,10 @@ from torch import Tensor
 
 from dschat.distributed.collectives import sum_over_ranks
 from dschat.generation import SamplingParams
+from dschat.rlhf.experience import Experience
+from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.rollouts.logprob_mismatch import log_ratio
+from dschat.rlhf.rollouts.model_outputs import OldLogprobs, policy_logprobs
 
 ROWS = 4  # rescored where the policy's log-probs are not computed anyway
 # Mean |Δ| in nats that cannot be rounding. In fp32 it is below 1e-4; in bf16 it was 0.04 at most on the models of the
@@ -35,13 +38,34 @@ class EngineCheck:
     """
 
     def __init__(self, *, every: int, dtype: torch.dtype, sampling: SamplingParams, same_weights: bool = True) -> None:
-        self.every, self.limit = every, LIMIT[dtype]
+        self.every, self.limit, self.temperature = every, LIMIT[dtype], sampling.temperature
         self.truncated = sampling.top_k > 0 or sampling.top_p < 1
         self.same_weights = same_weights
         self.first: float | None = None  # mean of the first check
 
     def is_due(self, iteration: int) -> bool:
         return self.first is None or bool(self.every) and iteration % self.every == 0
+
+    def check_experience(
+        self, engine: DeepSpeedRLHFEngine, experience: Experience, old_logprobs: OldLogprobs, *, iteration: int
+    ) -> None:
+        """Compare this rank's rollout with the policy; if it has no log-probs of the policy, rescore a few rows.
+
+        Engines that decode with the policy's own weights are not rescored. A collective.
+
+        Raises: as `check`.
+        """
+        logprobs = experience.old_logprobs if old_logprobs == "recompute" else None
+        if logprobs is None and not engine.actor.capabilities.separate_weights:
+            return
+        if logprobs is None:
+            experience = experience.rows(range(min(ROWS, len(experience))))
+            rows = {"input_ids": experience.sequences, "attention_mask": experience.attention_mask}
+            logprobs, _ = policy_logprobs(
+                engine, rows | {"loss_mask": experience.loss_mask}, response_mask=experience.response_mask,
+                temperature=self.temperature,
+            )  # fmt: skip
+        self.check(logprobs, experience.rollout_logprobs, experience.response_mask, iteration=iteration)
 
     def check(self, logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, *, iteration: int) -> None:
         """Compare a rollout of this rank with the weights that sampled it. A collective.
