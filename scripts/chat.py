@@ -162,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")
     try:
-        params = SamplingParams(options.temperature, options.top_k, options.top_p)
+        params = SamplingParams(options.temperature, options.top_k, options.top_p, vocabulary_size=len(tokenizer))
         lines = lines_of(sys.stdin, out=sys.stdout)
         chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
              out=sys.stdout)  # fmt: skip

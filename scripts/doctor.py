@@ -71,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
     )  # fmt: skip
     vllm = VLLMArguments(vllm_engine_args=options.vllm_engine_args)
     if options.rollout_engine == "vllm":
-        problems += vllm.problems() + vllm_problems(vllm, None, max_tokens=tokens)
+        problems += vllm.problems() + vllm_problems(
+            vllm, None, max_tokens=tokens, dtype=DTYPES[options.dtype or "fp32"]
+        )
     if problems:
         raise SettingsError("\n".join(problems))
     device = launch.join(seed=options.seed)
@@ -86,7 +88,9 @@ def run(options: argparse.Namespace) -> int:
     )
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     report = diagnose(
-        model, engine, prompts, sampling=SamplingParams(options.temperature, options.top_k, options.top_p),
+        model, engine, prompts, sampling=SamplingParams(
+            options.temperature, options.top_k, options.top_p, vocabulary_size=len(tokenizer)
+        ),
         max_new_tokens=options.max_new_tokens, eos_token_ids=stops, pad_token_id=tokenizer.pad_token_id,
         seed=options.seed,
     )  # fmt: skip

@@ -119,6 +119,11 @@ class RolloutArguments(SamplingArguments):
         "Keep KV cache, copied weights and captured graphs between rollouts: faster, but uses memory in training.",
         on_resume="apply",
     )
+    offload_states_during_rollout: bool = flag(
+        False,
+        "Move optimizer states, and the models that a rollout does not need, to host memory while it runs.",
+        on_resume="apply",
+    )
     check_rollouts_every: int = flag(
         50,
         "Compare the log-probs of the rollout engine with the policy's (and the weights of vLLM) in the first "

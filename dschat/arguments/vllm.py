@@ -38,6 +38,10 @@ class VLLMArguments:
     vllm_quantization: Literal["fp8"] | None = flag(
         None, "Quantise the engine's weights after each update; use it with --rollout_correction.", on_resume="apply",
     )  # fmt: skip
+    vllm_lora: bool = flag(
+        False, "With adapters alone trained: load the base weights once, and after updates only the adapters, which "
+        "vLLM applies unfolded.", on_resume="apply",
+    )  # fmt: skip
     vllm_engine_args: list[str] = flag(
         [], "Further arguments of vllm.LLM, each KEY=VALUE with a JSON value or a string.", on_resume="apply",
     )  # fmt: skip

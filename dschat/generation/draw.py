@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dschat.generation.cpu import cpp_kernels
 from dschat.generation.cuda import triton_kernels
-from dschat.generation.sampling import SamplingParams, sample_tokens
+from dschat.generation.sampling import SamplingParams, sample_tokens, vocabulary_logits
 
 
 def draw_tokens(
@@ -14,6 +14,7 @@ def draw_tokens(
     allow_host_sync: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """sampling.sample_tokens, by a kernel where available; same arguments, same tokens up to rounding."""
+    logits = vocabulary_logits(logits, params)
     if kernels and logits.device.type == "cpu" and (library := cpp_kernels.load()):
         return library.sample_tokens(logits, uniform, params)
     untruncated = not params.top_k and params.top_p == 1  # the Triton kernel does not truncate

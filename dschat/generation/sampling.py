@@ -20,7 +20,7 @@ MIN_TEMPERATURE = 1e-30
 class SamplingParams:
     """The sampling distribution.
 
-    Applied in this order: logits ÷ temperature; the top_k largest; of those, renormalised, the smallest set of largest
+    Applied in this order: the first vocabulary_size ids; logits ÷ temperature; the top_k largest; of those, renormalised, the smallest set of largest
     probabilities whose sum reaches top_p. Tokens that tie with the last one kept are kept too, so that the support
     does not depend on the sorting order.
 
@@ -29,6 +29,8 @@ class SamplingParams:
             top_k and top_p are ignored.
         top_k: number of tokens kept, 0 = all.
         top_p: probability mass kept, in (0, 1], 1 = all.
+        vocabulary_size: ids below it can be sampled; None: all that the model has logits for. Many models have more
+            rows in their head than their tokenizer has tokens.
 
     Raises:
         ValueError: lists every value that is out of range.
@@ -37,6 +39,7 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    vocabulary_size: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -51,12 +54,25 @@ class SamplingParams:
             problems.append(f"top_k is {self.top_k}, but it counts tokens: use 0 to keep all of them")
         if not 0 < self.top_p <= 1:
             problems.append(f"top_p is {self.top_p}, but it is a probability mass in (0, 1]: use 1.0 to keep all of it")
+        if self.vocabulary_size is not None and self.vocabulary_size < 1:
+            problems.append(f"vocabulary_size is {self.vocabulary_size}, but at least one id must remain")
         if problems:
             raise ValueError("; ".join(problems) + ".")
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def truncates(self, vocabulary: int) -> bool:
+        """Whether tokens of positive probability cannot be sampled from a model with this many ids."""
+        limited = self.vocabulary_size is not None and self.vocabulary_size < vocabulary
+        return limited or not self.greedy and (self.top_k > 0 or self.top_p < 1)
+
+
+def vocabulary_logits(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The logits [B, V] of the ids that can be sampled, [B, ≤ V]."""
+    size = params.vocabulary_size
+    return logits if size is None or size >= logits.shape[-1] else logits[:, :size]
 
 
 def truncate_logits(logits: Tensor, *, top_k: int, top_p: float, allow_host_sync: bool = True) -> Tensor:
@@ -112,7 +128,7 @@ def sample_tokens(
             tokens under the model distribution (temperature 1, untruncated).
             NaN or +inf logits give a NaN log-prob and an arbitrary token of the vocabulary.
     """
-    logits = logits.float()
+    logits = vocabulary_logits(logits, params).float()
     if params.greedy:
         probabilities = logits.softmax(dim=-1)
         tokens = logits.argmax(dim=-1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +14,8 @@ import torch.distributed as dist
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
 
 from dschat.distributed import failpoint, watchdog
 from dschat.models.unfinished_folder import unfinished_folder
@@ -61,7 +65,7 @@ def pretrained_model(module: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_weights(module: nn.Module, *, fold_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the state dict that the plain Hugging Face model would have.
 
     Names are those of the model without adapters. A tied parameter is yielded once, under the name that
@@ -73,12 +77,40 @@ def full_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         module: any module that `pretrained_model` accepts.
+        fold_adapters: False yields the weights that the adapters are added to.
     """
     for source in weight_sources(pretrained_model(module)):
         with gathered(source.needed):
             for name, parameter in source.parameters:
-                yield name, folded_weight(source.layer) if source.folds(parameter) else parameter
+                folds = fold_adapters and source.folds(parameter)
+                yield name, folded_weight(source.layer) if folds else parameter
         yield from source.buffers
+
+
+def checkpoint_weights(module: nn.Module, *, fold_adapters: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """full_weights with the names and shapes of the model's files, which transformers fuses while loading (experts).
+
+    Fused weights are taken apart a decoder layer at a time; under ZeRO-3 that layer is copied.
+    """
+    model = pretrained_model(module)
+    weights = full_weights(model, fold_adapters=fold_adapters)
+    if not _has_other_names_in_files(model):
+        yield from weights
+        return
+    for _, part in itertools.groupby(weights, key=lambda pair: _layer_of(pair[0])):
+        # ZeRO-3 frees gathered parameters at the next step of the iteration.
+        layer = {name: weight.detach().clone() if hasattr(weight, "ds_id") else weight for name, weight in part}
+        yield from revert_weight_conversion(model, layer).items()
+
+
+def _has_other_names_in_files(model: PreTrainedModel) -> bool:
+    conversions = getattr(model, "_weight_conversions", None)
+    return bool(get_model_conversion_mapping(model, add_legacy=False) if conversions is None else conversions)
+
+
+def _layer_of(name: str) -> str:
+    """The part of a parameter's name up to the first number, "" without one."""
+    return re.match(r"(?:.*?\.\d+\.)?", name).group()
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ class ResponseSampler:
                 repeated(batch["prompts"], samples), max_new_tokens=settings.max_answer_seq_len,
                 eos_token_ids=self.stop_ids, pad_token_id=self.tokenizer.pad_token_id, seed=self.seed,
                 sample_ids=sample_ids.flatten(),
-                sampling=SamplingParams(settings.temperature, settings.top_k, settings.top_p),
+                sampling=SamplingParams(
+                    settings.temperature, settings.top_k, settings.top_p, vocabulary_size=len(self.tokenizer)
+                ),
             )  # fmt: skip
         token_ids = rollout.responses()
         response_batch = ResponseBatch(

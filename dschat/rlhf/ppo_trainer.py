@@ -1,6 +1,7 @@
 """PPO and related algorithms: collect experience from rollouts, then update policy and critic."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,9 +69,10 @@ class DeepSpeedPPOTrainer:
         self.trained_models = {
             name: trained_model(model, engine.limit_of(model)) for name, model in engine.trained.items()
         }
+        model = engine.policy.module.model
         self.engine_check = EngineCheck(
-            every=rollouts.check_rollouts_every, dtype=engine.policy.module.model.dtype, sampling=self.sampling,
-            same_weights=engine.actor.capabilities.same_weights,
+            every=rollouts.check_rollouts_every, dtype=model.dtype, sampling=self.sampling,
+            vocabulary=model.config.get_text_config().vocab_size, same_weights=engine.actor.capabilities.same_weights,
         )  # fmt: skip
         self.policy_update = PolicyUpdate(engine, rollouts=rollouts, ppo=ppo)
         self.critic_update = CriticUpdate(engine, ppo=ppo)
@@ -188,14 +190,15 @@ class DeepSpeedPPOTrainer:
 
     @property
     def sampling(self) -> SamplingParams:
-        return SamplingParams(self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p)
+        return SamplingParams(
+            self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p, vocabulary_size=len(self.tokenizer)
+        )
 
     def generate(
         self, prompts: Prompts, sampling: SamplingParams, *, iteration: int, sample_ids: Sequence[int] | None
     ) -> Rollout:
         """Sample one response to each prompt; it depends on the sample id, not on ranks or batch order."""
-        actor = self.engine.actor
-        with actor.generation():
+        with self.engine.generation() as actor:
             return actor.generate(
                 prompts["prompts"],
                 max_new_tokens=self.rollouts.max_answer_seq_len,
@@ -263,7 +266,7 @@ class DeepSpeedPPOTrainer:
         Both are repeated for each sample of a prompt. Updates `timings`.
         """
         with timings.measure("rollout"):
-            rollout = self.generate(prompts, SamplingParams(temperature=0.0), iteration=0, sample_ids=None)
+            rollout = self.generate(prompts, replace(self.sampling, temperature=0.0), iteration=0, sample_ids=None)
         with timings.measure("scoring"):
             scores = self.rewards.score(rollout, self.response_batch(rollout, prompts), update_moments=False)
         samples = self.ppo.num_samples_per_prompt

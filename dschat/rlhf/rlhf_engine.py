@@ -1,7 +1,7 @@
 """DeepSpeed engines of the RLHF models, all on the same devices; only those that the algorithm needs are built."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from dschat.data.micro_batches import MicroBatchLimit, limit_of
 from dschat.distributed import collectives, failpoint, groups, watchdog
 from dschat.distributed.deepspeed_config import DTYPES, frozen_config
 from dschat.distributed.engines import frozen_engine
-from dschat.generation import ROLLOUT_ENGINES, EngineSettings
+from dschat.distributed.state_offload import StateOffload
+from dschat.generation import ROLLOUT_ENGINES, EngineSettings, RolloutEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora, without_adapters
 from dschat.models.scalar_head import TokenScores, load_scalar_head
@@ -38,6 +39,7 @@ class DeepSpeedRLHFEngine:
         critic: DeepSpeedEngine (TokenScores), or None for critic-free algorithms.
         reward_models: path → RewardModel over a frozen DeepSpeedEngine (TokenScores).
         actor_ema: frozen float32 DeepSpeedEngine (TokenLogprobs), or None without --enable_ema.
+        state_offload: of what rollouts do not need, or None without --offload_states_during_rollout.
     """
 
     def __init__(
@@ -67,10 +69,17 @@ class DeepSpeedRLHFEngine:
             self.policy, EngineSettings(rollouts=settings.rollouts, vllm=settings.vllm, seed=settings.run.seed)
         )
         self.actor_ema = self._moving_average() if self.models.enable_ema else None
+        self.state_offload = self._state_offload() if settings.rollouts.offload_states_during_rollout else None
 
     def limit_of(self, engine: deepspeed.DeepSpeedEngine) -> MicroBatchLimit:
         """Tokens per forward pass of one of the models."""
         return limit_of(engine.module, rows=self.micro_batch_size, max_tokens=self.devices.max_tokens_per_micro_batch)
+
+    @contextmanager
+    def generation(self) -> Iterator[RolloutEngine]:
+        """The actor's generation(), with the states that it does not need in host memory if that was asked for."""
+        with self.state_offload.offloaded() if self.state_offload else nullcontext(), self.actor.generation():
+            yield self.actor
 
     @property
     def reward(self) -> deepspeed.DeepSpeedEngine | None:
@@ -145,6 +154,12 @@ class DeepSpeedRLHFEngine:
             for name, parameter in engine.module.named_parameters():
                 with gathered([parameter], modifier_rank=0):
                     parameter.data.copy_(state[name])
+
+    def _state_offload(self) -> StateOffload:
+        frozen = [model.engine for model in self.reward_models.values()]
+        frozen += [engine for engine in (self.ref, self.actor_ema) if engine is not None]
+        trained = [] if self.critic is None else [self.critic]
+        return StateOffload(self.policy, trained=trained, frozen=frozen)
 
     def _policy(self, *, total_steps: int) -> deepspeed.DeepSpeedEngine:
         models = self.models

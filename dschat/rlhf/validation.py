@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig
 
 from dschat.arguments import (
@@ -16,7 +17,9 @@ from dschat.arguments import (
     VLLMArguments,
 )
 from dschat.data.datasets import data_problems
+from dschat.distributed.deepspeed_config import DTYPES
 from dschat.generation import ROLLOUT_ENGINES
+from dschat.generation.vllm.adapters import RANKS, engine_rank
 from dschat.generation.vllm.requirements import vllm_problems
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.functions import judge_problems
@@ -92,7 +95,18 @@ def vllm_engine_problems(settings: RLHFSettings) -> list[str]:
     except (OSError, ValueError):
         config = None  # rlhf_model_problems says why
     max_tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
-    return problems + vllm_problems(settings.vllm, config, max_tokens=max_tokens)
+    problems += adapter_problems(settings)
+    return problems + vllm_problems(settings.vllm, config, max_tokens=max_tokens, dtype=DTYPES[settings.devices.dtype])
+
+
+def adapter_problems(settings: RLHFSettings) -> list[str]:
+    """--vllm_lora with weights other than adapters in training, or with adapters that vLLM does not hold."""
+    dim = settings.models.actor_lora_dim
+    if not settings.vllm.vllm_lora:
+        return []
+    if not dim or not settings.lora.only_optimize_lora:
+        return ["--vllm_lora: loads adapters alone, so train adapters alone: --actor_lora_dim 16 --only_optimize_lora"]
+    return [] if engine_rank(dim) else [f"--vllm_lora: vLLM holds adapters of rank {RANKS[-1]} or less, not {dim}"]
 
 
 def changed_flags(group: Any, defaults: Any) -> list[str]:
@@ -180,6 +194,8 @@ def rlhf_warnings(settings: RLHFSettings) -> list[str]:
         warnings.append(f"--critic_model_name_or_path has no effect: --algorithm {ppo.algorithm} trains no critic")
     unused = [] if rollouts.engine == "vllm" else changed_flags(settings.vllm, VLLMArguments())
     warnings += [f"--{name} has no effect: --rollout_engine is {rollouts.engine}" for name in unused]
+    if rollouts.offload_states_during_rollout and get_accelerator().device_name() == "cpu":
+        warnings.append("--offload_states_during_rollout only costs time on a CPU, whose memory is the host's")
     tokens = rollouts.max_prompt_seq_len + rollouts.max_answer_seq_len
     if 0 < settings.devices.max_tokens_per_micro_batch < tokens:
         warnings.append(

@@ -54,7 +54,7 @@ def respond(folder: Path, questions: list[str], *, temperature: float) -> list[s
             max_new_tokens=80,
             eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
             pad_token_id=tokenizer.pad_token_id,
-            sampling=SamplingParams(temperature),
+            sampling=SamplingParams(temperature, vocabulary_size=len(tokenizer)),
             seed=1,
         )
     return decode_responses(tokenizer, rollout.responses())

@@ -46,7 +46,7 @@ def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) 
             max_new_tokens=MAX_NEW_TOKENS,
             eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
             pad_token_id=tokenizer.pad_token_id,
-            sampling=SamplingParams(temperature),
+            sampling=SamplingParams(temperature, vocabulary_size=len(tokenizer)),
             seed=seed,
         )
     return [text.strip() for text in tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)]

@@ -1,5 +1,7 @@
 """Tokens on all rollout paths: captured steps, fused layers, decode batches, layerwise weights."""
 
+import dataclasses
+
 import pytest
 import torch
 import transformers
@@ -7,9 +9,11 @@ from decoder_models import ARCHITECTURES, tiny
 from test_generation import EOS, GREEDY, PROMPTS, transformers_greedy
 from test_hybrid_engine import assert_bit_identical, snapshot, with_lora
 
-from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation import HybridEngine, SamplingParams, TransformersEngine
+from dschat.generation.sampling import truncate_logits
 from dschat.generation.step import GraphedStep, graph_batch_sizes
 from dschat.models.causal_lm import TokenLogprobs
+from dschat.rlhf.rollouts.diagnosis import Scoring, response_logits
 
 SETTINGS = {"max_new_tokens": 12, "eos_token_ids": None, "pad_token_id": 0, "seed": 3}
 pytestmark = pytest.mark.filterwarnings("ignore:.*decoded without the KV pool")
@@ -50,6 +54,25 @@ def test_captured_fused_and_plain_steps_draw_the_same_tokens(without, sampling):
     assert len({len(r) for r in whole.responses()}) > 1
     assert plain.responses() == whole.responses()
     torch.testing.assert_close(plain.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.9), GREEDY])
+def test_ids_beyond_the_tokenizers_vocabulary_are_never_sampled(name, sampling):
+    model = tiny(name)
+    size = model.config.vocab_size // 2
+    limited = dataclasses.replace(sampling, vocabulary_size=size)
+    assert max(max(r) for r in rollout(HybridEngine(model), sampling=sampling).responses()) >= size, "nothing to limit"
+    whole = rollout(HybridEngine(model), sampling=limited)
+    assert max(max(response) for response in whole.responses()) < size
+    for engine in (HybridEngine(model, without=["kernels", "graphs"]), TransformersEngine(model)):
+        other = rollout(engine, sampling=limited)
+        assert other.responses() == whole.responses()
+        torch.testing.assert_close(other.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
+    reference = response_logits(model, torch.tensor(PROMPTS[0] + whole.responses()[0]), prompt=len(PROMPTS[0]), scoring=Scoring())
+    reference = truncate_logits(reference[:, :size], top_k=0, top_p=1.0 if sampling.greedy else sampling.top_p)
+    expected = reference.log_softmax(-1).gather(1, torch.tensor(whole.responses()[0])[:, None]).squeeze(1)
+    torch.testing.assert_close(whole.logprobs[0, : len(expected)], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("lora", [False, True])

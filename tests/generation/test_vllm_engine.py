@@ -27,6 +27,13 @@ CASES = {
     "tensor parallel, zero 3, adapters": (2, {
         "vllm_tensor_parallel_size": 2, "actor_zero_stage": 3, "actor_lora_dim": 4,
     }),
+    "adapters alone": (1, {"actor_lora_dim": 4, "only_optimize_lora": True, "vllm_lora": True}),
+    "adapters alone, tensor parallel, zero 3": (2, {
+        "vllm_tensor_parallel_size": 2, "actor_zero_stage": 3, "actor_lora_dim": 12, "only_optimize_lora": True,
+        "vllm_lora": True,
+    }),
+    "unknown ids": (1, {}),
+    "unknown ids, tied, adapters alone": (1, {"actor_lora_dim": 4, "only_optimize_lora": True, "vllm_lora": True}),
     "tied": (1, {"top_p": 0.9}),
     "tied by name": (1, {}),
 }  # fmt: skip
@@ -37,6 +44,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     save_models(root / "untied", head_width=64)
     save_models(root / "tied", head_width=64, tied=True)
+    save_models(root / "unknown ids", head_width=64, unknown_ids=50)
+    save_models(root / "unknown ids, tied, adapters alone", head_width=64, unknown_ids=50, tied=True)
     save_models(root / "tied by name", head_width=64)
     path = root / "tied by name" / "actor" / "config.json"  # with a head of its own nevertheless
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
@@ -59,7 +68,7 @@ def launched(script, *arguments, processes, code=0, timeout=420, **environment):
 @pytest.mark.parametrize("case", CASES)
 def test_rollouts_follow_the_weights_and_equal_the_hybrid_engines_greedy_tokens(folder, case):
     processes, settings = CASES[case]
-    root = folder / (case if case.startswith("tied") else "untied")
+    root = folder / (case if (folder / case).exists() else "untied")
     output = launched(RANKS, root, json.dumps(settings), processes=processes)
     assert "rollouts follow the policy" in output
 

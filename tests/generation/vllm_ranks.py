@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import deepspeed
@@ -16,7 +17,7 @@ import torch
 from rlhf_models import QUESTIONS, make_trainer, prompts_of
 
 from dschat.distributed import collectives, launch
-from dschat.generation import HybridEngine, SamplingParams
+from dschat.generation import HybridEngine
 from dschat.rlhf.ppo_trainer import DeepSpeedPPOTrainer
 from dschat.rlhf.rollouts import diagnosis
 from dschat.rlhf.rollouts.diagnosis import Scoring
@@ -33,7 +34,7 @@ def greedy(trainer: DeepSpeedPPOTrainer, engine, prompts: list[list[int]]) -> li
     with engine.generation():
         return engine.generate(
             prompts, max_new_tokens=[3, 6, 5, 6][: len(prompts)], eos_token_ids=trainer.stop_ids,
-            pad_token_id=trainer.tokenizer.pad_token_id, sampling=SamplingParams(0.0),
+            pad_token_id=trainer.tokenizer.pad_token_id, sampling=replace(trainer.sampling, temperature=0.0),
         ).responses()  # fmt: skip
 
 
@@ -57,9 +58,10 @@ def check(root: Path, settings: dict) -> None:
             assert rollout.responses() != earlier
         earlier = rollout.responses()
         sampling = trainer.sampling
-        if sampling.top_k or sampling.top_p < 1:  # log-probs of the truncated distribution
-            scoring = Scoring(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
-            delta = diagnosis.delta(trainer.engine.policy.module.model, rollout, scoring)
+        model = trainer.engine.policy.module.model
+        assert int(rollout.sequences.max()) < len(trainer.tokenizer)
+        if sampling.truncates(model.config.vocab_size):  # log-probs of the truncated distribution
+            delta = diagnosis.delta(model, rollout, Scoring(sampling=sampling))
         else:
             outputs = trainer.model_outputs(rollout, "recompute")
             delta = log_ratio(outputs.old_logprobs, rollout.logprobs, rollout.response_mask)

@@ -2,6 +2,7 @@
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ class WithoutAdapters(FaultyEngine):
 class Rescored(FaultyEngine):
     """Tokens of a correct engine with log-probs of another scoring."""
 
-    scoring = Scoring()
+    scoring = Scoring(sampling=SamplingParams())
 
     def generate(self, prompts, **request):
         rollout = super().generate(prompts, **request)
@@ -82,7 +83,7 @@ class BeforeTemperature(Rescored):
 
 
 class ShiftedPositions(Rescored):
-    scoring = Scoring(temperature=SAMPLING.temperature, top_k=SAMPLING.top_k, position_gap=1)
+    scoring = Scoring(sampling=SAMPLING, position_gap=1)
 
 
 class Unscaled(FaultyEngine):
@@ -95,7 +96,14 @@ class Unscaled(FaultyEngine):
 
 
 class TwiceTheLogits(Rescored):
-    scoring = Scoring(temperature=SAMPLING.temperature, top_k=SAMPLING.top_k, logit_scale=2.0)
+    scoring = Scoring(sampling=SAMPLING, logit_scale=2.0)
+
+
+class UnknownIds(FaultyEngine):
+    """Samples ids that the tokenizer does not have."""
+
+    def generate(self, prompts, **request):
+        return super().generate(prompts, **request | {"sampling": replace(request["sampling"], vocabulary_size=None)})
 
 
 class AnotherTemplate(FaultyEngine):
@@ -112,6 +120,7 @@ FAULTS = {  # family, start of the verdict
     ShiftedPositions: ("gpt2", "positions: those of response tokens are shifted by 1"),
     Unscaled: ("granite", "wrong scale: the engine leaves out"),
     TwiceTheLogits: ("llama", "wrong scale: the engine's logits are 2.0 times"),
+    UnknownIds: ("llama", "sampling distribution: the engine samples ids beyond"),
     AnotherTemplate: ("llama", "template"),
 }
 
@@ -138,7 +147,8 @@ def report_of(model, engine, *, sampling=SAMPLING, seed=0):
 def test_an_injected_fault_is_named(fault):
     family, expected = FAULTS[fault]
     model = model_of(family, adapters=fault is WithoutAdapters)
-    report = report_of(model, fault(model))
+    vocabulary = model.config.vocab_size // 2 if fault is UnknownIds else None
+    report = report_of(model, fault(model), sampling=replace(SAMPLING, vocabulary_size=vocabulary))
     assert report.verdict.startswith(expected), report.verdict
     assert report.worst and report.rollout_gap.shape == report.rollout.response_mask.shape
 
@@ -148,7 +158,7 @@ def test_an_injected_fault_is_named(fault):
 def test_an_engine_without_a_fault_gives_no_verdict(make, seed):
     family = ("llama", "gpt2", "granite", "gemma2", "qwen3")[seed % 5]
     model = model_of(family, adapters=seed == 5, seed=seed)
-    sampling = (SAMPLING, SamplingParams(), SamplingParams(temperature=1.3, top_p=0.9))[seed % 3]
+    sampling = (SAMPLING, SamplingParams(vocabulary_size=50), SamplingParams(temperature=1.3, top_p=0.9))[seed % 3]
     report = report_of(model, make(model), sampling=sampling, seed=seed)
     assert report.verdict == "" and report.greedy_agreement == 1.0
     assert report.before.mean < 1e-4 and report.after.mean < 1e-4 and report.after.ratio == pytest.approx(1, abs=1e-3)

@@ -11,7 +11,7 @@ MASK = torch.tensor([[True, True, True, False]])
 
 
 def check_of(**changes):
-    settings = {"every": 2, "dtype": torch.float32, "sampling": SamplingParams(0.7)} | changes
+    settings = {"every": 2, "dtype": torch.float32, "sampling": SamplingParams(0.7), "vocabulary": 9} | changes
     return EngineCheck(**settings)
 
 

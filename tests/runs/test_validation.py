@@ -10,11 +10,12 @@ import torch
 from programs import MAINS
 from step_materials import flags, tiny_llama, write_materials, write_rows
 from tiny_tokenizers import make_tokenizer
-from transformers import LlamaForCausalLM
+from transformers import DeepseekV3Config, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from dschat import arguments
 from dschat.arguments.command_line import SettingsError, parse
 from dschat.data.batches import GlobalBatches
+from dschat.generation.vllm import requirements
 from dschat.rlhf.validation import rlhf_problems, rlhf_warnings
 from dschat.runs.session import data_fingerprint
 from dschat.runs.set_up import load_splits, make_output_folder
@@ -129,6 +130,36 @@ BAD = {  # step, flags, what the message must contain
 def test_every_bad_input_is_reported_in_one_line(step, settings, parts, materials, tmp_path):
     (line,) = mistakes(step, materials, tmp_path, **settings)
     assert all(part in line for part in parts), line
+
+
+VLLM_BAD = {
+    "adapters alone without adapters": ({"vllm_lora": True}, ["--vllm_lora", "--actor_lora_dim 16"]),
+    "adapters and weights": ({"vllm_lora": True, "actor_lora_dim": 4}, ["--vllm_lora", "--only_optimize_lora"]),
+    "too large adapters": (
+        {"vllm_lora": True, "actor_lora_dim": 513, "only_optimize_lora": True}, ["adapters of rank 512 or less"]),
+    "too little memory for one sequence": (
+        {"vllm_kv_cache_gib": 1e-6}, ["--vllm_kv_cache_gib 1e-06", "one sequence of 32 tokens", "use 0.01 or more"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings, parts", VLLM_BAD.values(), ids=VLLM_BAD.keys())
+def test_settings_that_vllm_cannot_work_with_are_reported_in_one_line(
+    settings, parts, materials, tmp_path, monkeypatch
+):
+    for check in ("version_problems", "architecture_problems"):  # it need not be installed
+        monkeypatch.setattr(requirements, check, lambda *arguments: [])
+    (line,) = mistakes("ppo", materials, tmp_path, rollout_engine="vllm", **settings)
+    assert all(part in line for part in parts), line
+    assert mistakes("ppo", materials, tmp_path, rollout_engine="vllm", vllm_kv_cache_gib=0.01) == []
+
+
+def test_keys_and_values_of_a_token_by_hand():
+    llama = LlamaConfig(num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, hidden_size=32)
+    assert requirements.kv_bytes_per_token(llama, dtype=torch.bfloat16) == 3 * 2 * 2 * 8 * 2
+    gemma = Gemma3TextConfig(num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=1, head_dim=16)
+    assert gemma.layer_types.count("full_attention") == 1
+    assert requirements.kv_bytes_per_token(gemma, dtype=torch.float32) == 1 * 2 * 1 * 16 * 4
+    assert requirements.kv_bytes_per_token(DeepseekV3Config(), dtype=torch.float32) == 0
 
 
 def test_prompt_and_response_together_must_fit_actor_and_critic(materials, tmp_path):

@@ -44,18 +44,22 @@ def group_of_one() -> Iterator[None]:
 
 
 def save_models(
-    root: Path, family: str = "llama", *, dropout: float = 0.0, head_width: int = 16, tied: bool = False
-) -> Path:
+    root: Path, family: str = "llama", *, dropout: float = 0.0, head_width: int = 16, tied: bool = False,
+    unknown_ids: int = 0,
+) -> Path:  # fmt: skip
     """Save root/actor (causal language model) and root/reward (classifier); returns root.
 
     A sixth of the vocabulary are stop tokens, so that some responses end. Embeddings have over 10,000 weights, so that
     ZeRO-3 partitions them, while all other parameters stay below its persistence threshold.
+
+    Args:
+        unknown_ids: number of ids of the models that the tokenizer does not have.
     """
     tokenizer = make_tokenizer(eos="<|im_end|>", pad="<pad>", template=CHATML)
     for seed, (name, auto) in enumerate(
         [("actor", hf.AutoModelForCausalLM), ("reward", hf.AutoModelForSequenceClassification)]
     ):
-        config = _config(family, len(tokenizer), dropout, head_width)
+        config = _config(family, len(tokenizer) + unknown_ids, dropout, head_width)
         config.tie_word_embeddings |= tied
         config.num_labels, config.pad_token_id, config.eos_token_id = 1, tokenizer.pad_token_id, tokenizer.eos_token_id
         torch.manual_seed(seed)

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from dschat.arguments.vllm import VLLMArguments
 from dschat.distributed import watchdog
+from dschat.generation.vllm.adapters import lora_arguments
+from dschat.generation.vllm.requirements import GIB, kv_cache_gib
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-GIB = 1 << 30
-CPU_KV_CACHE_GIB = 1.0
 # Read when vLLM is imported; those of the user take precedence.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process, so requests are deterministic
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",  # its warnings are about tokenizers and libraries that are not used here
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads stay free for the training of this process
 }
 
@@ -48,7 +48,6 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
     from vllm import LLM
 
     on_cpu = next(model.parameters()).device.type == "cpu"
-    kv_cache_gib = options.vllm_kv_cache_gib or (CPU_KV_CACHE_GIB if on_cpu else 0.0)
     eager = on_cpu if options.vllm_enforce_eager is None else options.vllm_enforce_eager
     dtype = str(model.dtype).removeprefix("torch.")
     arguments = {
@@ -60,10 +59,12 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
         "enable_sleep_mode": not on_cpu and options.vllm_sleep_level > 0,
         "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
     }  # fmt: skip
-    if kv_cache_gib:
-        arguments["kv_cache_memory_bytes"] = int(kv_cache_gib * GIB)
+    if cache := kv_cache_gib(options, on_cpu=on_cpu):
+        arguments["kv_cache_memory_bytes"] = int(cache * GIB)
     if options.vllm_quantization:
         arguments["quantization"] = options.vllm_quantization
+    if options.vllm_lora:
+        arguments |= lora_arguments(model)
     watchdog.phase("vLLM start")
     with tempfile.TemporaryDirectory() as folder, unchanged_process():
         model.config.save_pretrained(folder)

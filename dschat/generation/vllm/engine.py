@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,18 @@ from dschat.distributed import collectives, watchdog
 from dschat.generation.request import Request
 from dschat.generation.rollout import Rollout
 from dschat.generation.rollout_engine import Capabilities
+from dschat.generation.sampling import SamplingParams
+from dschat.generation.vllm.adapters import EngineAdapters
 from dschat.generation.vllm.construction import build_llm, unchanged_process
-from dschat.generation.vllm.requests import Response, Sample, response_of, rollout_of, samples_of, sampling_params
+from dschat.generation.vllm.requests import (
+    Response,
+    Sample,
+    limit_vocabulary,
+    response_of,
+    rollout_of,
+    samples_of,
+    sampling_params,
+)
 from dschat.generation.vllm.weight_check import (
     Checksum,
     checksum,
@@ -26,7 +37,7 @@ from dschat.generation.vllm.weight_check import (
     engine_weights,
     repack_heads,
 )
-from dschat.models.weights import full_weights, pretrained_model
+from dschat.models.weights import checkpoint_weights, pretrained_model
 
 
 class VLLMEngine:
@@ -64,7 +75,10 @@ class VLLMEngine:
         self._model = pretrained_model(engine)
         self._group = tensor_parallel_group(options.vllm_tensor_parallel_size)
         self._llm = build_llm(self._model, options, max_tokens=max_tokens, seed=seed)
+        self._adapters = EngineAdapters(self._llm, self._model) if options.vllm_lora else None
         self._loaded: WeightVersion | None = None  # of the weights in the engine
+        self._loaded_adapters: WeightVersion | None = None
+        self._vocabulary = self._model.config.get_text_config().vocab_size  # ids that can be sampled
         self._generating = False
         self._sleep()
 
@@ -106,32 +120,48 @@ class VLLMEngine:
 
     def _responses(self, samples: Sequence[Sample], request: Request) -> list[Response]:
         """The same on all ranks of the group, which run the same scheduler."""
+        self._limit_vocabulary(request.sampling)
         with unchanged_process():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": sample.prompt} for sample in samples], sampling_params(samples, request),
-                use_tqdm=False,
+                use_tqdm=False, lora_request=self._adapters.request if self._adapters else None,
             )  # fmt: skip
         watchdog.progress()
         return [response_of(output) for output in outputs]
 
+    def _limit_vocabulary(self, sampling: SamplingParams) -> None:
+        rows = self._model.config.get_text_config().vocab_size
+        size = min(rows, sampling.vocabulary_size or rows)
+        if size != self._vocabulary:
+            self._llm.apply_model(functools.partial(limit_vocabulary, size=size))
+            self._vocabulary = size
+
     def _load_weights(self) -> None:
-        version = WeightVersion.of(self.policy)
-        current = all(collectives.all_gather_objects(version == self._loaded))
+        adapters = WeightVersion.of_adapters(self.policy) if self._adapters else None
+        version = WeightVersion.of_base(self.policy) if self._adapters else WeightVersion.of(self.policy)
+        current = version == self._loaded, adapters == self._loaded_adapters
+        weights_are_current, adapters_are_current = map(all, zip(*collectives.all_gather_objects(current), strict=True))
         self._wake_up("weights")
-        if not current:
+        if not weights_are_current:
             self._stream_weights()
-            self._loaded = version
+            self._loaded, adapters_are_current = version, adapters is None  # vLLM drops the adapters of other weights
+        if not adapters_are_current:
+            self._loaded_adapters = None  # until they are in
+            self._adapters.load()
+            self._loaded_adapters = adapters
+        self.syncs += not (weights_are_current and adapters_are_current)
         self._wake_up("kv_cache")
 
     def _stream_weights(self) -> None:
         self._loaded = None  # until all of them are in
-        weights = StreamedWeights(self._model, with_checksums=self._check_is_due())
+        weights = StreamedWeights(
+            self._model, fold_adapters=self._adapters is None, with_checksums=self._check_is_due()
+        )
         # Takes an iterator, as the worker runs in this process.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         weights.require_complete()
         self._llm.apply_model(repack_heads)
         self._llm.reset_prefix_cache()  # of keys and values by the weights before
-        self.syncs += 1
         if weights.checksums:
             self._check_weights(weights.checksums)
 
@@ -184,10 +214,26 @@ class WeightVersion:
 
     @classmethod
     def of(cls, policy: nn.Module) -> WeightVersion:
-        local = (getattr(parameter, "ds_tensor", parameter).detach().flatten() for parameter in policy.parameters())
+        """Of all weights."""
+        return cls._of_parameters(policy, [parameter for _, parameter in policy.named_parameters()], trained=True)
+
+    @classmethod
+    def of_base(cls, policy: nn.Module) -> WeightVersion:
+        """Of the weights that are frozen where only adapters are trained."""
+        base = [parameter for name, parameter in policy.named_parameters() if "lora_" not in name]
+        return cls._of_parameters(policy, base, trained=False)
+
+    @classmethod
+    def of_adapters(cls, policy: nn.Module) -> WeightVersion:
+        adapters = [parameter for name, parameter in policy.named_parameters() if "lora_" in name]
+        return cls._of_parameters(policy, adapters, trained=True)
+
+    @classmethod
+    def _of_parameters(cls, policy: nn.Module, parameters: Sequence[Tensor], *, trained: bool) -> WeightVersion:
+        local = (getattr(parameter, "ds_tensor", parameter).detach().flatten() for parameter in parameters)
         ends = [torch.stack([tensor[0], tensor[-1]]).double() for tensor in local if len(tensor)]
         sample = torch.cat(ends).cpu().numpy().tobytes()
-        return cls(policy.global_steps if isinstance(policy, DeepSpeedEngine) else 0, sample)
+        return cls(policy.global_steps if trained and isinstance(policy, DeepSpeedEngine) else 0, sample)
 
 
 class StreamedWeights:
@@ -198,13 +244,13 @@ class StreamedWeights:
         checksums: of each weight taken, if wanted.
     """
 
-    def __init__(self, model: nn.Module, *, with_checksums: bool) -> None:
-        self.model, self.taken, self.complete = model, 0, False
+    def __init__(self, model: nn.Module, *, fold_adapters: bool, with_checksums: bool) -> None:
+        self.model, self.fold_adapters, self.taken, self.complete = model, fold_adapters, 0, False
         self.with_checksums = with_checksums
         self.checksums: dict[str, Checksum] = {}
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in full_weights(self.model):
+        for name, weight in checkpoint_weights(self.model, fold_adapters=self.fold_adapters):
             if self.with_checksums:
                 self.checksums[name] = checksum(weight.detach())
             yield name, weight.detach()

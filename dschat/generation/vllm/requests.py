@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import nn
 
 from dschat.generation.request import Request, Responses
 from dschat.generation.rollout import Rollout
@@ -60,6 +61,24 @@ def sampling_params(samples: Sequence[Sample], request: Request) -> list[vllm.Sa
         vllm.SamplingParams(max_tokens=sample.limit, seed=None if sampling.greedy else sample.seed, **shared)
         for sample in samples
     ]
+
+
+def limit_vocabulary(model: nn.Module, *, size: int) -> None:
+    """Make a vLLM model return logits of the ids below `size` alone; runs in its worker.
+
+    Raises:
+        RuntimeError: the model computes its logits in another way.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    processors = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
+    if not processors:
+        raise RuntimeError(
+            f"{type(model).__name__} of vLLM has no LogitsProcessor, so ids beyond the tokenizer's vocabulary could be "
+            "sampled: use --rollout_engine hybrid"
+        )
+    for processor in processors:
+        processor.org_vocab_size = processor.vocab_size = size  # the latter is read where adapters are applied
 
 
 class Response(NamedTuple):

@@ -28,16 +28,14 @@ class Scoring:
     """How log-probs of a response are computed from a model.
 
     Attributes:
-        temperature, top_k, top_p: of the distribution.
+        sampling: the distribution.
         logit_scale: multiplies the logits.
         unscaled: without the model's own logit scale and soft cap.
         position_gap: added to the positions of response tokens.
         adapters: with LoRA adapters applied.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
+    sampling: SamplingParams = SamplingParams()
     logit_scale: float = 1.0
     unscaled: bool = False
     position_gap: int = 0
@@ -99,11 +97,11 @@ def diagnose(
         "max_new_tokens": max_new_tokens, "eos_token_ids": list(eos_token_ids), "pad_token_id": pad_token_id,
         "seed": seed,
     }  # fmt: skip
-    report, scoring = Report(), Scoring(temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+    report, scoring = Report(), Scoring(sampling=sampling)
     with engine.generation():
-        greedy = engine.generate(prompts, sampling=SamplingParams(temperature=0.0), **request)
+        greedy = engine.generate(prompts, sampling=replace(sampling, temperature=0.0), **request)
         first = engine.generate(prompts, sampling=sampling, **request)
-    report.greedy_agreement, report.greedy_margin = greedy_agreement(model, greedy)
+    report.greedy_agreement, report.greedy_margin = greedy_agreement(model, greedy, vocabulary=sampling.vocabulary_size)
     report.before = gap_of(delta(model, first, scoring), first.response_mask)
     old = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     change_weights(model, seed=seed)
@@ -155,10 +153,17 @@ def hypotheses(
     """
     if old is not None:
         yield "stale weights: the engine has the weights of one update before", scoring, old
-    if scoring.temperature != 1 or scoring.top_k or scoring.top_p < 1:
+    if scoring.sampling != SamplingParams():
         before = "sampling distribution: the engine's log-probs are those before"
-        yield f"{before} temperature, top-k and top-p", Scoring(), {}
-        yield f"{before} top-k and top-p", Scoring(temperature=scoring.temperature), {}
+        untruncated = replace(scoring.sampling, top_k=0, top_p=1.0)
+        plain = replace(untruncated, temperature=1.0)
+        yield f"{before} temperature, top-k and top-p", replace(scoring, sampling=plain), {}
+        yield f"{before} top-k and top-p", replace(scoring, sampling=untruncated), {}
+        everything = replace(scoring.sampling, vocabulary_size=None)
+        yield (
+            "sampling distribution: the engine samples ids beyond the tokenizer's vocabulary",
+            replace(scoring, sampling=everything), {},
+        )  # fmt: skip
     if old is not None:
         for layer, names in layers_of(model).items():
             yield f"stale weights: {layer} was not synchronised", scoring, {name: old[name] for name in names}
@@ -197,7 +202,9 @@ def delta(model: PreTrainedModel, rollout: Rollout, scoring: Scoring) -> Tensor:
         start = rollout.prompt_length - prompts[row]
         ids = rollout.sequences[row, start : rollout.prompt_length + len(response)]
         logits = response_logits(model, ids, prompt=prompts[row], scoring=scoring)
-        logits = truncate_logits(logits / scoring.temperature, top_k=scoring.top_k, top_p=scoring.top_p)
+        sampling = scoring.sampling
+        logits = without_unknown_ids(logits, sampling.vocabulary_size) / sampling.temperature
+        logits = truncate_logits(logits, top_k=sampling.top_k, top_p=sampling.top_p)
         logprobs = logits.log_softmax(-1)
         scored[row, : len(response)] = logprobs.gather(1, ids[prompts[row] :, None]).squeeze(1)
     model.train(was_training)
@@ -217,15 +224,28 @@ def response_logits(model: PreTrainedModel, ids: Tensor, *, prompt: int, scoring
     return logits / scale if scoring.unscaled else logits
 
 
+def without_unknown_ids(logits: Tensor, vocabulary: int | None) -> Tensor:
+    """Logits [T, V] with −inf from id `vocabulary` on; None: unchanged."""
+    known = torch.arange(logits.shape[-1], device=logits.device) < (vocabulary or logits.shape[-1])
+    return logits.masked_fill(~known, float("-inf"))
+
+
 @torch.no_grad()
-def greedy_agreement(model: PreTrainedModel, rollout: Rollout) -> tuple[float, float]:
-    """Share of tokens that are the model's most likely ones, and the largest margin of others, nats."""
+def greedy_agreement(
+    model: PreTrainedModel, rollout: Rollout, *, vocabulary: int | None = None
+) -> tuple[float, float]:
+    """Share of tokens that are the model's most likely ones, and the largest margin of others, nats.
+
+    Args:
+        vocabulary: number of ids that can be sampled, None all.
+    """
     was_training, agreeing, tokens, margin = model.training, 0, 0, 0.0
     model.eval()
     prompts = rollout.prompt_lengths.tolist()
     for row, response in enumerate(rollout.responses()):
         ids = rollout.sequences[row, rollout.prompt_length - prompts[row] : rollout.prompt_length + len(response)]
-        logprobs = response_logits(model, ids, prompt=prompts[row], scoring=Scoring()).log_softmax(-1)
+        logits = response_logits(model, ids, prompt=prompts[row], scoring=Scoring())
+        logprobs = without_unknown_ids(logits, vocabulary).log_softmax(-1)
         chosen = logprobs.gather(1, ids[prompts[row] :, None]).squeeze(1)
         behind = logprobs.max(-1).values - chosen
         agreeing, tokens = agreeing + int((behind == 0).sum()), tokens + len(response)

@@ -32,14 +32,16 @@ class EngineCheck:
     Args:
         every: N; 0: only the first iteration.
         dtype: of the policy's weights.
-        sampling: with top-k or top-p the engine's log-probs are those of the truncated distribution, larger than the
-            policy's; then only the opposite counts.
+        sampling, vocabulary: if the sampling truncates the distribution of the policy's ids, the engine's log-probs
+            are larger than the policy's; then only the opposite counts.
         same_weights: False if the engine's weights are quantised: then only growth is limited.
     """
 
-    def __init__(self, *, every: int, dtype: torch.dtype, sampling: SamplingParams, same_weights: bool = True) -> None:
+    def __init__(
+        self, *, every: int, dtype: torch.dtype, sampling: SamplingParams, vocabulary: int, same_weights: bool = True
+    ) -> None:
         self.every, self.limit, self.temperature = every, LIMIT[dtype], sampling.temperature
-        self.truncated = sampling.top_k > 0 or sampling.top_p < 1
+        self.truncated = sampling.truncates(vocabulary)
         self.same_weights = same_weights
         self.first: float | None = None  # mean of the first check
 
