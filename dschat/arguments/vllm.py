@@ -36,7 +36,8 @@ class VLLMArguments:
         "memory), 2 weights and KV cache.", on_resume="apply",
     )  # fmt: skip
     vllm_quantization: Literal["fp8"] | None = flag(
-        None, "Quantise the engine's weights after each update; use it with --rollout_correction.", on_resume="apply",
+        None, "Quantise the engine's weights after each update; use it with --rollout_correction. Default: not at all.",
+        on_resume="apply",
     )  # fmt: skip
     vllm_lora: bool = flag(
         False, "With adapters alone trained: load the base weights once, and after updates only the adapters, which "

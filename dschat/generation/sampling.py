@@ -20,9 +20,9 @@ MIN_TEMPERATURE = 1e-30
 class SamplingParams:
     """The sampling distribution.
 
-    Applied in this order: the first vocabulary_size ids; logits ÷ temperature; the top_k largest; of those, renormalised, the smallest set of largest
-    probabilities whose sum reaches top_p. Tokens that tie with the last one kept are kept too, so that the support
-    does not depend on the sorting order.
+    Applied in this order: the first vocabulary_size ids; logits ÷ temperature; the top_k largest; of those,
+    renormalised, the smallest set of largest probabilities whose sum reaches top_p. Tokens that tie with the last one
+    kept are kept too, so that the support does not depend on the sorting order.
 
     Attributes:
         temperature: 0 or at least MIN_TEMPERATURE; 0 is greedy: the most likely token, the lowest id among ties;

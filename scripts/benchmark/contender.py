@@ -12,6 +12,7 @@ import torch
 from measure import synchronize
 from shapes import Case
 from transformers import PreTrainedModel
+from vllm_colocated import ColocatedVLLM
 from vllm_process import VLLMProcess
 
 
@@ -20,13 +21,15 @@ class Setting:
     """Settings shared by all cases of a model.
 
     Attributes:
-        start_vllm: returns the running vLLM with this model's weights, or raises with the reason why it is unavailable.
+        start_vllm, start_colocated: return the running vLLM with this model's weights (in a process of its own, or in
+            this one), or raise with the reason why it is unavailable.
     """
 
     model: PreTrainedModel
     device: torch.device
     seed: int
     start_vllm: Callable[[], VLLMProcess]
+    start_colocated: Callable[[], ColocatedVLLM]
 
 
 class Turn(NamedTuple):

@@ -45,6 +45,15 @@ def vllm(setting: Setting, case: Case) -> Iterator[Ready]:
     yield Ready(lambda: Turn(*process.turn()), note, process.peak_bytes)
 
 
+@contextmanager
+def vllm_colocated(setting: Setting, case: Case) -> Iterator[Ready]:
+    """VLLMEngine in this process. The weight transfer is part of the rollout, as in training."""
+    running = setting.start_colocated()
+    yield Ready(
+        timed(setting, lambda: running.rollout(case, seed=setting.seed)), f"started in {running.start_seconds:.0f} s"
+    )
+
+
 CONTENDERS: dict[str, Contender] = {
     "ours": ours,
     "ours-pinned": partial(ours, pin_buffers=True),
@@ -54,6 +63,7 @@ CONTENDERS: dict[str, Contender] = {
     "deepspeed": deepspeed_rollout,
     "deepspeed-graphs": partial(deepspeed_rollout, graphs=True),
     "vllm": vllm,
+    "vllm-colocated": vllm_colocated,
 }
 
 

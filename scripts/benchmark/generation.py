@@ -46,6 +46,7 @@ from shapes import (  # noqa: E402
     weight_bytes,
 )
 from table import greedy_line, table  # noqa: E402
+from vllm_colocated import ColocatedVLLM  # noqa: E402
 from vllm_process import VLLMProcess  # noqa: E402
 
 from dschat.generation.decoder import OPTIMIZATIONS  # noqa: E402
@@ -69,7 +70,10 @@ def measure_model(options: argparse.Namespace, name: str, bandwidth: float) -> I
     vocabulary, kv = model.config.vocab_size, kv_bytes_per_token(model.config, dtype)
     cases = [make_case(*parts, vocabulary=vocabulary, seed=options.seed) for parts in product(*plan(options, name))]
     with contextlib.ExitStack() as stack:
-        setting = Setting(model, device, options.seed, cache(partial(start_vllm, options, model, cases, stack)))
+        setting = Setting(
+            model, device, options.seed, cache(partial(start_vllm, options, model, cases, stack)),
+            cache(partial(ColocatedVLLM.start, model, cases, kv_bytes=vllm_cache_bytes(cases, kv), seed=options.seed)),
+        )  # fmt: skip
         for case in cases:
             title = f"{name} {case.batch} {case.prompt_kind} {case.length_kind}"
             needed, available = needed_bytes(case, kv=kv, vocabulary=vocabulary), available_bytes(device)
@@ -124,8 +128,7 @@ def start_vllm(
     settings: dict[str, object] = {
         "model": str(folder / "model"), "dtype": str(model.dtype).removeprefix("torch."), "seed": options.seed,
         "max_model_len": max(case.columns for case in cases), "max_num_seqs": max(case.batch for case in cases),
-        # Per row, two extra blocks (of at most 128 tokens) for partially filled ones.
-        "kv_cache_memory_bytes": max(case.batch * (case.columns + 256) for case in cases) * kv,
+        "kv_cache_memory_bytes": vllm_cache_bytes(cases, kv),
     }  # fmt: skip
     free = 0
     if options.device.type == "cuda":
@@ -138,6 +141,11 @@ def start_vllm(
     if options.device.type == "cuda":
         process.device_bytes = free - torch.cuda.mem_get_info(options.device)[0]
     return process
+
+
+def vllm_cache_bytes(cases: list[Case], kv: int) -> int:
+    """Per row, two blocks (of at most 128 tokens) more than its tokens take, for partially filled ones."""
+    return max(case.batch * (case.columns + 256) for case in cases) * kv
 
 
 def plan(options: argparse.Namespace, model: str) -> tuple[list[int], list[PromptKind], list[LengthKind]]:

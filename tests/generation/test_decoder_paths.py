@@ -69,9 +69,10 @@ def test_ids_beyond_the_tokenizers_vocabulary_are_never_sampled(name, sampling):
         other = rollout(engine, sampling=limited)
         assert other.responses() == whole.responses()
         torch.testing.assert_close(other.logprobs, whole.logprobs, atol=1e-5, rtol=1e-5)
-    reference = response_logits(model, torch.tensor(PROMPTS[0] + whole.responses()[0]), prompt=len(PROMPTS[0]), scoring=Scoring())
-    reference = truncate_logits(reference[:, :size], top_k=0, top_p=1.0 if sampling.greedy else sampling.top_p)
-    expected = reference.log_softmax(-1).gather(1, torch.tensor(whole.responses()[0])[:, None]).squeeze(1)
+    prompt, response = PROMPTS[0], torch.tensor(whole.responses()[0])
+    logits = response_logits(model, torch.cat([torch.tensor(prompt), response]), prompt=len(prompt), scoring=Scoring())
+    logits = truncate_logits(logits[:, :size], top_k=0, top_p=1.0 if sampling.greedy else sampling.top_p)
+    expected = logits.log_softmax(-1).gather(1, response[:, None]).squeeze(1)
     torch.testing.assert_close(whole.logprobs[0, : len(expected)], expected, atol=1e-4, rtol=1e-4)
 
 

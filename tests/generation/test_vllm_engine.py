@@ -34,6 +34,11 @@ CASES = {
     }),
     "unknown ids": (1, {}),
     "unknown ids, tied, adapters alone": (1, {"actor_lora_dim": 4, "only_optimize_lora": True, "vllm_lora": True}),
+    "prompts for several forward passes": (1, {
+        "max_prompt_seq_len": 40, "vllm_engine_args": ["max_num_batched_tokens=50"],
+    }),
+    "experts": (1, {}),
+    "experts, zero 3": (2, {"actor_zero_stage": 3, "critic_zero_stage": 3}),
     "tied": (1, {"top_p": 0.9}),
     "tied by name": (1, {}),
 }  # fmt: skip
@@ -44,6 +49,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     save_models(root / "untied", head_width=64)
     save_models(root / "tied", head_width=64, tied=True)
+    for name in ("experts", "experts, zero 3"):
+        save_models(root / name, "qwen3_moe", head_width=64)
     save_models(root / "unknown ids", head_width=64, unknown_ids=50)
     save_models(root / "unknown ids, tied, adapters alone", head_width=64, unknown_ids=50, tied=True)
     save_models(root / "tied by name", head_width=64)

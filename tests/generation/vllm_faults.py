@@ -49,10 +49,10 @@ def check_stale_weights(trainer: DeepSpeedPPOTrainer) -> None:
 
 def check_tied_head(trainer: DeepSpeedPPOTrainer) -> None:
     """Without repacking, a tied head computes with the weights before."""
-    repack, vllm_engine.repack_heads = vllm_engine.repack_heads, lambda model: None
+    repack, vllm_engine.repack_weights = vllm_engine.repack_weights, lambda model: None
     message = raised(RuntimeError, lambda: iterate(trainer, 40))
     assert "1 of" in message and "lm_head" in message, message
-    vllm_engine.repack_heads = repack
+    vllm_engine.repack_weights = repack
     iterate(trainer, 41)
 
 

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from architectures import tiny_architecture
 from disk_limits import limit_file_size
+from safetensors.torch import load_file
 from tiny_models import left_and_right_padded, tiny_causal_lm, tiny_classifier, tiny_tokenizer
 
 from dschat.models.causal_lm import TokenLogprobs, load_tokenizer
 from dschat.models.lora import add_lora
 from dschat.models.scalar_head import TokenScores
 from dschat.models.weight_files import weights_digest
-from dschat.models.weights import ExportError, export_model, full_weights, pretrained_model
+from dschat.models.weights import ExportError, checkpoint_weights, export_model, full_weights, pretrained_model
 
 
 def with_adapters(name, dtype=torch.float32):
@@ -46,6 +48,20 @@ def test_a_tied_weight_is_included_once_under_the_name_that_loading_needs(tmp_pa
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert again.lm_head.weight.equal(model.lm_head.weight)
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mixtral", "deepseek_v3", "jamba", "qwen3_next", "phimoe"])
+def test_checkpoint_weights_have_the_names_and_values_of_the_files(kind, loaded, tmp_path):
+    model = tiny_architecture(kind)
+    model.save_pretrained(tmp_path, state_dict=dict(full_weights(model)))
+    if loaded:
+        model = type(model).from_pretrained(tmp_path)
+    files = load_file(tmp_path / "model.safetensors")
+    weights = dict(checkpoint_weights(model))
+    assert weights.keys() == files.keys()
+    assert all(torch.equal(weight, files[name]) for name, weight in weights.items())
+    assert (weights.keys() == dict(full_weights(model)).keys()) is (kind == "llama"), "nothing is fused"
 
 
 def test_persistent_buffers_are_included_and_others_are_not():

@@ -118,7 +118,7 @@ def fake(log: list[str], name: str, *, seconds=(9.0, 1.0, 5.0, 3.0), tokens=None
 def test_contenders_alternate_in_order_and_a_failure_does_not_stop_the_others():
     log: list[str] = []
     names = {"a": fake(log, "a"), "b": fake(log, "b"), "c": fake(log, "c", fails_at=1), "d": fake(log, "d", tokens=1)}
-    setting = Setting(None, CPU, 0, None)
+    setting = Setting(None, CPU, 0, None, None)
     results = {result.contender: result for result in measure_case(setting, case(), names, repeat=3)}
     assert "".join(log) == "abcd" + "ab" + "ba" + "ab"  # the first turn of each is its warm-up
     assert results["a"].seconds == [1, 5, 3] and results["a"].median == 3
@@ -199,16 +199,18 @@ def test_a_small_run_gives_a_row_for_each_contender_and_case(tmp_path, capsys):
     threads = torch.get_num_threads()
     generation.main(
         ["--models", "tiny", "--device", "cpu", "--batch", "4", "--prompts", "4-8,70x2", "--lengths",
-         "lognormal:6", "--contenders", "ours,dynamic,static,continuous,vllm", "--without", "sharing",
+         "lognormal:6", "--contenders", "ours,dynamic,static,continuous,vllm,vllm-colocated", "--without", "sharing",
          "--repeat", "1", "--threads", str(threads), "--json", str(tmp_path / "rows.jsonl")]
     )  # fmt: skip
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * 6
+    assert len(rows) == 2 * 7
     columns = {"model", "dtype", "device", "batch", "lengths", "contender", "tokens_per_second", "percent_of_bandwidth"}
     assert all(columns | {"peak_bytes", "warmup_seconds"} <= row.keys() for row in rows)
     for row in rows:
         if row["contender"] == "vllm":
             assert row["tokens_per_second"] is None and "--vllm_python is not given" in row["note"]
+        elif row["contender"] == "vllm-colocated" and row["tokens_per_second"] is None:
+            assert "vLLM is not installed" in row["note"]
         else:
             assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"][0]), row["note"]
         equal, of = row["equal_greedy_tokens"]

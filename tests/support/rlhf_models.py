@@ -77,6 +77,12 @@ def _config(family: str, vocabulary: int, dropout: float, head_width: int) -> hf
             vocab_size=vocabulary, n_embd=16, n_layer=2, n_head=2, n_positions=96, initializer_range=0.3,
             resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
         )  # fmt: skip
+    if family == "qwen3_moe":
+        return hf.Qwen3MoeConfig(
+            vocab_size=vocabulary, hidden_size=2 * head_width, moe_intermediate_size=64, num_experts=4,
+            num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            head_dim=head_width, max_position_embeddings=96, initializer_range=0.2,
+        )  # fmt: skip
     return hf.LlamaConfig(
         vocab_size=vocabulary, hidden_size=2 * head_width, intermediate_size=48, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3,

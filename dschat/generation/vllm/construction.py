@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import tempfile
@@ -22,6 +23,7 @@ from dschat.generation.vllm.requirements import GIB, kv_cache_gib
 if TYPE_CHECKING:
     from vllm import LLM
 
+CPU_BATCH = 4096  # tokens of prompts in a forward pass
 # Read when vLLM is imported; those of the user take precedence.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler runs in this process, so requests are deterministic
@@ -49,16 +51,19 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
 
     on_cpu = next(model.parameters()).device.type == "cpu"
     eager = on_cpu if options.vllm_enforce_eager is None else options.vllm_enforce_eager
+    max_length = options.vllm_max_model_len or max_tokens
     dtype = str(model.dtype).removeprefix("torch.")
     arguments = {
         "dtype": dtype, "load_format": "dummy", "skip_tokenizer_init": True, "generation_config": "vllm",
-        "max_model_len": options.vllm_max_model_len or max_tokens, "enforce_eager": eager, "seed": seed,
+        "max_model_len": max_length, "enforce_eager": eager, "seed": seed,
         "tensor_parallel_size": options.vllm_tensor_parallel_size,
         "distributed_executor_backend": "external_launcher",
         "gpu_memory_utilization": options.vllm_gpu_memory_utilization,
         "enable_sleep_mode": not on_cpu and options.vllm_sleep_level > 0,
         "logprobs_mode": "processed_logprobs", "disable_log_stats": True,
     }  # fmt: skip
+    if on_cpu:  # vLLM 0.30 cannot cut the prompt of a seeded request: it would rewind a generator that has no offset
+        arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(CPU_BATCH, max_length)}
     if cache := kv_cache_gib(options, on_cpu=on_cpu):
         arguments["kv_cache_memory_bytes"] = int(cache * GIB)
     if options.vllm_quantization:
@@ -67,7 +72,9 @@ def build_llm(model: PreTrainedModel, options: VLLMArguments, *, max_tokens: int
         arguments |= lora_arguments(model)
     watchdog.phase("vLLM start")
     with tempfile.TemporaryDirectory() as folder, unchanged_process():
-        model.config.save_pretrained(folder)
+        config = copy.deepcopy(model.config)
+        config.architectures = config.architectures or [type(model).__name__]
+        config.save_pretrained(folder)
         try:
             return LLM(folder, **arguments | options.engine_args)
         except Exception as error:

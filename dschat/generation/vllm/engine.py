@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from dschat.arguments.vllm import VLLMArguments
 from dschat.distributed import collectives, watchdog
+from dschat.generation.memory import free_memory
 from dschat.generation.request import Request
 from dschat.generation.rollout import Rollout
 from dschat.generation.rollout_engine import Capabilities
@@ -30,14 +32,17 @@ from dschat.generation.vllm.requests import (
     samples_of,
     sampling_params,
 )
+from dschat.generation.vllm.requirements import GIB
 from dschat.generation.vllm.weight_check import (
     Checksum,
     checksum,
     differing_weights,
     engine_weights,
-    repack_heads,
+    repack_weights,
 )
 from dschat.models.weights import checkpoint_weights, pretrained_model
+
+logger = logging.getLogger(__name__)
 
 
 class VLLMEngine:
@@ -53,6 +58,7 @@ class VLLMEngine:
     Attributes:
         capabilities: see Capabilities.
         syncs: number of times that weights were loaded.
+        held_bytes: of the device that the engine still held at its first sleep; 0 where it does not sleep.
     """
 
     def __init__(
@@ -74,6 +80,8 @@ class VLLMEngine:
         )
         self._model = pretrained_model(engine)
         self._group = tensor_parallel_group(options.vllm_tensor_parallel_size)
+        device = next(self._model.parameters()).device
+        free = free_memory(device)
         self._llm = build_llm(self._model, options, max_tokens=max_tokens, seed=seed)
         self._adapters = EngineAdapters(self._llm, self._model) if options.vllm_lora else None
         self._loaded: WeightVersion | None = None  # of the weights in the engine
@@ -81,6 +89,9 @@ class VLLMEngine:
         self._vocabulary = self._model.config.get_text_config().vocab_size  # ids that can be sampled
         self._generating = False
         self._sleep()
+        self.held_bytes = max(0, free - free_memory(device)) if self._sleeps else 0
+        if self._sleeps:
+            logger.info("vLLM asleep still holds %.2f GiB of this device", self.held_bytes / GIB)
 
     @contextmanager
     def generation(self) -> Iterator[VLLMEngine]:
@@ -160,7 +171,7 @@ class VLLMEngine:
         # Takes an iterator, as the worker runs in this process.
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         weights.require_complete()
-        self._llm.apply_model(repack_heads)
+        self._llm.apply_model(repack_weights)
         self._llm.reset_prefix_cache()  # of keys and values by the weights before
         if weights.checksums:
             self._check_weights(weights.checksums)

@@ -65,15 +65,19 @@ def engine_weights(model: nn.Module) -> EngineWeights:
     return EngineWeights(checksums, getattr(model, "packed_modules_mapping", {}))
 
 
-def repack_heads(model: nn.Module) -> None:
-    """Renew the packed copies of embeddings and heads, which keep their weight too; runs in vLLM's worker.
+def repack_weights(model: nn.Module) -> None:
+    """Pack the weights that vLLM 0.30 leaves unpacked when it reloads them on a CPU; runs in its worker.
 
-    Without this the logits of a model with a tied head come from the weights before: vLLM 0.30 repacks the modules that
-    weights are loaded into, and a tied head is not one of them.
+    It repacks the modules that weights are loaded into, of which a tied head is none, so its logits would come from the
+    weights before; and it packs experts in the first load alone, so they would be read in another order.
     """
     for module in model.modules():
+        method = getattr(module, "quant_method", None)
         if hasattr(module, PACKED) and module.weight.numel():
-            module.quant_method.process_weights_after_loading(module)
+            method.process_weights_after_loading(module)
+        backend = getattr(method, "unquantized_backend", None)
+        if backend is not None and backend.name == "CPU":
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)
 
 
 def differing_weights(
