@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dschat.generation.cpu import step_recording
+from dschat.generation.cpu import cpp_kernels, step_recording
+from dschat.generation.sampling import SamplingParams
 from dschat.models.cpu import layer_kernels
 from dschat.models.cpu.library import CompiledLibrary
 
@@ -95,3 +96,68 @@ def test_an_exception_leaves_no_recorder_behind():
     with pytest.raises(KeyError):
         record(lambda: {}["nothing"])
     assert CompiledLibrary.recorder is None
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's number of threads; restored afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])  # more than there are cores, too
+def test_kernels_on_a_team_give_the_bits_of_kernels_in_regions_of_their_own(count, threads):
+    kernels = cpp_kernels.load()
+    threads(count)
+    logits, uniform = torch.randn(40, 5000), torch.rand(40)
+    tokens, logprobs = torch.empty(40, dtype=torch.long), torch.empty(40)
+    x, weight, out = (torch.randn(shape).bfloat16() for shape in ((40, 512), (300, 512), (40, 300)))
+    packed = kernels.pack(weight) if kernels.multiplies_bf16 else None
+
+    def run(*_):
+        drawn, drawn_logprobs = kernels.sample_tokens(logits, uniform, SamplingParams())
+        tokens.copy_(drawn)
+        logprobs.copy_(drawn_logprobs)
+        if packed is not None:
+            out.copy_(kernels.linear(x, packed, None, 300))
+
+    replay = record(run)
+    assert replay.with_team
+    for _ in range(20):
+        logits.normal_()
+        x.normal_()
+        with torch.inference_mode():
+            replay()
+        actual = tokens.clone(), logprobs.clone(), out.clone()
+        run()
+        assert all(torch.equal(a, b) for a, b in zip(actual, (tokens, logprobs, out), strict=True))
+
+
+def test_operations_that_torch_runs_in_several_threads_keep_them():
+    x, out = torch.randn(64, 64), torch.empty(64, 64)
+    assert record(lambda: out.copy_(x + 1)).with_team
+    assert not record(lambda: out.copy_(x @ x)).with_team
+    large = torch.zeros(200, 200)
+    assert not record(lambda: large.copy_(large * 2)).with_team
+
+
+@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
+def test_an_error_in_a_replay_is_raised_and_the_next_replay_runs(error, threads):
+    threads(2)
+    x, out = torch.ones(4), torch.zeros(4)
+    replay = record(lambda: out.copy_(x + 1))
+    failing = [True]
+
+    def fail():
+        if failing[0]:
+            raise error
+
+    replay.calls.append(fail)
+    with torch.inference_mode():
+        with pytest.raises(type(error)):
+            replay()
+        failing[0] = False
+        x.fill_(5)
+        replay()
+    assert out.tolist() == [6.0] * 4

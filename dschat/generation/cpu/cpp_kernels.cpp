@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "elements.h"
+#include "team.h"
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
@@ -206,16 +207,18 @@ template <typename T, int WIDTH>
 void attend(const Attention& a, int threads) {
     // With few rows, threads split the heads as well.
     const int64_t parts = threads > 1 && a.rows < 4 * threads ? a.kv_heads : 1, heads = a.kv_heads / parts;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        // Write all tokens before attending: rows of a packed prompt attend to each other.
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < a.rows; ++row) write_row<T>(a, row);
+    std::atomic<int64_t> next{0};  // contexts differ in length
+    // Write all tokens before attending: rows of a packed prompt attend to each other.
+    const auto write = [&](int thread, int all) {
+        const Share rows(a.rows, thread, all);
+        for (int64_t row = rows.begin; row < rows.end; ++row) write_row<T>(a, row);
+    };
+    const auto attend_rows = [&](int, int) {
         std::vector<float> buffer;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < a.rows * parts; ++task)
+        for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < a.rows * parts;)
             attend_row<T, WIDTH>(a, task / parts, task % parts * heads, heads, buffer);
-    }
+    };
+    in_parallel(threads, write, attend_rows);
 }
 
 template <typename T>
@@ -293,9 +296,10 @@ void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const ui
               int64_t in_features, int64_t out_features, int64_t x_row, int threads) {
     const int64_t pairs = (in_features + 1) / 2, panels = (out_features + PANEL - 1) / PANEL;
     const int64_t chunk = 16 * TILE, chunks = (rows + chunk - 1) / chunk;  // rows that fit in the cache
-#pragma omp parallel for collapse(2) schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t part = 0; part < chunks; ++part)
-        for (int64_t panel = 0; panel < panels; ++panel) {
+    in_parallel(threads, [&](int thread, int all) {
+        const Share tasks(chunks * panels, thread, all);
+        for (int64_t task = tasks.begin; task < tasks.end; ++task) {
+            const int64_t part = task / panels, panel = task % panels;
             const uint16_t* w = packed + panel * pairs * PANEL * 2;
             const uint16_t* b = bias ? bias + panel * PANEL : nullptr;
             const int64_t columns = std::min(PANEL, out_features - panel * PANEL);
@@ -316,6 +320,7 @@ void multiply(uint16_t* out, const uint16_t* x, const uint16_t* packed, const ui
                 row += size;
             }
         }
+    });
 }
 #endif
 
@@ -426,12 +431,11 @@ void draw_row(const Draw& draw, int64_t row, std::vector<float>& scaled, std::ve
 
 template <typename T>
 void draw_rows(const Draw& draw, int threads) {
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
+    in_parallel(threads, [&](int thread, int all) {
         std::vector<float> scaled, order;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < draw.rows; ++row) draw_row<T>(draw, row, scaled, order);
-    }
+        const Share rows(draw.rows, thread, all);
+        for (int64_t row = rows.begin; row < rows.end; ++row) draw_row<T>(draw, row, scaled, order);
+    });
 }
 
 }  // namespace
@@ -453,6 +457,9 @@ void draw_tokens(int64_t* tokens, float* logprobs, const void* logits, const flo
     const Draw draw{tokens, logprobs, logits, uniforms, rows, vocabulary, logits_row, top_k, top_p, temperature};
     is_bf16 ? draw_rows<bf16>(draw, threads) : draw_rows<float>(draw, threads);
 }
+
+// Runs a function on the calling thread; kernels that it calls use a team of this many threads.
+void run_with_team(int threads, void (*function)()) { with_team(threads, function); }
 
 // Number of elements of a packed weight; 0 if this processor has no bf16 dot product.
 int64_t packed_size(int64_t out_features, int64_t in_features) {

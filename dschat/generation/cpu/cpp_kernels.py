@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 # Logits per call below which sampling runs in a single thread, as waking others would cost more than it saves.
 SINGLE_THREAD_LOGITS = 1 << 15
 SINGLE_THREAD_WEIGHTS = 1 << 15  # elements of a linear layer's weight, likewise
+TEAM_FUNCTION = ctypes.CFUNCTYPE(None)
 
 
 class DecodingKernels(CompiledLibrary):
@@ -38,6 +39,7 @@ class DecodingKernels(CompiledLibrary):
             "draw_tokens": [POINTER] * 4 + [INTEGER] * 4 + [ctypes.c_double, REAL, FLAG, FLAG],
             "pack": [POINTER, POINTER, INTEGER, INTEGER, FLAG],
             "linear": [POINTER] * 4 + [INTEGER] * 4 + [FLAG],
+            "run_with_team": [FLAG, TEAM_FUNCTION],
         }
         super().__init__(Path(__file__).with_name("cpp_kernels.cpp"), signatures)
         self._packed_size = self._loaded.packed_size
@@ -90,6 +92,16 @@ class DecodingKernels(CompiledLibrary):
             torch.get_num_threads() if rows * vocabulary > SINGLE_THREAD_LOGITS else 1,
         )  # fmt: skip
         return tokens, logprobs
+
+    def run_with_team(self, function: ctypes._CFuncPtr, *, threads: int) -> None:
+        """Call a function on this thread; threads of its kernels stay awake until it returns.
+
+        torch's own operations run in a single thread in the meantime.
+
+        Args:
+            function: a TEAM_FUNCTION, which must not raise.
+        """
+        self._loaded.run_with_team(threads, function)
 
     @property
     def multiplies_bf16(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dschat.generation.cpu import cpp_kernels
 from dschat.models.cpu.library import CompiledLibrary
 
 # Maximum tensor memory kept per recording: above this, arithmetic dominates the call overhead.
 MAX_BYTES = 256 << 20
+MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "convolution", "mv", "addmv", "einsum"}
+GRAIN_SIZE = 1 << 15  # of at::parallel_for: elements below which one thread runs an operation
 
 
 def record(run: Callable[[], None]) -> Recording | None:
@@ -37,20 +39,41 @@ def record(run: Callable[[], None]) -> Recording | None:
         CompiledLibrary.recorder = None
     if recorder.reads or recorder.bytes > MAX_BYTES:
         return None
-    return Recording(recorder.calls, recorder.kept, recorder.bytes)
+    return Recording(recorder.calls, recorder.kept, recorder.bytes, with_team=not recorder.threads_of_torch)
 
 
-@dataclass(frozen=True)
 class Recording:
-    """Recorded operations, replayed by calling it; see Recorder."""
+    """Recorded operations, replayed by calling it; see Recorder.
 
-    calls: list[Callable[[], Any]]
-    kept: list[Tensor]
-    nbytes: int
+    Attributes:
+        with_team: the threads of our kernels stay awake during a replay, in which torch's operations run in one thread.
+    """
+
+    def __init__(self, calls: list[Callable[[], Any]], kept: list[Tensor], nbytes: int, *, with_team: bool) -> None:
+        self.calls, self.kept, self.nbytes = calls, kept, nbytes
+        self.with_team = with_team and cpp_kernels.load() is not None
+        self._team_function = cpp_kernels.TEAM_FUNCTION(self._replay_and_keep_error)
+        self._error: BaseException | None = None
 
     def __call__(self) -> None:
+        threads = torch.get_num_threads()
+        if not self.with_team or threads == 1:
+            self._replay()
+            return
+        cpp_kernels.load().run_with_team(self._team_function, threads=threads)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _replay(self) -> None:
         for call in self.calls:
             call()
+
+    def _replay_and_keep_error(self) -> None:
+        try:
+            self._replay()
+        except BaseException as error:  # an exception cannot pass through C++; KeyboardInterrupt is one, too
+            self._error = error
 
 
 class Recorder(TorchDispatchMode):
@@ -61,6 +84,7 @@ class Recorder(TorchDispatchMode):
         kept: the tensors created: kept alive so that their memory is not reused.
         bytes: total size of the created tensors.
         reads: True if a tensor value was read into Python, which may have changed the control flow.
+        threads_of_torch: True if an operation of torch is large enough to run in several threads.
     """
 
     def __init__(self) -> None:
@@ -69,6 +93,7 @@ class Recorder(TorchDispatchMode):
         self.kept: list[Tensor] = []
         self.bytes = 0
         self.reads = False
+        self.threads_of_torch = False
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -87,8 +112,15 @@ class Recorder(TorchDispatchMode):
         if any(_storage_address(tensor) not in inputs for tensor in created):
             self.bytes += sum(tensor.nbytes for tensor in created)
             if not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+                self.threads_of_torch |= _uses_threads(func, created)
                 self.calls.append(_replay_call(func, args, kwargs, out))
         return out
+
+
+def _uses_threads(func: OpOverload, created: list[Tensor]) -> bool:
+    """Whether torch may run the operation in several threads: products of matrices, and results above its grain size."""
+    name = func.overloadpacket.__name__
+    return name in MATRIX_PRODUCTS or "attention" in name or any(tensor.numel() > GRAIN_SIZE for tensor in created)
 
 
 @functools.cache
