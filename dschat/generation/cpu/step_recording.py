@@ -118,7 +118,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _uses_threads(func: OpOverload, created: list[Tensor]) -> bool:
-    """Whether torch may run the operation in several threads: products of matrices, and results above its grain size."""
+    """Whether torch may run the operation in several threads: matrix products, and results above its grain size."""
     name = func.overloadpacket.__name__
     return name in MATRIX_PRODUCTS or "attention" in name or any(tensor.numel() > GRAIN_SIZE for tensor in created)
 
