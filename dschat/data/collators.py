@@ -106,13 +106,14 @@ def collate_prompts(features: Features) -> dict[str, list]:
     """Prompts for generation, unpadded: the rollout engine pads them.
 
     Returns:
-        prompts: lists of token ids; row_index: ints; messages: chat lists; rows: dicts of the rows' other columns
-        (inputs of reward functions, such as the true answer).
+        prompts: lists of token ids; row_index: ints; messages: chat lists; is_chat: False where the row's prompt is a
+        text; rows: dicts of the rows' other columns (inputs of reward functions, such as the true answer).
     """
     return {
         "prompts": [list(feature["input_ids"]) for feature in features],
         "row_index": [int(feature["row_index"]) for feature in features],
         "messages": [json.loads(feature["prompt_text"]) for feature in features],
+        "is_chat": [bool(feature["is_chat"]) for feature in features],
         "rows": [json.loads(feature["row"]) for feature in features],
     }
 

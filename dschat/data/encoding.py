@@ -38,6 +38,7 @@ FEATURES = {
             "row_index": Value("int64"),
             "row": Value("large_string"),
             "prompt_text": Value("large_string"),
+            "is_chat": Value("bool"),
             "length": Value("int32"),
         }
     ),
@@ -122,6 +123,7 @@ class Encoder:
             "row_index": row_index,
             "row": json.dumps(other_columns, ensure_ascii=False, default=str),
             "prompt_text": json.dumps(record["prompt"], ensure_ascii=False),
+            "is_chat": not isinstance(row.get("prompt"), str),
             "length": len(ids),
         }
         return Encoded(features, cut)

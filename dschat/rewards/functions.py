@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
 import inspect
@@ -12,12 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dschat.rewards.function_arguments import ARGUMENTS, OF_ONE_RESPONSE, binding_of
 from dschat.rewards.response_batch import ResponseBatch, prompt_text
 
 Judge = Callable[[Sequence[str], Sequence[str], Sequence[dict]], Sequence[float]]
-RewardFunction = Callable[..., Any]  # (some of ARGUMENT_NAMES, options with defaults) → a number or None per response
+RewardFunction = Callable[..., Any]  # see function_arguments → a number or None per response
 
-ARGUMENT_NAMES = ("prompts", "responses", "rows", "token_ids", "messages", "ended", "max_tokens")
 _MAX_SCORE = 3.4e38  # largest float32, the dtype of scores
 
 
@@ -81,8 +82,8 @@ def bind_options(function: RewardFunction, options: Mapping[str, str]) -> Reward
     """
     declared = {
         name: parameter for name, parameter in inspect.signature(function).parameters.items()
-        if name not in ARGUMENT_NAMES and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        and parameter.default is not parameter.empty
+        if name not in ARGUMENTS and name not in OF_ONE_RESPONSE and parameter.default is not parameter.empty
+        and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     }  # fmt: skip
     values: dict[str, Any] = {}
     for name, text in options.items():
@@ -108,50 +109,45 @@ def _parse_option(name: str, text: str, default: Any) -> Any:
     return value
 
 
-def named_arguments(function: RewardFunction) -> list[str] | None:
-    """The function's parameters among ARGUMENT_NAMES; None: it is called like a judge, with prompts, responses, rows.
-
-    Raises: ValueError if it has a required parameter that is not available.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    kinds = {parameter.kind for parameter in parameters}
-    named = [
-        p.name for p in parameters if p.name in ARGUMENT_NAMES and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if set(required) <= set(named) and (named or inspect.Parameter.VAR_KEYWORD in kinds):
-        return list(ARGUMENT_NAMES) if inspect.Parameter.VAR_KEYWORD in kinds else named
-    # Up to three parameters with other names: called like a judge.
-    if len(required) <= 3 and (len(by_position) >= 3 or inspect.Parameter.VAR_POSITIONAL in kinds):
-        return None
-    raise ValueError(
-        f"its parameters are ({', '.join(p.name for p in parameters)}), but only these are available: "
-        f"{', '.join(ARGUMENT_NAMES)}"
-    )
-
-
 def call_reward_function(
     function: RewardFunction, batch: ResponseBatch, *, source: str
 ) -> list[float] | Awaitable[list[float]]:
     """Call a reward function: scores of the responses, NaN where it returns None; awaitable if the function is async.
 
-    Raises: ValueError if it does not return a finite number, or None, for each response.
+    Raises: ValueError if it does not return a finite number, or None, for each response; or the data rows lack a
+        column that it takes.
     """
-    names = named_arguments(function)
-    if names is None:
-        returned = function(batch.prompts, batch.responses, batch.rows)
+    binding = binding_of(function)
+    arguments = binding.arguments(batch)
+    if binding.one_by_one:
+        calls = [{name: values[number] for name, values in arguments.items()} for number in range(len(batch))]
+        returned: Any = [function(**call) for call in calls]
     else:
-        returned = function(**{name: batch.prompts if name == "prompts" else vars(batch)[name] for name in names})
-    return (
-        _await_scores(returned, batch, source)
-        if inspect.isawaitable(returned)
-        else validated_scores(returned, batch.responses, source=source)
-    )
+        returned = function(**arguments)
+    if inspect.isawaitable(returned) or any(map(inspect.isawaitable, returned if binding.one_by_one else ())):
+        return _await_scores(returned, batch, source)
+    return validated_scores(scores_of(returned), batch.responses, source=source)
 
 
-async def _await_scores(returned: Awaitable[Any], batch: ResponseBatch, source: str) -> list[float]:
-    return validated_scores(await returned, batch.responses, source=source)
+def scores_of(returned: Any) -> list[Any]:
+    """A list of scores from what a function returned: a list, an array, a tensor, or OpenRLHF's {"rewards": …}.
+
+    An entry may be verl's {"score": …}.
+    """
+    if isinstance(returned, Mapping):
+        names = [name for name in ("rewards", "scores", "score") if name in returned]
+        if not names:
+            keys = ", ".join(map(str, returned))
+            raise ValueError(f"a dict with {keys} was returned: the rewards belong in its entry 'rewards'")
+        returned = returned[names[0]]
+    scores = returned.tolist() if hasattr(returned, "tolist") else list(returned)
+    return [score.get("score") if isinstance(score, Mapping) else score for score in scores]
+
+
+async def _await_scores(returned: Any, batch: ResponseBatch, source: str) -> list[float]:
+    """returned: an awaitable of all scores, or a list of awaitables of one each."""
+    scores = await returned if inspect.isawaitable(returned) else await asyncio.gather(*returned)
+    return validated_scores(scores_of(scores), batch.responses, source=source)
 
 
 def validated_scores(returned: Sequence[Any], responses: Sequence[str], *, source: str) -> list[float]:

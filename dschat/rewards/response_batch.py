@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dschat.data.chat_template import Message
 
@@ -19,6 +19,7 @@ class ResponseBatch:
         rows: other columns of the prompts' data rows, such as the reference answer.
         ended: False where a response was truncated instead of ending with an EOS.
         max_tokens: maximum response length, the EOS included.
+        is_chat: True where the data row's prompt is a list of messages, not a text; empty: nowhere.
     """
 
     messages: list[list[Message]]
@@ -27,9 +28,15 @@ class ResponseBatch:
     rows: list[dict]
     ended: list[bool]
     max_tokens: int
+    is_chat: list[bool] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    @property
+    def chats(self) -> list[bool]:
+        """is_chat of each response."""
+        return self.is_chat or [False] * len(self)
 
     @property
     def prompts(self) -> list[str]:

@@ -7,8 +7,10 @@ import inspect
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from dschat.distributed import watchdog
@@ -18,6 +20,7 @@ from dschat.rewards.functions import Judge, judge_scores
 SHORTEST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds, bounds of a service's Retry-After
 LONGEST_BACKOFF = 8.0  # seconds, without Retry-After: short, to detect a recovered service soon
 REFUSALS_UNTIL_WARNING = 4  # after 3.5 s
+PACKAGE = str(Path(__file__).resolve().parents[1])  # files of dschat
 LONGEST_WAIT = 2.0**21  # seconds (24 days), what sockets and locks support; more means no limit
 
 
@@ -30,7 +33,7 @@ class Unavailable(ConnectionError):
 
 
 class NoScores(RuntimeError):
-    """Too many consecutive calls returned no score at all."""
+    """Too many consecutive calls returned no score at all, or the first call of a function failed on every response."""
 
 
 class RetryPolicy:
@@ -43,15 +46,21 @@ class RetryPolicy:
         retries: further calls after the first, for a source that was reached and failed.
         max_failed_calls: raise NoScores after this many consecutive calls of `scores` without any score, for one
             source; None: never.
+        first_call_must_work: raise NoScores, with the function's own traceback, if a function raises for every response
+            in its first call, as it would in all others.
 
     Raises: ValueError if seconds is not above 0, or retries is below 0.
     """
 
-    def __init__(self, *, seconds: float, retries: int, max_failed_calls: int | None = None) -> None:
+    def __init__(
+        self, *, seconds: float, retries: int, max_failed_calls: int | None = None, first_call_must_work: bool = False
+    ) -> None:
         if not seconds > 0 or retries < 0:
             raise ValueError(f"{seconds} seconds and {retries} retries: must be above 0, and at least 0")
         self.seconds, self.retries, self.max_failed_calls = seconds, retries, max_failed_calls
         self._failed_calls: Counter[str] = Counter()  # consecutive ones, by source
+        self.first_call_must_work = first_call_must_work
+        self._called: set[str] = set()  # sources that were called before
 
     def judge_scores(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
@@ -64,8 +73,9 @@ class RetryPolicy:
         )
 
     def scores(
-        self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str
-    ) -> list[float | None]:
+        self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str,
+        is_function: bool = False,
+    ) -> list[float | None]:  # fmt: skip
         """The score of each response; None where the source returned none.
 
         If all retries raised or returned invalid values, the source is called once for each response separately, so
@@ -74,9 +84,12 @@ class RetryPolicy:
         Args:
             score_part: computes the scores of a slice of the responses.
             source: its name, for the warning.
+            is_function: whether it is a function in this process.
 
-        Raises: NoScores, see max_failed_calls.
+        Raises: NoScores, see max_failed_calls and first_call_must_work.
         """
+        is_first = source not in self._called
+        self._called.add(source)
         try:
             scores = self._call_with_retries(lambda: score_part(slice(0, count)), source=source)
             self._failed_calls[source] = 0
@@ -85,6 +98,11 @@ class RetryPolicy:
             scores, problem = [None] * count, error
         except Exception as error:  # a user's function may raise anything
             scores, problem = self._score_one_by_one(score_part, count, error)
+        must_work = is_function and is_first and self.first_call_must_work
+        if must_work and count and scores.count(None) == count and is_own_failure(problem):
+            raise NoScores(
+                f"{source} failed for all of the first {count} responses; its own traceback:\n{own_traceback(problem)}"
+            ) from problem
         message = f"warning: {source} returned no score for {scores.count(None)} of {count} responses"
         print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
         failed = count > 0 and scores.count(None) == count
@@ -139,6 +157,19 @@ class RetryPolicy:
                 if isinstance(error, (TimeoutError, Unavailable, PermissionError)):
                     break
         return scores + [None] * (count - len(scores)), problem
+
+
+def is_own_failure(problem: BaseException) -> bool:
+    """Whether a source raised or returned bad values, and was not too slow, out of reach or refusing."""
+    return not isinstance(problem, (TimeoutError, Unavailable, PermissionError))
+
+
+def own_traceback(problem: BaseException) -> str:
+    """The error with the part of its traceback that is not this package's."""
+    frames = traceback.extract_tb(problem.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
+    lines = traceback.format_list(own) + traceback.format_exception_only(problem)
+    return "".join(lines).rstrip()
 
 
 def pause_before_retry(retry_after: float | None, refusals: int, *, remaining: float) -> float | None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from dschat.arguments.secrets import HIDDEN, redacted
 from dschat.distributed.terminal import printable
+from dschat.rewards.function_arguments import ARGUMENTS
 from dschat.rewards.functions import validated_scores
 from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import Unavailable, timeout_of
@@ -37,7 +38,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 def service_scores(url: str, batch: ResponseBatch, *, seconds: float) -> list[float]:
     """POST {"messages", "prompts", "responses", "rows", "ended"} → {"scores": [number or null for each response]}.
 
-    The environment variable DSCHAT_REWARD_TOKEN, if set, is sent as bearer token.
+    The request has OpenRLHF's fields too, "query" (prompt + response) and "labels", and the reply may be its
+    {"rewards": [...]}. The environment variable DSCHAT_REWARD_TOKEN, if set, is sent as bearer token.
 
     Args:
         seconds: socket timeout; inf: no limit.
@@ -52,7 +54,8 @@ def service_scores(url: str, batch: ResponseBatch, *, seconds: float) -> list[fl
             valid in a header.
     """
     fields = {name: vars(batch)[name] for name in ("messages", "responses", "rows", "ended")}
-    body = json.dumps(fields | {"prompts": batch.prompts}).encode()
+    remote = {"prompts": batch.prompts, "query": ARGUMENTS["queries"](batch), "labels": ARGUMENTS["labels"](batch)}
+    body = json.dumps(fields | remote).encode()
     headers = {"Content-Type": "application/json"}
     token = token_of_environment()
     if token is not None:
@@ -88,7 +91,8 @@ def token_of_environment() -> str | None:
 
 def _parse_reply(text: bytes, batch: ResponseBatch, url: str) -> list[float]:
     try:
-        scores = json.loads(text)["scores"]
+        reply = json.loads(text)
+        scores = reply["scores"] if "scores" in reply and "rewards" not in reply else reply["rewards"]
         is_valid = isinstance(scores, list) and all(score is None or type(score) in (int, float) for score in scores)
     except (ValueError, KeyError, TypeError, RecursionError):
         is_valid = False

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from dschat.arguments.secrets import redacted
-from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_function, named_arguments
+from dschat.rewards.function_arguments import ARGUMENTS, COLUMNS_OF, binding_of
+from dschat.rewards.functions import RewardFunction, bind_options, call_reward_function, load_function
 from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.reward_client import service_scores
@@ -32,7 +33,7 @@ class WeightedSource:
         name: short name for metrics.
         weight: coefficient of its scores.
         model: folder or hub name of a reward model.
-        function: takes some of functions.ARGUMENT_NAMES.
+        function: see function_arguments.
         url: address of a service.
     """
 
@@ -53,7 +54,7 @@ class WeightedSource:
                 return service_scores(self.url, part_batch, seconds=retry_policy.seconds)
             return call_reward_function(self.function, part_batch, source=name)
 
-        return retry_policy.scores(score_part, len(batch), source=name)
+        return retry_policy.scores(score_part, len(batch), source=name, is_function=self.function is not None)
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
@@ -74,7 +75,7 @@ def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:
     if source in RULES or ".py:" in source or source.endswith(".py"):
         function = RULES[source] if source in RULES else load_function(source)
         function = bind_options(function, _options(query))
-        named_arguments(function)  # raises if its parameters cannot be filled
+        binding_of(function)  # raises if its parameters cannot be filled
         if source in RULES:
             _try_rule(function, max_tokens)
         return WeightedSource(entry, source.rpartition(":")[2], weight, function=function)
@@ -100,6 +101,22 @@ def reward_problems(entries: Sequence[str], *, max_tokens: int = 2**31) -> list[
             problems.append(f"--reward {entry}: {error}")
         if list(entries).count(entry) > 1:
             problems.append(f"--reward {entry}: occurs twice; give it once, with @WEIGHT")
+    return problems
+
+
+def column_problems(entries: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One line for each function that takes a column which none of the data rows has."""
+    problems = []
+    for entry in dict.fromkeys(entries):
+        function = parse_reward(entry).function
+        missing = [] if function is None else binding_of(function).missing_columns(rows)
+        if missing:
+            known = ", ".join(dict.fromkeys(name for row in rows[:100] for name in row)) or "none"
+            others = ", ".join(name for name in ARGUMENTS if name not in COLUMNS_OF)
+            problems.append(
+                f"--reward {entry}: its parameters are made from columns that the prompts' data lacks: "
+                f"{'; '.join(missing)}. Columns beside the prompt: {known}. Without a column there are {others}"
+            )
     return problems
 
 

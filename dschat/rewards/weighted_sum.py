@@ -80,6 +80,7 @@ class Rewards:
             raise ValueError(
                 f"no reward model was built for {', '.join(missing)}" if missing else "--reward: name a source"
             )
+        self._varied: set[str] = set()  # names of sources whose first scores have been compared
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     def start(self, batch: ResponseBatch) -> PendingScores:
@@ -111,6 +112,7 @@ class Rewards:
                 returned = pending.scores(name) if pending else source.scores(batch, self.retry_policy)
                 scores, missing = self._score_tensors(source, returned, batch)
             columns.append(scores.to(device))
+            self._warn_of_equal_scores(name, scores)
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
@@ -121,6 +123,19 @@ class Rewards:
         has_score = ~failed & ~raw.isnan().all(dim=0)  # [B]
         total = (weights[:, None] * normalized).nan_to_num(nan=0.0).sum(dim=0)  # [B]
         return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
+
+    def _warn_of_equal_scores(self, name: str, scores: Tensor) -> None:
+        """A warning on this rank if all of a source's first scores are equal: then there is nothing to learn."""
+        known = scores[~scores.isnan()]
+        if name in self._varied or len(known) < 2:
+            return
+        self._varied.add(name)
+        if bool((known == known[0]).all()):
+            entry = redacted(self.sources[name].entry)
+            print(printable(
+                f"warning: the reward {entry} gave {float(known[0]):g} to all of the first {len(known)} responses: "
+                "equal scores teach nothing; does it get what it expects? samples.jsonl shows prompts and responses"
+            ), file=sys.stderr, flush=True)  # fmt: skip
 
     def _model_scores(self, model: str, rollout: Rollout, batch: ResponseBatch) -> tuple[Tensor, Tensor]:
         """[B] float32 scores, NaN without one, and [B] bool, True where the model failed."""

@@ -220,6 +220,7 @@ class DeepSpeedPPOTrainer:
             rows=prompts["rows"],
             ended=rollout.ended.tolist(),
             max_tokens=self.rollouts.max_answer_seq_len,
+            is_chat=prompts["is_chat"],
         )
 
     @property

@@ -1,9 +1,12 @@
 """Validation of step 3's settings: problems that stop the run, and warnings."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
 from deepspeed.accelerator import get_accelerator
 from transformers import AutoConfig
 
@@ -24,7 +27,7 @@ from dschat.generation.vllm.requirements import vllm_problems
 from dschat.models.causal_lm import load_tokenizer
 from dschat.rewards.functions import judge_problems
 from dschat.rewards.reward_model import required_positions
-from dschat.rewards.specification import model_paths, reward_problems
+from dschat.rewards.specification import column_problems, model_paths, reward_problems
 from dschat.runs.output_conflicts import overwritten_models
 from dschat.runs.set_up import data_options
 from dschat.runs.validation import contradictions, model_problems
@@ -72,6 +75,29 @@ def rlhf_problems(settings: RLHFSettings) -> list[str]:
             "the buffer is the last part of a response"
         )
     return problems + minibatch_problems(rollouts, ppo, settings.optimizer)
+
+
+def check_reward_columns(settings: RLHFSettings, prompts: Dataset) -> None:
+    """Raise a ValueError if a reward function takes a column that no row of the prompts has."""
+    entries = reward_entries(settings.models, settings.rewards)
+    rows = LazyRows(prompts)
+    if len(rows) and (problems := column_problems(entries, rows)):
+        raise ValueError("\n".join(problems))
+
+
+class LazyRows(Sequence[dict]):
+    """The other columns of rows of kind "prompt", parsed when they are read."""
+
+    def __init__(self, prompts: Dataset) -> None:
+        self.prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(len(self))[index]]
+        return json.loads(self.prompts[index]["row"])
 
 
 def vllm_engine_problems(settings: RLHFSettings) -> list[str]:

@@ -78,14 +78,18 @@ def test_an_empty_list_gives_a_dummy_row_that_the_masks_exclude():
 
 def test_prompts_keep_ids_row_numbers_and_the_other_columns():
     messages = [{"role": "user", "content": "2 plus 3?"}]
-    row = {"input_ids": [1, 2], "row_index": 2**40, "row": '{"answer": 5}', "prompt_text": json.dumps(messages)}
+    row = {
+        "input_ids": [1, 2], "row_index": 2**40, "row": '{"answer": 5}', "prompt_text": json.dumps(messages),
+        "is_chat": True,
+    }  # fmt: skip
     assert collate_prompts([row]) == {
         "prompts": [[1, 2]],
         "row_index": [2**40],
         "messages": [messages],
+        "is_chat": [True],
         "rows": [{"answer": 5}],
     }
-    assert collate_prompts([]) == {"prompts": [], "row_index": [], "messages": [], "rows": []}
+    assert collate_prompts([]) == {"prompts": [], "row_index": [], "messages": [], "is_chat": [], "rows": []}
 
 
 def test_collators_import_no_other_module_of_dschat_and_nothing_of_hugging_face():

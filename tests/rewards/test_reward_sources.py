@@ -35,7 +35,7 @@ def swapped(rows, responses, prompts):  # another order than a judge's
     return [row["x"] if prompt == "ask " + str(row["x"]) else -1 for row, prompt in zip(rows, prompts)]
 
 def positional(texts, answers, others):
-    return [len(text) + 10 * len(answer) + other["x"] for text, answer, other in zip(texts, answers, others)]
+    return [0.0] * len(texts)
 
 def everything(**arguments):
     return [arguments["max_tokens"] + ended for ended in arguments["ended"]]
@@ -76,8 +76,8 @@ class Mine(BaseException):
 def ends(responses):
     raise Mine("enough")
 
-def needy(prompts, completions):
-    return []
+def unnamed(responses, /):
+    return [0.0] * len(responses)
 
 def huge(responses):
     return [1e300] * len(responses)
@@ -162,7 +162,8 @@ BAD = {
     "{file}:none": "has no function none",
     "{file}:NUMBER": "has no function NUMBER",
     "{file}": "none named",
-    "{file}:needy": "its parameters are (prompts, completions), but only these are available: prompts, responses, rows",
+    "{file}:positional": "its parameters are (texts, answers, others), but they are bound by name, and none of them is",
+    "{file}:unnamed": "responses is positional-only: use prompts, responses, rows",
     "{file}:by_name?bonus=x": "bonus=x: must be a whole number",
     "{file}:by_name?rows=x": "no option rows; choose from: bonus, strict",
     "{folder}?a=b": "a reward model has no options",
@@ -208,7 +209,6 @@ def test_a_function_gets_the_arguments_that_it_names(functions):
     assert scores(f"{functions}:by_name?bonus=1000&strict=true", ["ab", "c"]) == [1112.5, 1121.5]
     assert scores(f"{functions}:swapped", ["a", "b"]) == [0, 1]
     # Names of its own, three of them: prompts, responses, rows. len("ask 1") = 5.
-    assert scores(f"{functions}:positional", ["ab", "c"]) == [5 + 20 + 0, 5 + 10 + 1]
     assert scores(f"{functions}:everything", ["a", "b"]) == [7 + 1, 7 + 0]
 
 
@@ -293,7 +293,13 @@ def test_a_service_gets_one_post_with_the_token_of_the_environment(service, monk
     assert "Authorization" not in bare and signed["Authorization"] == "Bearer secret"
     chats = [[{"role": "user", "content": f"ask {n}"}] for n in range(2)]
     assert body == {"messages": chats, "prompts": ["ask 0", "ask 1"], "responses": ["a", "bbb"],
-                    "rows": [{"x": 0}, {"x": 1}], "ended": [True, False]}  # fmt: skip
+                    "rows": [{"x": 0}, {"x": 1}], "ended": [True, False],
+                    "query": ["ask 0a", "ask 1bbb"], "labels": [None, None]}  # fmt: skip
+
+
+def test_a_service_may_reply_as_openrlhfs_do(service):
+    service.replies = [reply_of({"rewards": [1.5, 2], "scores": [0, 1], "extra_logs": {}})]
+    assert scores(service.url, ["a", "bbb"]) == [1.5, 2]
 
 
 @pytest.mark.parametrize("token", ["two\nlines", "gr\u00fcn", "\x07bell"])

@@ -243,7 +243,10 @@ def test_further_fields_do_not_change_the_scores(server):
     (plain,) = post(server, [question()])
     more = [{"role": "user", "content": CHAT[0]["content"], "tool_calls": [{"name": "f"}], "name": "me"}]
     (extended,) = post(server, [question(messages=[more], rows=[{"a": 1}], prompts=["p"], add_generation_prompt=True)])
-    assert extended[1] == {"scores": [pytest.approx(plain[1]["scores"][0], abs=1e-6)]}
+    assert extended[1]["scores"] == [pytest.approx(plain[1]["scores"][0], abs=1e-6)]
+    openrlhf = {"query": [CHAT[0]["content"] + "It is 5."], "prompts": [CHAT[0]["content"]], "labels": ["5"]}
+    for (reply,), fields in ((post(server, [body]), body) for body in (openrlhf, question(response="It is 5."))):
+        assert reply[0] == 200 and reply[1]["rewards"] == reply[1]["scores"], fields
 
 
 def test_other_paths_and_methods_are_refused(server):

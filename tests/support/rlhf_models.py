@@ -148,6 +148,7 @@ def prompts_of(trainer: DeepSpeedPPOTrainer, questions: Sequence[str] = QUESTION
         "prompts": [encode_prompt(trainer.tokenizer, chat) for chat in messages],
         "row_index": [100 + i for i in range(len(questions))],
         "messages": messages,
+        "is_chat": [False] * len(questions),
         "rows": [{"number": i} for i in range(len(questions))],
     }
 
@@ -156,7 +157,7 @@ def eval_rows(trainer: DeepSpeedPPOTrainer, questions: Sequence[str]) -> Dataset
     """Rows of kind "prompt", whose row_index repeats, as it does in mixtures of sources."""
     prompts = prompts_of(trainer, questions)
     return Dataset.from_list([
-        {"input_ids": ids, "row_index": 7, "prompt_text": json.dumps(chat), "row": json.dumps(row)}
+        {"input_ids": ids, "row_index": 7, "prompt_text": json.dumps(chat), "row": json.dumps(row), "is_chat": False}
         for ids, chat, row in zip(prompts["prompts"], prompts["messages"], prompts["rows"], strict=True)
     ])  # fmt: skip
 

@@ -15,7 +15,7 @@ from dschat.rlhf.rlhf_engine import DeepSpeedRLHFEngine
 from dschat.rlhf.schedule import rlhf_schedule
 from dschat.rlhf.training_loop import PPORun
 from dschat.rlhf.updates.ptx import unsupervised_batches
-from dschat.rlhf.validation import reward_entries, rlhf_problems, rlhf_warnings
+from dschat.rlhf.validation import check_reward_columns, reward_entries, rlhf_problems, rlhf_warnings
 from dschat.runs import signals
 from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
@@ -35,7 +35,9 @@ def build_trainer(
     launch.seed_all(seed + collectives.rank())  # initial weights are equal on all ranks, dropout masks differ
     scores = Rewards(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
-        retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
+        retry_policy=RetryPolicy(
+            seconds=rewards.reward_timeout, retries=rewards.reward_retries, first_call_must_work=True
+        ),
     )  # fmt: skip
     return DeepSpeedPPOTrainer(
         engine, rollouts=settings.rollouts, ppo=ppo, rewards=scores, seed=seed, judge=judge,
@@ -59,6 +61,7 @@ def main() -> None:
     prompts = load_splits("prompt", tokenizer, options)
     with as_settings_errors():
         check_evaluation_rows(run, len(prompts.eval))
+        check_reward_columns(settings, prompts.train)
         resume_from = find_checkpoint(run.output_dir, run.resume)
     schedule = rlhf_schedule(prompts.train, settings)
     trainer = build_trainer(

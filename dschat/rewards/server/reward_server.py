@@ -110,7 +110,7 @@ class RewardServer:
             return _error(500, f"scoring failed ({type(error).__name__})")
         if not all(map(math.isfinite, scores)):
             return _error(500, "the model's scores are not finite")
-        return web.json_response({"scores": scores})
+        return web.json_response({"scores": scores, "rewards": scores})  # the latter as OpenRLHF expects
 
     def _encode(self, body: bytes) -> list[Tensor]:
         return self.scorer.encode(parse_score_request(body, self.limits))

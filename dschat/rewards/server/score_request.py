@@ -26,6 +26,8 @@ class TooLarge(ValueError):
 def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
     """Parse and validate a JSON body; unused fields are ignored.
 
+    OpenRLHF's {"query": [prompt + response, …], "prompts": […]} is understood too; its prompts are user messages.
+
     Raises:
         TooLarge: more messages or characters than the limits allow.
         ValueError: the body is invalid.
@@ -36,6 +38,8 @@ def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
         raise ValueError(f"the body is not JSON ({type(error).__name__})") from error
     if not isinstance(fields, dict):
         raise ValueError('the body must be an object: {"messages": [[...], ...], "responses": ["...", ...]}')
+    if "query" in fields and "responses" not in fields:
+        fields |= _from_queries(fields["query"], fields.get("prompts"))
     messages, responses = fields.get("messages"), fields.get("responses")
     if not (isinstance(responses, list) and responses and all(isinstance(text, str) for text in responses)):
         raise ValueError("responses must be a list of texts, at least one")
@@ -58,6 +62,21 @@ def parse_score_request(body: bytes, limits: Limits) -> ScoreRequest:
     except UnicodeEncodeError as error:
         raise ValueError("a text contains a lone surrogate, which is not a character") from error
     return ScoreRequest(chats, responses, ended)
+
+
+def _from_queries(queries: Any, prompts: Any) -> dict[str, list]:
+    """Messages and responses of OpenRLHF's fields; each query is its prompt followed by the response."""
+    valid = isinstance(queries, list) and isinstance(prompts, list) and len(queries) == len(prompts) and all(
+        isinstance(query, str) and isinstance(prompt, str) and query.startswith(prompt)
+        for query, prompt in zip(queries, prompts, strict=True)
+    )  # fmt: skip
+    if not valid:
+        raise ValueError("query and prompts must be lists of texts of one length, each query beginning with its prompt")
+    pairs = list(zip(queries, prompts, strict=True))
+    return {
+        "messages": [[{"role": "user", "content": prompt}] for _, prompt in pairs],
+        "responses": [query[len(prompt) :] for query, prompt in pairs],
+    }
 
 
 def _check_size(messages: list[list[Message]], responses: list[str], limits: Limits) -> None:
