@@ -38,17 +38,21 @@ def majority(answers: Sequence[str | None]) -> int | None:
 def answer_metrics(groups: Sequence[Sequence[dict[str, Any]]], *, success: float, extraction: str) -> dict[str, float]:
     """mean@n (share of correct responses), pass@k for k = 2, 4, … n, and maj@n, over groups of n samples per prompt.
 
+    Groups with a sample that has no score are left out; NaN if that leaves none.
+
     Args:
         success: a response is correct if its score is at least this.
         extraction: how the answer is extracted from a response (see extract_answer), for the majority vote.
     """
     n = len(groups[0])
+    groups = [group for group in groups if all(sample["score"] is not None for sample in group)]
+    count = len(groups) or math.nan
     correct = [[sample["score"] >= success for sample in group] for group in groups]
     ks = sorted({2**power for power in range(1, n.bit_length()) if 2**power <= n} | {n})
-    metrics = {f"mean@{n}": sum(map(sum, correct)) / (n * len(groups))}
+    metrics = {f"mean@{n}": sum(map(sum, correct)) / (n * count)}
     for k in ks:
-        metrics[f"pass@{k}"] = sum(pass_at_k(n, sum(group), k) for group in correct) / len(groups)
+        metrics[f"pass@{k}"] = sum(pass_at_k(n, sum(group), k) for group in correct) / count
     votes = [majority([extract_answer(sample["response"], extraction) for sample in group]) for group in groups]
     voted_correct = [vote is not None and group[vote] for vote, group in zip(votes, correct, strict=True)]
-    metrics[f"maj@{n}"] = sum(voted_correct) / len(groups)
+    metrics[f"maj@{n}"] = sum(voted_correct) / count
     return metrics

@@ -211,7 +211,8 @@ class PPORun:
         log.samples(done, samples)
         if rollouts.print_answers and done % rollouts.print_answers_interval == 0:
             for sample in samples[:3]:
-                log.info(f"{sample['prompt']!r} → {sample['response']!r} (score {sample['score']:.3f})")
+                score = "no score" if sample["score"] is None else f"score {sample['score']:.3f}"
+                log.info(f"{sample['prompt']!r} → {sample['response']!r} ({score})")
         return metrics
 
     def update_kl_coef_and_ref(self, done: int, metrics: dict[str, float]) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from rlhf_models import QUESTIONS, eval_rows, make_trainer, prompts_of, save_models
 
+from dschat.rewards.weighted_sum import ResponseBatch, Scores
 from dschat.rlhf.answer_metrics import answer_metrics
 from dschat.rlhf.evaluation import evaluate
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollouts.metrics import experience_metrics, experience_sums
-from dschat.rlhf.rollouts.result import RolloutResult, Timings
+from dschat.rlhf.rollouts.result import RolloutResult, Timings, sample_records
 from dschat.rlhf.rollouts.score_shaping import flat_groups
 
 pytestmark = pytest.mark.usefixtures("single_rank_group")
@@ -229,3 +230,25 @@ def test_a_response_without_a_score_affects_neither_mean_scores_nor_flat_groups(
     assert flat.tolist() == [True, True], "a group with one score or none is flat"
     below = torch.tensor([-1.0, -1.0, 0.0, -2.0, -1.0, 0.0])
     assert flat_groups(below, part.has_score, 3).tolist() == [True, False]
+
+
+def test_means_without_any_score_are_no_number_rather_than_0(trainer):
+    result = trainer.rollout(prompts_of(trainer, QUESTIONS[:6]))
+    result.experience.has_score = torch.zeros(6, dtype=torch.bool)
+    for sample in result.samples:
+        sample["judge"] = None
+    metrics = experience_metrics([experience_sums(result, judged=True)])
+    assert all(math.isnan(metrics[name]) for name in ("score", "reward", "judge"))
+    assert metrics["scored"] == 0 and metrics["judge_missing"] == 6
+
+
+def test_samples_without_a_score_have_none_and_their_groups_are_left_out():
+    scores = Scores(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([True, False, True, True]), {})
+    chats = [[{"role": "user", "content": "2 plus 3?"}]] * 4
+    batch = ResponseBatch(chats, ["is 5", "is 6", "is 4", "is 5"], [[1]] * 4, [{}] * 4, [True] * 4, 8)
+    records = sample_records(batch, scores, row_index=range(4), judge_scores=[None] * 4)
+    assert [record["score"] for record in records] == [1.0, None, 0.0, 1.0]
+    metrics = answer_metrics([records[:2], records[2:]], success=1.0, extraction="last_number")
+    assert metrics == {"mean@2": 0.5, "pass@2": 1.0, "maj@2": 0.0}
+    empty = answer_metrics([records[:2]], success=1.0, extraction="last_number")
+    assert all(math.isnan(value) for value in empty.values())

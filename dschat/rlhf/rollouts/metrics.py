@@ -1,5 +1,6 @@
 """Metrics of rollouts: sums over one rank's batches, and their means over all ranks."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,19 +59,20 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
 
     score and reward are per response that has a score; kl (nats), response_length (tokens), ended_by_eos and trained
     per response; judge and each source of --reward (reward_NAME) per response that they scored (their _missing counts
-    the others); entropy (nats) and the log-prob mismatch of the rollout engine, if measured (see
-    logprob_mismatch.mismatch_metrics), are per token; flat_groups is the share of groups whose scores are all equal;
-    responses is a count. trained and scored (share of responses that have a score) are left out where they are 1.
+    the others), NaN if there is none, which is null in metrics.jsonl; entropy (nats) and the log-prob mismatch of the
+    rollout engine, if measured (see logprob_mismatch.mismatch_metrics), are per token; flat_groups is the share of
+    groups whose scores are all equal; responses is a count. trained and scored (share of responses that have a score)
+    are left out where they are 1.
     """
     mismatch = mismatch_metrics(sums) if "rollout_logprob_mismatch_max" in sums[0] else {}
     total = sum_metrics({name: sum(part[name] for part in sums) for name in sums[0] if name not in mismatch})
     sequences, tokens = total.pop("sequences"), total.pop("tokens")
-    means = {name: total.pop(name) / max(total["scored"], 1.0) for name in ("score", "reward")}
+    means = {name: _mean(total.pop(name), total["scored"]) for name in ("score", "reward")}
     entropy = {"entropy": total.pop("entropy") / max(tokens, 1.0)} if "entropy" in total else {}
     by_source = {}
     for name in [name.removeprefix(COUNT) for name in total if name.startswith(COUNT)]:
         count = total.pop(f"{COUNT}{name}")
-        by_source[name] = total.pop(name) / max(count, 1.0)
+        by_source[name] = _mean(total.pop(name), count)
         if count < sequences:
             by_source[f"{name}_missing"] = sequences - count
     means |= {name: value / sequences for name, value in total.items()} | by_source
@@ -78,3 +80,8 @@ def experience_metrics(sums: Sequence[Metrics]) -> dict[str, float]:
         if means[share] == 1:
             del means[share]
     return means | {"response_length": tokens / sequences, **entropy, "responses": sequences} | mismatch
+
+
+def _mean(total: float, count: float) -> float:
+    """NaN without values."""
+    return total / count if count else math.nan

@@ -62,6 +62,8 @@ def sample_records(
 ) -> list[dict[str, Any]]:
     """One JSON-serialisable record for each response: prompt, response, scores by source, and the judge's score.
 
+    The score is None if there is none.
+
     Args:
         row_index: [B], the rows of the prompts in their data source.
         judge_scores: [B]; None where the judge gave no score, or there is no judge.
@@ -71,11 +73,11 @@ def sample_records(
         {
             "prompt": prompt_text(batch.messages[i]),
             "response": batch.responses[i],
-            "score": score,
+            "score": score if has_score else None,
             "rewards": {name: part[i] for name, part in parts.items()},
             "judge": judge_scores[i],
             "ended": batch.ended[i],
             "row_index": row_index[i],
         }
-        for i, score in enumerate(scores.total.tolist())
+        for i, (score, has_score) in enumerate(zip(scores.total.tolist(), scores.has_score.tolist(), strict=True))
     ]
