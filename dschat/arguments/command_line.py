@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from transformers import HfArgumentParser
 
 from dschat.arguments.flags import invalid_values, out_of_bounds, with_defaults, without_effect
+from dschat.arguments.other_suites import translate
 from dschat.arguments.secrets import redacted
 from dschat.arguments.yaml_config import YamlFlags, format_value, read_yaml_flags, unknown_flag
 from dschat.distributed.terminal import printable
@@ -101,12 +102,13 @@ def parse(
 
     Raises: SettingsError with every mistake, one per line.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
     groups = group_types(settings)
     parser = SuiteParser(tuple(groups.values()), description=description)
     parser.add_argument(
         "--config", default=None, help="YAML file of flags (without the dashes); flags on the command line override it"
     )
+    argv, warnings, mistakes = translate(sys.argv[1:] if argv is None else argv, parser.flags())
+    parser.mistakes += mistakes
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config_parser.add_argument("--config", nargs="?")  # a missing value is reported by the main parser
     config = config_parser.parse_known_args(argv)[0].config
@@ -131,7 +133,7 @@ def parse(
     mistakes += [line for line in problems if invalid.isdisjoint(re.findall(r"--(\w+)", line))]
     raise_mistakes(add_locations(mistakes))
     if int(os.environ.get("RANK", 0)) == 0:
-        for line in without_effect(parsed) + (warn(result) if warn else []):
+        for line in warnings + without_effect(parsed) + (warn(result) if warn else []):
             print(printable(redacted(f"warning: {line}")), file=sys.stderr)
     return result
 

@@ -1,7 +1,7 @@
 """Flags for optimizer, learning-rate schedule and LoRA adapters."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from dschat.arguments.flags import flag
 
@@ -47,6 +47,17 @@ class LoraArguments:
         needs=LORA_FLAGS,
         on_resume="refuse",
     )
+    lora_target_modules: list[str] = flag(
+        [], "Add adapters to the linear layers of these names alone (q_proj v_proj), instead of --lora_module_name.",
+        needs=LORA_FLAGS, on_resume="refuse",
+    )  # fmt: skip
+    lora_alpha: float | None = flag(
+        None, "Adapters are scaled by this number divided by their rank. Default: twice the rank.", above=0,
+        needs=LORA_FLAGS, on_resume="refuse",
+    )  # fmt: skip
+    lora_dropout: float = flag(
+        0.0, "Dropout on the input of the adapters.", at_least=0, below=1, needs=LORA_FLAGS, on_resume="refuse",
+    )  # fmt: skip
     lora_learning_rate: float = flag(
         5e-4, "Peak learning rate of the adapters.", above=0, at_most=LARGEST_RATE, needs=LORA_FLAGS,
         on_resume="apply",
@@ -56,4 +67,14 @@ class LoraArguments:
     )
 
     def problems(self) -> list[str]:
+        if self.lora_target_modules and self.lora_module_name != "all":
+            return ["--lora_target_modules and --lora_module_name: give one of them"]
         return []
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of dschat.models.lora.add_lora beside the rank."""
+        return {
+            "module_name": self.lora_target_modules or self.lora_module_name, "alpha": self.lora_alpha,
+            "dropout": self.lora_dropout, "only_optimize_lora": self.only_optimize_lora,
+        }  # fmt: skip

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from dschat.arguments.other_suites import ours_for
+
 _LARGEST = 1 << 20  # bytes; a file of flags has a few hundred
 
 
@@ -62,8 +64,8 @@ def read_yaml_flags(path: Path, flags: Mapping[str, Action]) -> YamlFlags:
 
 def unknown_flag(name: str, flags: Mapping[str, Action]) -> str:
     """The message for an unknown flag, with the closest existing one."""
-    near = difflib.get_close_matches(name[:100], flags, n=1)
-    hint = f": did you mean --{near[0]}?" if near else "; --help lists them"
+    near = ours_for(name, flags) or next(iter(difflib.get_close_matches(name[:100], flags, n=1)), None)
+    hint = f": did you mean --{near}?" if near else "; --help lists them"
     return f"--{format_value(name)} is not a flag of this step{hint}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ def add_lora(
     module: nn.Module,
     *,
     dim: int,
-    module_name: str,
+    module_name: str | Sequence[str],
     only_optimize_lora: bool,
     alpha: float | None = None,
     dropout: float = 0.0,
@@ -40,8 +40,9 @@ def add_lora(
     Args:
         module: a Hugging Face model, or TokenLogprobs or TokenScores around it; not yet in an engine.
         dim: rank r of A [r, in] and B [out, r], ≥ 1.
-        module_name: substring of the names of the layers to adapt ("q_proj", "decoder.layers."), or "all". The output
-            embedding and a scalar head are never adapted.
+        module_name: substring of the names of the layers to adapt ("q_proj", "decoder.layers."), or "all"; or a list of
+            whole names of layers (the last part or more of it). The output embedding and a scalar head are never
+            adapted.
         only_optimize_lora: freeze everything but the adapters (and a scalar head); otherwise all is trained.
         alpha: the numerator of the scaling; None is 2 · dim.
         dropout: on the input of A.
@@ -78,8 +79,8 @@ def add_lora(
         parameter.requires_grad_(stays_trained and trained_before[id(parameter)])
 
 
-def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
-    """Full names of the linear layers whose name contains module_name ("all" takes all of them).
+def lora_targets(model: PreTrainedModel, module_name: str | Sequence[str]) -> list[str]:
+    """Full names of the linear layers whose name contains module_name ("all" takes all of them), or is in the list.
 
     Excluded are layers whose forward is not a plain linear map (a router that also returns its choice), and those whose
     weight the parent module reads directly (Mamba's kernels): the adapter would have no effect in training but would be
@@ -95,6 +96,8 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
         if isinstance(part, (nn.Linear, Conv1D)) and part is not output and name.split(".")[0] not in HEADS
     ]
     adaptable = [name for name in layers if _is_adaptable(model, name)]
+    if not isinstance(module_name, str):
+        return _targets_of_names(model, adaptable, module_name)
     targets = adaptable if module_name == "all" else [name for name in adaptable if module_name in name]
     excluded = sorted({name.rsplit(".", 1)[-1] for name in layers if module_name in ("all", *name.split("."))} - {
         name.rsplit(".", 1)[-1] for name in targets
@@ -113,6 +116,18 @@ def lora_targets(model: PreTrainedModel, module_name: str) -> list[str]:
             module_name, ", ".join(excluded), type(model).__name__,
         )  # fmt: skip
     return targets
+
+
+def _targets_of_names(model: PreTrainedModel, adaptable: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The adaptable layers with one of these names, as PEFT's target_modules select them."""
+    missing = [name for name in names if not any(f".{path}".endswith(f".{name}") for path in adaptable)]
+    if missing:
+        kinds = sorted({path.rsplit(".", 1)[-1] for path in adaptable})
+        raise ValueError(
+            f"--lora_target_modules {' '.join(missing)}: {type(model).__name__} has no such linear layer that can be "
+            f"adapted: it has {', '.join(kinds)}."
+        )
+    return [path for path in adaptable if any(f".{path}".endswith(f".{name}") for name in names)]
 
 
 def _is_adaptable(model: PreTrainedModel, name: str) -> bool:

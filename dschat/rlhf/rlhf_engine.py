@@ -251,10 +251,5 @@ class DeepSpeedRLHFEngine:
     def _with_adapters(self, network: TokenLogprobs) -> TokenLogprobs:
         """Add the actor's LoRA adapters to the network, so that its parameters match the actor's one to one."""
         if self.models.actor_lora_dim:
-            add_lora(
-                network.model,
-                dim=self.models.actor_lora_dim,
-                module_name=self.lora.lora_module_name,
-                only_optimize_lora=self.lora.only_optimize_lora,
-            )
+            add_lora(network.model, dim=self.models.actor_lora_dim, **self.lora.options)
         return network

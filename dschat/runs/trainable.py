@@ -58,10 +58,7 @@ def build_trainable(
     with as_settings_errors():
         network = load(config)
         if model.lora_dim:
-            add_lora(
-                network.model, dim=model.lora_dim, module_name=lora.lora_module_name,
-                only_optimize_lora=lora.only_optimize_lora,
-            )  # fmt: skip
+            add_lora(network.model, dim=model.lora_dim, **lora.options)
     parameter_groups = optimizer_groups(
         network, learning_rate=model.learning_rate, lora_learning_rate=lora.lora_learning_rate,
         weight_decay=model.weight_decay,
