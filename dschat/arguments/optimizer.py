@@ -62,6 +62,10 @@ class LoraArguments:
         5e-4, "Peak learning rate of the adapters.", above=0, at_most=LARGEST_RATE, needs=LORA_FLAGS,
         on_resume="apply",
     )
+    export_adapters: Literal["beside", "only"] | None = flag(
+        None, "Write the adapters as a PEFT folder, OUTPUT_DIR/adapter: beside the model that they are merged into, or "
+        "instead of it. Default: the merged model alone.", needs=LORA_FLAGS, on_resume="apply",
+    )  # fmt: skip
     only_optimize_lora: bool = flag(
         False, "Train only the adapters and a scalar head; freeze all other parameters.", on_resume="refuse"
     )
@@ -69,6 +73,9 @@ class LoraArguments:
     def problems(self) -> list[str]:
         if self.lora_target_modules and self.lora_module_name != "all":
             return ["--lora_target_modules and --lora_module_name: give one of them"]
+        if self.export_adapters and not self.only_optimize_lora:
+            return ["--export_adapters: the other weights are trained too, so the adapters alone are not the model: "
+                    "add --only_optimize_lora"]  # fmt: skip
         return []
 
     @property

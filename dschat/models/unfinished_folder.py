@@ -19,8 +19,9 @@ WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin
 def unfinished_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty staging directory inside `folder` (created if missing); its files move up when the block ends.
 
-    The files are fsynced before the move. Files of the same names are replaced, weights of a previous model are
-    removed. If the block raises, `folder` is unchanged and the staged files are deleted, and `folder` too if new.
+    The files get the permissions that the umask leaves, and are fsynced before the move. Files of the same names are
+    replaced, weights of a previous model are removed. If the block raises, `folder` is unchanged and the staged files
+    are deleted, and `folder` too if new.
 
     Raises:
         OSError: the files cannot be written.
@@ -32,7 +33,10 @@ def unfinished_folder(folder: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
+        readable = temporary.stat().st_mode & 0o666  # what the umask leaves: safetensors writes for the owner alone
         for path in [temporary, *temporary.rglob("*")]:
+            if path.is_file():
+                path.chmod(readable)
             sync(path)
         _move_up(temporary, folder)
         temporary.rmdir()

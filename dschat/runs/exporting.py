@@ -10,9 +10,11 @@ from pathlib import Path
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from dschat.arguments import LoraArguments
 from dschat.arguments.secrets import redacted
 from dschat.checkpoints.selection import newest_checkpoint
 from dschat.distributed import collectives, watchdog
+from dschat.models.adapter_files import export_adapters, has_adapters
 from dschat.models.weights import ExportError, export_model
 from dschat.runs.signals import SignalFlag
 
@@ -26,13 +28,14 @@ class ExportFailed(SystemExit):
 
 def export_run(
     models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
-    signal_flag: SignalFlag,
+    signal_flag: SignalFlag, lora: LoraArguments | None = None, bases: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
     """Export every model of a finished run; a collective. Signals do not interrupt the export.
 
     Args:
         models: subfolder of output_dir ("" is output_dir itself) → module for export_model; None is skipped.
         signal_flag: its signal handlers have been installed since training began.
+        lora, bases: with --export_adapters, the folder or hub name that each model with adapters was trained from.
 
     Raises:
         ExportFailed: on every rank, if a model cannot be written; its partial files are removed.
@@ -42,8 +45,12 @@ def export_run(
     for name, module in models.items():
         if module is None:
             continue
+        base = (bases or {}).get(name) if lora is not None and lora.export_adapters and has_adapters(module) else None
         try:
-            export_model(module, Path(output_dir, name), tokenizer)
+            if base is not None:
+                export_adapters(module, Path(output_dir, name, "adapter"), tokenizer, base_model=base)
+            if base is None or lora.export_adapters == "beside":
+                export_model(module, Path(output_dir, name), tokenizer)
         except ExportError as error:
             if collectives.is_main():
                 print(f"{error}. {export_instructions(output_dir, sys.argv)}", file=sys.stderr, flush=True)

@@ -41,7 +41,7 @@ def model_problems(
     if not path:
         return []  # reported by problems() of the flag's group
     folder = Path(path)
-    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1 or "/" in path and folder.parent.is_dir()
     if folder.is_file():
         return [f"{flag} {path}: is a file; name the folder with config, weights and tokenizer"]
     if is_path and not folder.is_dir():
@@ -55,6 +55,11 @@ def model_problems(
     except CustomCodeError as error:
         return [f"{flag}: {error}"]
     except Exception as error:  # transformers' config checks raise many types
+        if not folder.is_dir():
+            return [
+                f"{flag} {path}: there is no such folder, and as a name on the hub it could not be loaded "
+                f"({one_line(error)})"
+            ]
         return [f"{flag} {path}: no model configuration found ({one_line(error)})"]
     problems = _weight_problems(folder, config, new_head=not causal) if folder.is_dir() else []
     problems += causal_problems(config) if causal else []

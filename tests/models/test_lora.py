@@ -187,3 +187,12 @@ def test_a_layer_whose_weight_is_read_without_a_call_is_refused_by_name(caplog):
     assert "dt_proj" in caplog.text
     with pytest.raises(ValueError, match="'dt_proj'.*read without calling"):
         lora_targets(model, "dt_proj")
+
+
+def test_target_modules_are_whole_names_and_unknown_ones_are_named():
+    model = tiny_causal_lm("llama")
+    targets = lora_targets(model, ["q_proj", "mlp.down_proj"])
+    assert {name.rsplit(".", 1)[-1] for name in targets} == {"q_proj", "down_proj"}
+    assert lora_targets(model, ["0.self_attn.v_proj"]) == ["model.layers.0.self_attn.v_proj"]
+    with pytest.raises(ValueError, match="--lora_target_modules proj: .* has no such linear layer .* q_proj"):
+        lora_targets(model, ["q_proj", "proj"])

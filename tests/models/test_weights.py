@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_an_export_keeps_dtype_and_chat_template_and_is_safetensors_only(tmp_pat
     assert hf.AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
     again = load_tokenizer(tmp_path)
     assert again.chat_template == tokenizer.chat_template and again.get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_an_export_has_the_permissions_that_the_umask_leaves(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        export_model(tiny_causal_lm("llama"), tmp_path / "model", tiny_tokenizer())
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert set(modes.values()) == {mode} and "model.safetensors" in modes
 
 
 def test_a_classifier_exports_with_its_head(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from programs import MAINS
 from step_materials import (
     assert_loads_with_plain_transformers,
@@ -217,8 +218,25 @@ def test_the_exported_ema_is_the_average_of_the_actors_weights(zero, processes, 
 def test_only_adapters_are_trained_and_the_export_is_plain(run, materials):
     output = run(
         "ppo", "lora", processes=2, zero=3, actor_lora_dim=2, critic_lora_dim=2, only_optimize_lora=True,
-        lora_learning_rate=1e-2,
+        lora_learning_rate=1e-2, lora_alpha=6, lora_target_modules=["q_proj", "down_proj", "v_proj"],
+        export_adapters="beside",
     )  # fmt: skip
+    ids = torch.tensor([[5, 6, 7, 8]])
+    for folder, origin, auto in (
+        (output, "actor", AutoModelForCausalLM), (output / "critic", "reward", AutoModelForSequenceClassification),
+    ):  # fmt: skip
+        config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+        assert (config["lora_alpha"], config["base_model_name_or_path"]) == (6, str(materials / origin))
+        assert (folder / "adapter" / "tokenizer_config.json").exists()
+        base = auto.from_pretrained(materials / origin, num_labels=1) if origin == "reward" else auto.from_pretrained(
+            materials / origin
+        )  # fmt: skip
+        merged = auto.from_pretrained(folder)
+        with torch.no_grad():
+            plain = base(ids).logits.clone()
+            adapted = PeftModel.from_pretrained(base, folder / "adapter")(ids).logits
+            torch.testing.assert_close(adapted, merged(ids).logits, atol=1e-4, rtol=1e-4)
+        assert (adapted - plain).abs().max() > 1e-3, "the adapters change nothing"
     for folder, origin, trained_whole in ((output, "actor", ""), (output / "critic", "reward", "score.weight")):
         start, after = weights_of(materials / origin), weights_of(folder)
         assert after.keys() == start.keys()
@@ -226,7 +244,7 @@ def test_only_adapters_are_trained_and_the_export_is_plain(run, materials):
             change = weight - start[name]
             if name == trained_whole:
                 assert change.any()
-            elif "_proj." in name:
+            elif any(part in name for part in ("q_proj.", "down_proj.", "v_proj.")):
                 # A product B A of rank 2, up to float32's rounding.
                 values = torch.linalg.svdvals(change.double())
                 assert values[1] > 1e-4 > 1e2 * values[2], (name, values)

@@ -92,7 +92,10 @@ def main() -> None:
         )  # fmt: skip
 
         # Export
-        export_run({"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag)
+        export_run(
+            {"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag, lora=settings.lora,
+            bases={"": settings.model.model_name_or_path},
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

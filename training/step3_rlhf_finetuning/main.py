@@ -101,7 +101,10 @@ def main() -> None:
         # Export
         engine = trainer.engine
         exported = {"": engine.policy, "critic": engine.critic, "actor_ema": engine.actor_ema}
-        export_run(exported, run.output_dir, tokenizer, signal_flag=signal_flag)
+        bases = {"": models.actor_model_name_or_path, "critic": models.critic_path}
+        export_run(
+            exported, run.output_dir, tokenizer, signal_flag=signal_flag, lora=settings.lora, bases=bases
+        )
 
 
 if __name__ == "__main__":
