@@ -34,7 +34,7 @@ from .report import SourceReport, raise_if_too_many_bad
 from .sources.data_path import Source
 from .sources.files import SourceRow
 
-_FORMAT = 3  # increment when the encoding of the same rows changes: old folders are then ignored
+_FORMAT = 4  # increment when the encoding of the same rows changes: old folders are then ignored
 
 
 @dataclass(frozen=True)
@@ -231,6 +231,8 @@ def _tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
 def content_digest(rows: Dataset) -> str:
     """Hash of all prepared rows in order: changes with any row, text or reordering."""
     digest = hashlib.sha256()
+    # Runs that were started before this column existed can be resumed.
+    rows = rows.remove_columns([name for name in ("is_chat",) if name in rows.column_names])
     for table in rows.with_format("arrow").iter(batch_size=4096):
         sink = pyarrow.BufferOutputStream()
         with pyarrow.ipc.new_stream(sink, table.schema.remove_metadata()) as writer:

@@ -102,7 +102,7 @@ class RetryPolicy:
         if must_work and count and scores.count(None) == count and is_own_failure(problem):
             raise NoScores(
                 f"{source} failed for all of the first {count} responses; its own traceback:\n{own_traceback(problem)}"
-            ) from problem
+            ) from None
         message = f"warning: {source} returned no score for {scores.count(None)} of {count} responses"
         print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
         failed = count > 0 and scores.count(None) == count
