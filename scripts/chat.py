@@ -27,6 +27,7 @@ from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
 from dschat.models.positions import position_limit
+from dschat.models.tokenizer import id_limit
 from dschat.runs.validation import model_problems
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -162,7 +163,7 @@ def run(options: argparse.Namespace) -> int:
     if sys.stdin.isatty():
         print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")
     try:
-        params = SamplingParams(options.temperature, options.top_k, options.top_p, vocabulary_size=len(tokenizer))
+        params = SamplingParams(options.temperature, options.top_k, options.top_p, vocabulary_size=id_limit(tokenizer))
         lines = lines_of(sys.stdin, out=sys.stdout)
         chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
              out=sys.stdout)  # fmt: skip

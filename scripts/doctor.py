@@ -31,6 +31,7 @@ from dschat.generation import ROLLOUT_ENGINES, EngineSettings, SamplingParams
 from dschat.generation.vllm.requirements import vllm_problems
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer
 from dschat.models.lora import add_lora
+from dschat.models.tokenizer import id_limit
 from dschat.rlhf.rollouts.diagnosis import Gap, Report, diagnose
 from dschat.runs.validation import model_problems
 
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
     stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
     report = diagnose(
         model, engine, prompts, sampling=SamplingParams(
-            options.temperature, options.top_k, options.top_p, vocabulary_size=len(tokenizer)
+            options.temperature, options.top_k, options.top_p, vocabulary_size=id_limit(tokenizer)
         ),
         max_new_tokens=options.max_new_tokens, eos_token_ids=stops, pad_token_id=tokenizer.pad_token_id,
         seed=options.seed,

@@ -70,6 +70,11 @@ def load_tokenizer(
     return tokenizer
 
 
+def id_limit(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The largest id of the tokenizer plus 1. It can be more than the number of tokens: some vocabularies have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def _conversion_hint(folder: Path) -> str:
     """Hint for a folder with only a SentencePiece model, which needs extra packages to load; else empty."""
     if any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json", "vocab.txt")):

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from dschat.arguments import PairArguments
 from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.generation import HybridEngine, Rollout, SamplingParams
+from dschat.models.tokenizer import id_limit
 from dschat.rewards.weighted_sum import ResponseBatch
 
 
@@ -24,6 +25,7 @@ class ResponseSampler:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: PairArguments, *, seed: int
     ) -> None:
         self.engine, self.tokenizer, self.settings, self.seed = HybridEngine(model), tokenizer, settings, seed
+        self.vocabulary_size = id_limit(tokenizer)
         self.stop_ids = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
 
     def sample(self, batch: dict[str, list], indices: Sequence[int]) -> tuple[Rollout, ResponseBatch]:
@@ -41,7 +43,7 @@ class ResponseSampler:
                 eos_token_ids=self.stop_ids, pad_token_id=self.tokenizer.pad_token_id, seed=self.seed,
                 sample_ids=sample_ids.flatten(),
                 sampling=SamplingParams(
-                    settings.temperature, settings.top_k, settings.top_p, vocabulary_size=len(self.tokenizer)
+                    settings.temperature, settings.top_k, settings.top_p, vocabulary_size=self.vocabulary_size
                 ),
             )  # fmt: skip
         token_ids = rollout.responses()

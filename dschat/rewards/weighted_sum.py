@@ -80,7 +80,7 @@ class Rewards:
             raise ValueError(
                 f"no reward model was built for {', '.join(missing)}" if missing else "--reward: name a source"
             )
-        self._varied: set[str] = set()  # names of sources whose first scores have been compared
+        self._compared: set[str] = set()  # names of sources whose first scores have been compared
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     def start(self, batch: ResponseBatch) -> PendingScores:
@@ -127,9 +127,9 @@ class Rewards:
     def _warn_of_equal_scores(self, name: str, scores: Tensor) -> None:
         """A warning on this rank if all of a source's first scores are equal: then there is nothing to learn."""
         known = scores[~scores.isnan()]
-        if name in self._varied or len(known) < 2:
+        if name in self._compared or len(known) < 2:
             return
-        self._varied.add(name)
+        self._compared.add(name)
         if bool((known == known[0]).all()):
             entry = redacted(self.sources[name].entry)
             print(printable(

@@ -12,6 +12,7 @@ from dschat.data.chat_template import decode_responses, stop_token_ids
 from dschat.distributed import failpoint, watchdog
 from dschat.generation import Rollout, SamplingParams
 from dschat.models.loading import may_drop
+from dschat.models.tokenizer import id_limit
 from dschat.rewards.retry import RetryPolicy
 from dschat.rewards.weighted_sum import Judge, ResponseBatch, Rewards, Scores
 from dschat.rlhf.advantages import kl_estimate, token_rewards
@@ -57,6 +58,7 @@ class DeepSpeedPPOTrainer:
         self.engine, self.rollouts, self.ppo, self.seed, self.judge = engine, rollouts, ppo, seed, judge
         self.rewards, self.kl_coef = rewards, ppo.kl_coef
         self.tokenizer = engine.tokenizer
+        self.vocabulary_size = id_limit(self.tokenizer)
         self.stop_ids = stop_token_ids(self.tokenizer, engine.policy.module.model.generation_config.eos_token_id)
         self.score_shaping = ScoreShaping(
             reward_clip=ppo.reward_clip, missing_eos_penalty=ppo.missing_eos_penalty,
@@ -191,7 +193,7 @@ class DeepSpeedPPOTrainer:
     @property
     def sampling(self) -> SamplingParams:
         return SamplingParams(
-            self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p, vocabulary_size=len(self.tokenizer)
+            self.rollouts.temperature, self.rollouts.top_k, self.rollouts.top_p, vocabulary_size=self.vocabulary_size
         )
 
     def generate(

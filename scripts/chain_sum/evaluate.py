@@ -20,6 +20,7 @@ from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, num
 from dschat.data.chat_template import decode_responses, encode_prompt, stop_token_ids
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.models.tokenizer import id_limit
 from dschat.rewards.answer_extraction import last_number
 
 TERMS = (3, 4, 5, 6)
@@ -54,7 +55,7 @@ def respond(folder: Path, questions: list[str], *, temperature: float) -> list[s
             max_new_tokens=80,
             eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
             pad_token_id=tokenizer.pad_token_id,
-            sampling=SamplingParams(temperature, vocabulary_size=len(tokenizer)),
+            sampling=SamplingParams(temperature, vocabulary_size=id_limit(tokenizer)),
             seed=1,
         )
     return decode_responses(tokenizer, rollout.responses())

@@ -30,6 +30,7 @@ from dschat.data.chat_template import encode_prompt, stop_token_ids
 from dschat.distributed.terminal import printable
 from dschat.generation import HybridEngine, SamplingParams
 from dschat.models.causal_lm import load_causal_lm, load_tokenizer
+from dschat.models.tokenizer import id_limit
 
 MAX_NEW_TOKENS = 32
 PRINTED_ROWS = 6
@@ -46,7 +47,7 @@ def respond(folder: Path, prompts: list[str], *, temperature: float, seed: int) 
             max_new_tokens=MAX_NEW_TOKENS,
             eos_token_ids=stop_token_ids(tokenizer, model.generation_config.eos_token_id),
             pad_token_id=tokenizer.pad_token_id,
-            sampling=SamplingParams(temperature, vocabulary_size=len(tokenizer)),
+            sampling=SamplingParams(temperature, vocabulary_size=id_limit(tokenizer)),
             seed=seed,
         )
     return [text.strip() for text in tokenizer.batch_decode(rollout.responses(), skip_special_tokens=True)]

@@ -59,7 +59,7 @@ def check(root: Path, settings: dict) -> None:
         earlier = rollout.responses()
         sampling = trainer.sampling
         model = trainer.engine.policy.module.model
-        assert int(rollout.sequences.max()) < len(trainer.tokenizer)
+        assert int(rollout.sequences.max()) < trainer.vocabulary_size
         if sampling.truncates(model.config.vocab_size):  # log-probs of the truncated distribution
             delta = diagnosis.delta(model, rollout, Scoring(sampling=sampling))
         else:

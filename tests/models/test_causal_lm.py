@@ -6,12 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import CONFIGS, VOCABULARY, left_and_right_padded, tiny_causal_lm, tiny_tokenizer
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dschat.generation import HybridEngine
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer, verify_head
 from dschat.models.loading import set_dropout
 from dschat.models.lora import add_lora
+from dschat.models.tokenizer import id_limit
 from dschat.models.weights import export_model
 
 
@@ -285,3 +288,12 @@ def test_a_tied_head_stays_tied(tmp_path):
     tiny_causal_lm("llama-tied").save_pretrained(tmp_path)
     loaded = load_causal_lm(tmp_path, dtype=torch.float32)
     assert loaded.config.tie_word_embeddings is True and loaded.lm_head.weight is loaded.model.embed_tokens.weight
+
+
+def test_the_id_limit_counts_gaps_in_the_vocabulary():
+    tokenizer = tiny_tokenizer(words=20)
+    assert id_limit(tokenizer) == len(tokenizer) == 20
+    vocabulary = {"<pad>": 0, "<s>": 1, "<unk>": 3, "word": 4, "</s>": 50}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    gaps = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", pad_token="<pad>")
+    assert id_limit(gaps) == 51 and len(gaps) < 51

@@ -10,7 +10,7 @@ import plain_ppo
 import pytest
 import torch
 import transformers as hf
-from rlhf_models import QUESTIONS, make_trainer, one_iteration, prompts_of, relative_distance, save_models
+from rlhf_models import QUESTIONS, group_of_one, make_trainer, one_iteration, prompts_of, relative_distance, save_models
 
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.rollouts.result import Timings
@@ -448,3 +448,14 @@ def test_generate_of_transformers_gives_the_same_experience(folder, sampling):
         torch.testing.assert_close(
             getattr(actual, name), getattr(expected, name), atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(tmp_path):
+    save_models(tmp_path, unknown_ids=200)
+    with group_of_one():
+        trainer = make_trainer(tmp_path, temperature=1.5)
+        size = trainer.engine.policy.module.model.config.vocab_size
+        assert trainer.vocabulary_size == len(trainer.tokenizer) == size - 200
+        result = trainer.rollout(prompts_of(trainer), iteration=0)  # its check of log-probs allows for them
+        assert int(result.experience.sequences.max()) < trainer.vocabulary_size
+        trainer.train_rlhf(result.experience)
