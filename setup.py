@@ -24,7 +24,7 @@ setup(
     description="Post-training of language models with DeepSpeed: SFT, reward model or DPO, PPO",
     license="Apache-2.0",
     packages=find_packages(include=["dschat", "dschat.*"]),
-    package_data={"dschat.generation.cpu": ["*.cpp"], "dschat.models.cpu": ["*.cpp", "*.h"]},
+    package_data={"dschat": ["py.typed"], "dschat.generation.cpu": ["*.cpp"], "dschat.models.cpu": ["*.cpp", "*.h"]},
     python_requires=">=3.10,<3.14",
     install_requires=requirements(),
     extras_require={

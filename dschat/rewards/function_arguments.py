@@ -95,6 +95,7 @@ class Binding:
         names: its parameters among ARGUMENTS, or among OF_ONE_RESPONSE if it is called for each response.
         columns: required parameters that are columns of the data rows.
         optional_columns: parameters with the default None: columns if the rows have them.
+        options: parameters with another default, which columns do not set.
         everything: takes any keyword argument: gets all of ARGUMENTS and all columns.
         one_by_one: is called for each response.
     """
@@ -102,12 +103,13 @@ class Binding:
     names: tuple[str, ...]
     columns: tuple[str, ...]
     optional_columns: tuple[str, ...]
+    options: tuple[str, ...]
     everything: bool
     one_by_one: bool
 
     def arguments(self, batch: ResponseBatch) -> dict[str, Any]:
         """Keyword arguments for a batch; if called one by one, each is a list with a value for each call."""
-        available = dict.fromkeys(name for row in batch.rows for name in row)
+        available = dict.fromkeys(name for row in batch.rows for name in row if name not in self.options)
         columns = [*self.columns, *(name for name in self.optional_columns if name in available)]
         names = self.names
         if self.everything and not self.one_by_one:
@@ -161,6 +163,7 @@ def binding_of(function: Callable[..., Any]) -> Binding:
         names=tuple(name for name in named if name in known),
         columns=tuple(name for name, parameter in others.items() if parameter.default is parameter.empty),
         optional_columns=tuple(name for name, parameter in others.items() if parameter.default is None),
+        options=tuple(name for name, parameter in others.items() if parameter.default not in (None, parameter.empty)),
         everything=everything,
         one_by_one=one_by_one,
     )

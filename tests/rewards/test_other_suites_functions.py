@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dschat.rewards.function_arguments import ARGUMENTS, binding_of
-from dschat.rewards.functions import call_reward_function
+from dschat.rewards.functions import bind_options, call_reward_function
 from dschat.rewards.response_batch import ResponseBatch
 from dschat.rewards.retry import NoScores, RetryPolicy
 from dschat.rewards.server.limits import Limits
@@ -97,6 +97,14 @@ def test_optional_parameters_are_columns_if_the_rows_have_them():
         return [factor * (right in text) for text, right in zip(responses, answer, strict=True)]
 
     assert scores(function) == [2.0, 0.0]
+
+
+def test_options_are_not_set_by_columns_of_their_name():
+    def function(completions, *, answer="It", **kwargs):
+        return [float(answer in text) for text in completions]
+
+    assert scores(function) == [1.0, 1.0]
+    assert scores(bind_options(function, {"answer": "8"})) == [0.0, 1.0]
 
 
 def refused(function) -> str:

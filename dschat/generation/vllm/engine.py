@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,8 +40,6 @@ from dschat.generation.vllm.weight_check import (
     repack_weights,
 )
 from dschat.models.weights import checkpoint_weights, pretrained_model
-
-logger = logging.getLogger(__name__)
 
 
 class VLLMEngine:
@@ -90,8 +87,8 @@ class VLLMEngine:
         self._generating = False
         self._sleep()
         self.held_bytes = max(0, free - free_memory(device)) if self._sleeps else 0
-        if self._sleeps:
-            logger.info("vLLM asleep still holds %.2f GiB of this device", self.held_bytes / GIB)
+        if self._sleeps and collectives.is_main():
+            print(f"vLLM holds {self.held_bytes / GIB:.2f} GiB of the device while it sleeps", flush=True)
 
     @contextmanager
     def generation(self) -> Iterator[VLLMEngine]:
