@@ -16,7 +16,7 @@ from dschat.models.unfinished_folder import unfinished_folder
 from dschat.models.weights import ExportError, gathered, pretrained_model
 
 PREFIX = "base_model.model."  # of PEFT's names in its files
-WEIGHTS_FILE = "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def adapter_layers(module: nn.Module) -> dict[str, LoraLayer]:

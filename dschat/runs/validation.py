@@ -6,6 +6,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from dschat.arguments import DeviceArguments, LoraArguments, OneModelSettings, PreferenceSettings
 from dschat.data.datasets import data_problems
+from dschat.models.adapter_files import CONFIG_FILE
 from dschat.models.causal_lm import load_tokenizer
 from dschat.models.custom_code import CustomCodeError, custom_code_refused
 from dschat.models.folder_check import (
@@ -46,6 +47,9 @@ def model_problems(
         return [f"{flag} {path}: is a file; name the folder with config, weights and tokenizer"]
     if is_path and not folder.is_dir():
         return [f"{flag} {path}: there is no such folder"]
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").exists():
+        merge = f"python scripts/merge_adapters.py {path} {path.rstrip('/')}-merged"
+        return [f"{flag} {path}: has adapters, not a model: merge them into it first, by {merge}"]
     invalid = (json_problems(folder) or config_problems(folder)) if folder.is_dir() else []
     if invalid:
         return [f"{flag} {path}: {problem}" for problem in invalid]
