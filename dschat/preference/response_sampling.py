@@ -50,7 +50,7 @@ class ResponseSampler:
         response_batch = ResponseBatch(
             repeated(batch["messages"], samples), decode_responses(self.tokenizer, token_ids), token_ids,
             repeated(batch["rows"], samples), rollout.ended.tolist(), settings.max_answer_seq_len,
-            repeated(batch["is_chat"], samples),
+            repeated(batch.get("is_chat", []), samples),
         )  # fmt: skip
         return rollout, response_batch
 

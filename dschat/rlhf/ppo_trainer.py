@@ -29,7 +29,7 @@ from dschat.rlhf.updates.optimizer_steps import Record, StepCounts, discard, seq
 from dschat.rlhf.updates.policy_update import PolicyUpdate
 from dschat.runs.throughput import Work, trained_model
 
-Prompts = Mapping[str, list]  # as returned by collate_prompts
+Prompts = Mapping[str, list]  # as returned by collate_prompts; is_chat may be left out
 
 
 class DeepSpeedPPOTrainer:
@@ -222,7 +222,7 @@ class DeepSpeedPPOTrainer:
             rows=prompts["rows"],
             ended=rollout.ended.tolist(),
             max_tokens=self.rollouts.max_answer_seq_len,
-            is_chat=prompts["is_chat"],
+            is_chat=prompts.get("is_chat", []),
         )
 
     @property
