@@ -113,7 +113,7 @@ def collate_prompts(features: Features) -> dict[str, list]:
         "prompts": [list(feature["input_ids"]) for feature in features],
         "row_index": [int(feature["row_index"]) for feature in features],
         "messages": [json.loads(feature["prompt_text"]) for feature in features],
-        "is_chat": [bool(feature["is_chat"]) for feature in features],
+        "is_chat": [bool(feature.get("is_chat")) for feature in features],
         "rows": [json.loads(feature["row"]) for feature in features],
     }
 
