@@ -46,21 +46,19 @@ class RetryPolicy:
         retries: further calls after the first, for a source that was reached and failed.
         max_failed_calls: raise NoScores after this many consecutive calls of `scores` without any score, for one
             source; None: never.
-        first_call_must_work: raise NoScores, with the function's own traceback, if a function raises for every response
-            in its first call, as it would in all others.
+
+    Attributes:
+        problems: source → the last error that cost it scores.
 
     Raises: ValueError if seconds is not above 0, or retries is below 0.
     """
 
-    def __init__(
-        self, *, seconds: float, retries: int, max_failed_calls: int | None = None, first_call_must_work: bool = False
-    ) -> None:
+    def __init__(self, *, seconds: float, retries: int, max_failed_calls: int | None = None) -> None:
         if not seconds > 0 or retries < 0:
             raise ValueError(f"{seconds} seconds and {retries} retries: must be above 0, and at least 0")
         self.seconds, self.retries, self.max_failed_calls = seconds, retries, max_failed_calls
         self._failed_calls: Counter[str] = Counter()  # consecutive ones, by source
-        self.first_call_must_work = first_call_must_work
-        self._called: set[str] = set()  # sources that were called before
+        self.problems: dict[str, Exception] = {}
 
     def judge_scores(
         self, judge: Judge, messages: Sequence[list[dict[str, str]]], responses: Sequence[str], rows: Sequence[dict]
@@ -73,9 +71,8 @@ class RetryPolicy:
         )
 
     def scores(
-        self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str,
-        is_function: bool = False,
-    ) -> list[float | None]:  # fmt: skip
+        self, score_part: Callable[[slice], Sequence[float] | Awaitable[Sequence[float]]], count: int, *, source: str
+    ) -> list[float | None]:
         """The score of each response; None where the source returned none.
 
         If all retries raised or returned invalid values, the source is called once for each response separately, so
@@ -84,12 +81,9 @@ class RetryPolicy:
         Args:
             score_part: computes the scores of a slice of the responses.
             source: its name, for the warning.
-            is_function: whether it is a function in this process.
 
-        Raises: NoScores, see max_failed_calls and first_call_must_work.
+        Raises: NoScores, see max_failed_calls.
         """
-        is_first = source not in self._called
-        self._called.add(source)
         try:
             scores = self._call_with_retries(lambda: score_part(slice(0, count)), source=source)
             self._failed_calls[source] = 0
@@ -98,11 +92,7 @@ class RetryPolicy:
             scores, problem = [None] * count, error
         except Exception as error:  # a user's function may raise anything
             scores, problem = self._score_one_by_one(score_part, count, error)
-        must_work = is_function and is_first and self.first_call_must_work
-        if must_work and count and scores.count(None) == count and is_own_failure(problem):
-            raise NoScores(
-                f"{source} failed for all of the first {count} responses; its own traceback:\n{own_traceback(problem)}"
-            ) from None
+        self.problems[source] = problem
         message = f"warning: {source} returned no score for {scores.count(None)} of {count} responses"
         print(printable(f"{message} ({type(problem).__name__}: {problem})"), file=sys.stderr, flush=True)
         failed = count > 0 and scores.count(None) == count

@@ -46,15 +46,19 @@ class WeightedSource:
 
     def scores(self, batch: ResponseBatch, retry_policy: RetryPolicy) -> list[float | None]:
         """A function's or service's score of each response; NaN: it returned none; None: it failed."""
-        name = f"the reward {redacted(self.entry)}"
 
         def score_part(part: slice) -> Any:
             part_batch = batch.part(part)
             if self.url is not None:
                 return service_scores(self.url, part_batch, seconds=retry_policy.seconds)
-            return call_reward_function(self.function, part_batch, source=name)
+            return call_reward_function(self.function, part_batch, source=self.label)
 
-        return retry_policy.scores(score_part, len(batch), source=name, is_function=self.function is not None)
+        return retry_policy.scores(score_part, len(batch), source=self.label)
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"the reward {redacted(self.entry)}"
 
 
 def parse_reward(entry: str, *, max_tokens: int = 2**31) -> WeightedSource:

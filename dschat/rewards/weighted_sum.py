@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from dschat.arguments.secrets import redacted
-from dschat.distributed import watchdog
+from dschat.distributed import collectives, watchdog
 from dschat.distributed.collectives import sum_over_ranks
 from dschat.distributed.terminal import printable
 from dschat.generation import Rollout
 from dschat.rewards.functions import Judge, judge_scores, load_function
 from dschat.rewards.pending_scores import PendingScores
 from dschat.rewards.response_batch import ResponseBatch, prompt_text
-from dschat.rewards.retry import RetryPolicy
+from dschat.rewards.retry import NoScores, RetryPolicy, is_own_failure, own_traceback
 from dschat.rewards.reward_model import RewardModel, same_tokenization
 from dschat.rewards.specification import WeightedSource, model_paths, parse_reward, reward_problems
 
@@ -80,7 +80,7 @@ class Rewards:
             raise ValueError(
                 f"no reward model was built for {', '.join(missing)}" if missing else "--reward: name a source"
             )
-        self._compared: set[str] = set()  # names of sources whose first scores have been compared
+        self._checked: set[str] = set()  # names of sources whose first scores have been checked
         self._moments = torch.zeros(len(sources), 3, dtype=torch.float64)  # per source: count, mean, Σ (x − mean)²
 
     def start(self, batch: ResponseBatch) -> PendingScores:
@@ -112,7 +112,7 @@ class Rewards:
                 returned = pending.scores(name) if pending else source.scores(batch, self.retry_policy)
                 scores, missing = self._score_tensors(source, returned, batch)
             columns.append(scores.to(device))
-            self._warn_of_equal_scores(name, scores)
+            self._check_first_scores(name, scores, missing)
             failed |= missing.to(device)
         raw = torch.stack(columns)  # [sources, B], NaN: no score
         if self.normalize:
@@ -124,17 +124,28 @@ class Rewards:
         total = (weights[:, None] * normalized).nan_to_num(nan=0.0).sum(dim=0)  # [B]
         return Scores(torch.where(has_score, total, 0.0), has_score, dict(zip(self.sources, raw, strict=True)))
 
-    def _warn_of_equal_scores(self, name: str, scores: Tensor) -> None:
-        """A warning on this rank if all of a source's first scores are equal: then there is nothing to learn."""
-        known = scores[~scores.isnan()]
-        if name in self._compared or len(known) < 2:
+    def _check_first_scores(self, name: str, scores: Tensor, missing: Tensor) -> None:
+        """Once for each source: end the run if a function raised for every response, warn if all scores are equal.
+
+        A collective, since all ranks' responses count.
+
+        Raises: NoScores, with the function's own traceback.
+        """
+        if name in self._checked:
             return
-        self._compared.add(name)
-        if bool((known == known[0]).all()):
-            entry = redacted(self.sources[name].entry)
+        self._checked.add(name)
+        source = self.sources[name]
+        problem = self.retry_policy.problems.get(source.label) if source.function is not None else None
+        raised = own_traceback(problem) if problem is not None and is_own_failure(problem) else None
+        own = (scores[~scores.isnan()].tolist(), int(missing.sum()), len(missing), raised)
+        known, failed, counts, tracebacks = zip(*collectives.all_gather_objects(own), strict=True)
+        known, reason = [score for part in known for score in part], next(filter(None, tracebacks), None)
+        if reason is not None and sum(failed) == sum(counts):
+            raise NoScores(f"{source.label} failed for all of the first {sum(counts)} responses:\n{reason}")
+        if len(known) > 1 and len(set(known)) == 1 and collectives.is_main():
             print(printable(
-                f"warning: the reward {entry} gave {float(known[0]):g} to all of the first {len(known)} responses: "
-                "equal scores teach nothing; does it get what it expects? samples.jsonl shows prompts and responses"
+                f"warning: {source.label} gave {known[0]:g} to all of the first {len(known)} responses: equal scores "
+                "teach nothing; does it get what it expects? samples.jsonl shows prompts and responses"
             ), file=sys.stderr, flush=True)  # fmt: skip
 
     def _model_scores(self, model: str, rollout: Rollout, batch: ResponseBatch) -> tuple[Tensor, Tensor]:

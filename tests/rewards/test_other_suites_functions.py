@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ def batch_of(*, is_chat=False, rows=ROWS):
         responses=["It is 5.", "It is 8."], token_ids=[[1, 2], [3]], rows=list(rows), ended=[True, False],
         max_tokens=16, is_chat=[is_chat] * 2,
     )  # fmt: skip
+
+
+ROLLOUT = SimpleNamespace(sequences=torch.zeros(2, 3, dtype=torch.long))  # of which functions read the device only
+
+
+def rewards_of(path):
+    policy = RetryPolicy(seconds=10, retries=0)
+    return Rewards([parse_reward(f"{path}:reward")], normalize=False, retry_policy=policy)
 
 
 def scores(function, batch=None):
@@ -139,36 +148,36 @@ def test_a_function_that_fails_for_every_response_of_its_first_call_ends_the_run
     path = tmp_path / "broken.py"
     path.write_text("def helper(text):\n    return text['content']\n\n"
                     "def reward(completions, **kwargs):\n    return [helper(text) for text in completions]\n")
-    rewards = Rewards([parse_reward(f"{path}:reward")], normalize=False,
-                      retry_policy=RetryPolicy(seconds=10, retries=0, first_call_must_work=True))  # fmt: skip
     with pytest.raises(NoScores) as caught:
-        rewards.start(batch_of()).scores("reward")
+        rewards_of(path).score(ROLLOUT, batch_of())
     message = str(caught.value)
     assert "failed for all of the first 2 responses" in message
     assert "return text['content']" in message and "TypeError" in message and "function_arguments" not in message
 
 
-def test_a_later_failure_loses_only_its_own_scores(tmp_path, capsys):
+def test_other_failures_lose_only_their_own_scores(tmp_path, capsys):
     path = tmp_path / "later.py"
     path.write_text("CALLS = []\n\ndef reward(responses):\n    CALLS.append(1)\n    if len(CALLS) > 1:\n"
                     "        raise KeyError('x')\n    return [1.0, 2.0]\n")
-    source = parse_reward(f"{path}:reward")
-    policy = RetryPolicy(seconds=10, retries=0, first_call_must_work=True)
-    assert source.scores(batch_of(), policy) == [1.0, 2.0]
-    assert source.scores(batch_of(), policy) == [None, None]
+    rewards = rewards_of(path)
+    assert rewards.score(ROLLOUT, batch_of()).has_score.tolist() == [True, True]
+    assert rewards.score(ROLLOUT, batch_of()).has_score.tolist() == [False, False]
     assert "returned no score for 2 of 2 responses" in capsys.readouterr().err
+    path = tmp_path / "partly.py"
+    code = "def reward(responses):\n    assert '8' not in ''.join(responses)\n    return [1.0 for _ in responses]\n"
+    path.write_text(code)
+    assert rewards_of(path).score(ROLLOUT, batch_of()).has_score.tolist() == [True, False]
 
 
 def test_equal_first_scores_are_warned_of_once(tmp_path, capsys):
     path = tmp_path / "zero.py"
     path.write_text("def reward(responses):\n    return [0.0] * len(responses)\n")
-    rewards = Rewards([parse_reward(f"{path}:reward")], normalize=False)
+    rewards = rewards_of(path)
     for _ in range(2):
-        rewards._warn_of_equal_scores("reward", torch.tensor([0.0, 0.0, float("nan")]))
-    error = capsys.readouterr().err
-    assert error.count("gave 0 to all of the first 2 responses") == 1
-    rewards = Rewards([parse_reward(f"{path}:reward")], normalize=False)
-    rewards._warn_of_equal_scores("reward", torch.tensor([0.0, 1.0]))
+        rewards.score(ROLLOUT, batch_of())
+    assert capsys.readouterr().err.count("gave 0 to all of the first 2 responses") == 1
+    path.with_name("other.py").write_text("def reward(responses):\n    return list(range(len(responses)))\n")
+    rewards_of(path.with_name("other.py")).score(ROLLOUT, batch_of())
     assert capsys.readouterr().err == ""
 
 

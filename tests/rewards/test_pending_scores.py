@@ -38,6 +38,12 @@ def noise(responses):
     calls.append("noise")
     return [random.random() for _ in responses]
 
+def partly(responses):
+    calls.append("partly")
+    if list(responses) != ["a"]:
+        raise ZeroDivisionError("no such score")
+    return [1.0]
+
 def fails(responses):
     calls.append("fails")
     raise ZeroDivisionError("no such score")
@@ -98,14 +104,14 @@ def test_scoring_forward_passes_draw_no_random_numbers(tmp_path):
 def test_scores_and_order_of_calls_are_those_of_calls_in_turn(functions):
     import random
 
-    rewards = rewards_of(functions, "noise", "lengths", "noise", "fails")
+    rewards = rewards_of(functions, "noise", "lengths", "noise", "partly")
     results = []
     for start in (False, True):
         random.seed(5)
         batch = batch_of()
         results.append(rewards.score(rollout_of(), batch, pending=rewards.start(batch) if start else None))
     in_turn, started = results
-    assert list(started.parts) == list(in_turn.parts) == ["noise", "lengths", "noise_2", "fails"]
+    assert list(started.parts) == list(in_turn.parts) == ["noise", "lengths", "noise_2", "partly"]
     torch.testing.assert_close(started.parts, in_turn.parts, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(started.total, in_turn.total) and torch.equal(started.has_score, in_turn.has_score)
     assert started.parts["lengths"].tolist() == [1, 3, 2]

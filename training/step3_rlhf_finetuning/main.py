@@ -35,9 +35,7 @@ def build_trainer(
     launch.seed_all(seed + collectives.rank())  # initial weights are equal on all ranks, dropout masks differ
     scores = Rewards(
         sources, normalize=rewards.normalize_rewards, models=engine.reward_models,
-        retry_policy=RetryPolicy(
-            seconds=rewards.reward_timeout, retries=rewards.reward_retries, first_call_must_work=True
-        ),
+        retry_policy=RetryPolicy(seconds=rewards.reward_timeout, retries=rewards.reward_retries),
     )  # fmt: skip
     return DeepSpeedPPOTrainer(
         engine, rollouts=settings.rollouts, ppo=ppo, rewards=scores, seed=seed, judge=judge,
