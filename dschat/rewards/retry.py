@@ -150,8 +150,8 @@ class RetryPolicy:
 
 
 def is_own_failure(problem: BaseException) -> bool:
-    """Whether a source raised or returned bad values, and was not too slow, out of reach or refusing."""
-    return not isinstance(problem, (TimeoutError, Unavailable, PermissionError))
+    """Whether a source itself is wrong, rather than too slow or cut off from a service, which may come back."""
+    return not isinstance(problem, OSError) or isinstance(problem, FileNotFoundError)  # timeouts are OSErrors, too
 
 
 def own_traceback(problem: BaseException) -> str:
