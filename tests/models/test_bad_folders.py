@@ -89,7 +89,7 @@ MODELS = {  # damage to the folder of a valid causal language model → part of 
     "end tokens hold text": (edited("generation_config.json", eos_token_id=[1, "x"]), "eos_token_id is [1, 'x']"),
     "adapter": (written("adapter_config.json", b"{}"), "holds a PEFT adapter"),
     "adapter without config": (
-        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "holds a PEFT adapter"),
+        lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"), "has adapters, not a model"),
     "adapter's weights only": (lambda folder: (folder / "model.safetensors").rename(folder / "adapter.safetensors")
                                and None, "has no weights"),
     "weights of another model": (tensors(lambda name: f"foo.{name}"), "lack 21 parameters"),

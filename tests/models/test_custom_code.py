@@ -152,6 +152,7 @@ def test_every_call_of_from_pretrained_passes_trust_remote_code():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("from_pretrained", "from_config")
+        and ast.unparse(node.func.value) not in ("PeftConfig", "PeftModel")  # load no code of a model
     ]  # fmt: skip
     assert len(calls) >= 8
     without_flag = [f"{file}:{node.lineno}" for file, node in calls
