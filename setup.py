@@ -1,9 +1,11 @@
-"""Installs the package `dschat`; the programs of the steps stay in `training/` and run from there."""
+"""Installs the package `dschat` and its command; a wheel holds copies of the programs of training/ and scripts/."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 
@@ -18,11 +20,27 @@ def version() -> str:
     return re.search(r'^__version__ = "(.+)"$', source, re.MULTILINE).group(1)
 
 
+class BuildWithPrograms(build_py):
+    """Copies the programs into dschat/programs of the wheel; an editable installation runs those of the checkout."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        programs = ["training/**/*.py", "training/**/*.sh", "training/**/*.yaml", "scripts/*.py", "scripts/*.html"]
+        for path in sorted(path for pattern in programs for path in ROOT.glob(pattern)):
+            target = Path(self.build_lib, "dschat", "programs", path.relative_to(ROOT))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+
+
 setup(
     name="dschat",
     version=version(),
     description="Post-training of language models with DeepSpeed: SFT, reward model or DPO, PPO",
     license="Apache-2.0",
+    cmdclass={"build_py": BuildWithPrograms},
+    entry_points={"console_scripts": ["dschat = dschat.command:entry_point"]},
     packages=find_packages(include=["dschat", "dschat.*"]),
     package_data={"dschat": ["py.typed"], "dschat.generation.cpu": ["*.cpp"], "dschat.models.cpu": ["*.cpp", "*.h"]},
     python_requires=">=3.10,<3.14",

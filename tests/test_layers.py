@@ -10,7 +10,7 @@ from repository import ROOT
 
 # Pure tensor functions, in any package.
 PURE = (
-    "tensors", "softmax_head", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms",
+    "lazy_imports", "tensors", "softmax_head", "losses", "rlhf.advantages", "rlhf.group_advantages", "rlhf.algorithms",
     "rlhf.rollouts.score_shaping",
 )  # fmt: skip
 LEVELS = {
@@ -18,6 +18,7 @@ LEVELS = {
     "checkpoints": 2, "models": 2, "data": 2,
     "runs": 3, "rewards": 3, "generation": 3,
     "rlhf": 4, "preference": 4,
+    "command": 5, "completion": 5, "__main__": 5,
 }  # fmt: skip
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "dschat").rglob("*.py"))
 
@@ -50,6 +51,8 @@ def imports_of(path: Path) -> set[str]:
             for alias in node.names:
                 is_module = (folder / f"{alias.name}.py").exists() or (folder / alias.name / "__init__.py").exists()
                 modules.add(f"{base}.{alias.name}" if is_module else base)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "LazyFunctions":
+            modules.add(node.args[0].value)
     return modules
 
 
@@ -79,7 +82,8 @@ def test_collators_need_torch_alone():
 
 def test_importing_the_losses_loads_no_other_part_of_the_suite():
     script = (
-        "import sys; import dschat.losses, dschat.rlhf.algorithms\n"
+        "import sys; from dschat.losses import POLICY_LOSSES, policy_loss; import dschat.rlhf.algorithms\n"
+        "import dschat.rlhf.advantages\n"
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('dschat', 'deepspeed', 'transformers')))"
     )
     loaded = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_type_hints
 from transformers import HfArgumentParser
 
 from dschat.arguments.flags import invalid_values, out_of_bounds, with_defaults, without_effect
+from dschat.arguments.help_format import USAGE, HelpFormatter
 from dschat.arguments.other_suites import translate
 from dschat.arguments.secrets import redacted
 from dschat.arguments.yaml_config import YamlFlags, format_value, read_yaml_flags, unknown_flag
@@ -30,20 +31,13 @@ class SettingsError(ValueError):
         super().__init__(redacted(message))
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Appends "(default: …)", except where the default is computed, which the help text then describes."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default in (None, "", []) else super()._get_help_string(action)
-
-
 class SuiteParser(HfArgumentParser):
     """HfArgumentParser that collects all mistakes instead of exiting at the first one."""
 
     def __init__(self, groups: Sequence[type], **kwargs: Any):
         self.mistakes: list[str] = []
         self.add_locations: Callable[[Sequence[str]], Sequence[str]] = list  # of flags that a file sets
-        super().__init__(groups, allow_abbrev=False, formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(groups, allow_abbrev=False, formatter_class=HelpFormatter, usage=USAGE, **kwargs)
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -103,10 +97,7 @@ def parse(
     Raises: SettingsError with every mistake, one per line.
     """
     groups = group_types(settings)
-    parser = SuiteParser(tuple(groups.values()), description=description)
-    parser.add_argument(
-        "--config", default=None, help="YAML file of flags (without the dashes); flags on the command line override it"
-    )
+    parser = parser_of(settings, description=description)
     argv, warnings, mistakes = translate(sys.argv[1:] if argv is None else argv, parser.flags())
     parser.mistakes += mistakes
     config_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -136,6 +127,25 @@ def parse(
         for line in warnings + without_effect(parsed) + (warn(result) if warn else []):
             print(printable(redacted(f"warning: {line}")), file=sys.stderr)
     return result
+
+
+def parser_of(settings: type, *, description: str) -> SuiteParser:
+    """The parser of a step's flags, by group, and of --config."""
+    program = "/".join(Path(sys.argv[0]).parts[-2:])  # step1_supervised_finetuning/main.py
+    parser = SuiteParser(tuple(group_types(settings).values()), description=description, prog=program)
+    parser.add_argument(
+        "--config", metavar="FILE", default=None,
+        help="YAML file of flags (without the dashes); flags on the command line override it",
+    )  # fmt: skip
+    return parser
+
+
+def exit_with_help(settings: type, description: str) -> None:
+    """Print the help of a program and exit if the command line asks for it; called before slow imports."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        if os.environ.get("RANK", "0") == "0":
+            parser_of(settings, description=description).print_help()
+        sys.exit(0)
 
 
 def group_types(settings: type) -> dict[str, type]:

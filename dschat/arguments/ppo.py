@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
-from dschat.losses.policy import POLICY_LOSSES
+from dschat.losses.policy_table import POLICY_LOSSES
 from dschat.rlhf.algorithms import ALGORITHMS, DEFAULTS
 
 # `needs` values: policy losses that clip the probability ratio.

@@ -1,31 +1,27 @@
 """Losses as pure functions of tensors, each → (loss, metrics); one file per kind of training."""
 
-from dschat.losses.kto import kto_kl, kto_loss
-from dschat.losses.policy import POLICY_LOSSES, cispo_loss, gspo_loss, policy_loss, sapo_loss
-from dschat.losses.preference import dpo_loss, hinge_loss, ipo_loss, orpo_loss, robust_loss, simpo_loss
-from dschat.losses.regularization import entropy_bonus, kl_loss
-from dschat.losses.reward_model import pairwise_loss
-from dschat.losses.sft import sft_loss
-from dschat.losses.value import explained_variance, value_loss
+from dschat.lazy_imports import lazy_exports
 
-__all__ = [
-    "POLICY_LOSSES",
-    "cispo_loss",
-    "dpo_loss",
-    "entropy_bonus",
-    "explained_variance",
-    "gspo_loss",
-    "hinge_loss",
-    "ipo_loss",
-    "kl_loss",
-    "kto_kl",
-    "kto_loss",
-    "orpo_loss",
-    "pairwise_loss",
-    "policy_loss",
-    "robust_loss",
-    "sapo_loss",
-    "sft_loss",
-    "simpo_loss",
-    "value_loss",
-]
+_MODULES = {
+    "POLICY_LOSSES": "policy_table",
+    "cispo_loss": "policy",
+    "dpo_loss": "preference",
+    "entropy_bonus": "regularization",
+    "explained_variance": "value",
+    "gspo_loss": "policy",
+    "hinge_loss": "preference",
+    "ipo_loss": "preference",
+    "kl_loss": "regularization",
+    "kto_kl": "kto",
+    "kto_loss": "kto",
+    "orpo_loss": "preference",
+    "pairwise_loss": "reward_model",
+    "policy_loss": "policy",
+    "robust_loss": "preference",
+    "sapo_loss": "policy",
+    "sft_loss": "sft",
+    "simpo_loss": "preference",
+    "value_loss": "value",
+}
+__all__ = list(_MODULES)
+__getattr__, __dir__ = lazy_exports(__name__, _MODULES)

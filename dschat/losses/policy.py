@@ -1,13 +1,9 @@
-"""Policy losses over the response tokens, and the table of --policy_loss.
+"""Policy losses over the response tokens; dschat.losses.policy_table has the table of --policy_loss.
 
 All ratios are ρ = π / π_old, of the policy being trained to the policy at experience time.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -213,32 +209,3 @@ def policy_metrics(log_ratio: Tensor, is_clipped: Tensor, response_mask: Tensor,
         "approx_kl": (torch.expm1(log_ratio) - log_ratio).sum() / count,
         "ratio": torch.where(response_mask, log_ratio.exp(), 0.0).sum() / count,
     }
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """A row of the table of --policy_loss.
-
-    Attributes:
-        function: takes policy_loss's arguments up to response_mask, plus weights and normalizer.
-        clip_range: default (low, high); None: the loss does not clip and has no clip_range argument.
-        options: step 3's algorithm flags (PPOArguments) → further keyword arguments of the function.
-    """
-
-    function: Callable[..., tuple[Tensor, Metrics]]
-    clip_range: tuple[float, float] | None
-    options: Callable[[Any], dict[str, Any]] = lambda flags: {}
-
-
-POLICY_LOSSES = {
-    "ppo_clip": PolicyLoss(policy_loss, (0.2, 0.2), lambda flags: {"dual_clip": flags.dual_clip or None}),
-    "gspo": PolicyLoss(gspo_loss, (3e-4, 4e-4)),
-    "cispo": PolicyLoss(cispo_loss, (1.0, 4.0)),
-    "sapo": PolicyLoss(
-        sapo_loss, None,
-        lambda flags: {
-            "positive_temperature": flags.sapo_positive_temperature,
-            "negative_temperature": flags.sapo_negative_temperature,
-        },
-    ),
-}  # fmt: skip

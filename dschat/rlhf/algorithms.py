@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from dschat.lazy_imports import LazyFunctions
 
-from dschat.rlhf.advantages import gae, reinforce
-from dschat.rlhf.group_advantages import dr_grpo, group_mean, grpo, opo, rloo
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Estimates = tuple[Tensor, Tensor | None]
+
+# Flags read the table: torch is imported when an estimator is first called.
+advantages = LazyFunctions("dschat.rlhf.advantages")
+groups = LazyFunctions("dschat.rlhf.group_advantages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +44,6 @@ class EstimatorInputs:
     group_size: int
     gamma: float
     gae_lambda: float
-
-
-Estimates = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,33 +72,33 @@ def _by_group(estimator: Callable[..., Tensor]) -> Callable[[EstimatorInputs], E
 
 
 def _reinforce(baseline: Callable[[EstimatorInputs], Tensor | None]) -> Callable[[EstimatorInputs], Estimates]:
-    return lambda x: (reinforce(x.rewards, x.response_mask, gamma=x.gamma, baseline=baseline(x)), None)
+    return lambda x: (advantages.reinforce(x.rewards, x.response_mask, gamma=x.gamma, baseline=baseline(x)), None)
 
 
 ALGORITHMS = {
     "ppo": Algorithm(
-        estimate=lambda x: gae(x.rewards, x.values, x.response_mask, gamma=x.gamma, gae_lambda=x.gae_lambda),
+        estimate=lambda x: advantages.gae(x.rewards, x.values, x.response_mask, gamma=x.gamma, gae_lambda=x.gae_lambda),
         trains_critic=True, discounts=True, defaults={"kl_coef": 0.1, "whiten_advantages": True},
     ),
     "grpo": Algorithm(
-        estimate=_by_group(grpo), compares_group=True,
+        estimate=_by_group(groups.grpo), compares_group=True,
         defaults={"kl_coef": 0.04, "kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_mean",
                   "num_samples_per_prompt": 8},
     ),
     "dr_grpo": Algorithm(
-        estimate=_by_group(dr_grpo), compares_group=True,
+        estimate=_by_group(groups.dr_grpo), compares_group=True,
         defaults={"kl_in": "loss", "kl_estimator": "k3", "loss_aggregation": "seq_mean_token_sum_norm",
                   "num_samples_per_prompt": 8},
     ),
     "rloo": Algorithm(
-        estimate=_by_group(rloo), compares_group=True, defaults={"kl_coef": 0.05, "num_samples_per_prompt": 4}
+        estimate=_by_group(groups.rloo), compares_group=True, defaults={"kl_coef": 0.05, "num_samples_per_prompt": 4}
     ),
     "reinforce++": Algorithm(
         estimate=_reinforce(lambda x: None), discounts=True, defaults={"kl_coef": 0.01, "whiten_advantages": True}
     ),
     "reinforce++_baseline": Algorithm(
         estimate=_reinforce(
-            lambda x: group_mean(x.rewards, x.response_mask, group_size=x.group_size, has_score=x.has_score)
+            lambda x: groups.group_mean(x.rewards, x.response_mask, group_size=x.group_size, has_score=x.has_score)
         ),
         compares_group=True, discounts=True,
         defaults={"kl_coef": 0.01, "kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": True,
@@ -105,7 +108,7 @@ ALGORITHMS = {
         estimate=_reinforce(lambda x: x.greedy_scores), greedy_baseline=True, discounts=True,
         defaults={"kl_coef": 0.05},
     ),
-    "opo": Algorithm(estimate=_by_group(opo), compares_group=True, defaults={"num_samples_per_prompt": 8}),
+    "opo": Algorithm(estimate=_by_group(groups.opo), compares_group=True, defaults={"num_samples_per_prompt": 8}),
 }  # fmt: skip
 # Defaults of the flags that a row does not set.
 DEFAULTS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from dschat.arguments import EvaluationArguments, PPOArguments, RewardArguments
 from dschat.checkpoints.selection import newest_checkpoint
-from dschat.losses.policy import POLICY_LOSSES
+from dschat.losses.policy_table import POLICY_LOSSES
 from dschat.rlhf.algorithms import ALGORITHMS
 from dschat.runs.signals import SAVED
 

@@ -1,5 +1,11 @@
 """Step 1: supervised fine-tuning of a causal language model on the responses of conversations."""
 
+from dschat.arguments import SFTSettings
+from dschat.arguments.command_line import exit_with_help, parse
+
+if __name__ == "__main__":
+    exit_with_help(SFTSettings, __doc__)  # before the imports below, which take seconds
+
 import math
 from collections.abc import Mapping
 from functools import partial
@@ -7,8 +13,6 @@ from functools import partial
 import deepspeed
 import torch
 
-from dschat.arguments import SFTSettings
-from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_sft
 from dschat.distributed import launch
 from dschat.distributed.engines import Metrics

@@ -1,9 +1,13 @@
 """Step 2, without a reward model: preference optimisation of a causal language model (DPO and its relatives)."""
 
+from dschat.arguments import PreferenceSettings
+from dschat.arguments.command_line import as_settings_errors, exit_with_help, parse
+
+if __name__ == "__main__":
+    exit_with_help(PreferenceSettings, __doc__)  # before the imports below, which take seconds
+
 from functools import partial
 
-from dschat.arguments import PreferenceSettings
-from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.data.mismatched import with_mismatched
 from dschat.distributed import launch
 from dschat.models.causal_lm import TokenLogprobs, load_causal_lm, load_tokenizer

@@ -1,12 +1,16 @@
 """Step 2: a reward model, trained on pairs of a chosen and a rejected response."""
 
+from dschat.arguments import RewardModelSettings
+from dschat.arguments.command_line import exit_with_help, parse
+
+if __name__ == "__main__":
+    exit_with_help(RewardModelSettings, __doc__)  # before the imports below, which take seconds
+
 from functools import partial
 
 import deepspeed
 import torch
 
-from dschat.arguments import RewardModelSettings
-from dschat.arguments.command_line import parse
 from dschat.data.collators import collate_preferences
 from dschat.distributed import launch
 from dschat.distributed.engines import Metrics

@@ -11,10 +11,14 @@ Held-out rows (--eval_fraction) are skipped. Every scored batch is saved at once
 --resume auto and writes the same file. A finished file is replaced only with --overwrite.
 """
 
+from dschat.arguments import PairSettings
+from dschat.arguments.command_line import as_settings_errors, exit_with_help, parse
+
+if __name__ == "__main__":
+    exit_with_help(PairSettings, __doc__)  # before the imports below, which take seconds
+
 from pathlib import Path
 
-from dschat.arguments import PairSettings
-from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.data.collators import collate_prompts
 from dschat.data.datasets import data_problems
 from dschat.distributed import launch, watchdog

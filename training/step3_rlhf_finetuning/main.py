@@ -1,9 +1,13 @@
 """Step 3: RLHF, which optimises an actor against reward sources with a KL penalty to a reference model."""
 
+from dschat.arguments import RLHFSettings
+from dschat.arguments.command_line import as_settings_errors, exit_with_help, parse
+
+if __name__ == "__main__":
+    exit_with_help(RLHFSettings, __doc__)  # before the imports below, which take seconds
+
 from transformers import PreTrainedTokenizerBase
 
-from dschat.arguments import RLHFSettings
-from dschat.arguments.command_line import as_settings_errors, parse
 from dschat.checkpoints.selection import find_checkpoint
 from dschat.distributed import collectives, groups, launch
 from dschat.models.causal_lm import load_tokenizer

@@ -7,7 +7,7 @@ from torch import Tensor
 from dschat.arguments import PPOArguments
 from dschat.losses.aggregation import aggregation_weights
 from dschat.losses.normalizer import Metrics
-from dschat.losses.policy import POLICY_LOSSES
+from dschat.losses.policy_table import POLICY_LOSSES
 from dschat.losses.regularization import entropy_bonus, kl_loss
 from dschat.rlhf.experience import Experience
 from dschat.rlhf.updates.optimizer_steps import StepCounts
