@@ -1,7 +1,10 @@
 """Build DeepSpeed engines, and run the optimizer step that all trainers share."""
 
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -24,6 +27,7 @@ def trainable_engine(
     num_training_steps: int,
 ) -> deepspeed.DeepSpeedEngine:
     """A DeepSpeedEngine with fused AdamW and a learning-rate schedule over `num_training_steps` updates."""
+    _import_muon_uncompiled()
     optimizer = torch.optim.AdamW(parameter_groups, betas=adam_betas, fused=True)
     engine, _, _, _ = deepspeed.initialize(
         model=model,
@@ -35,6 +39,16 @@ def trainable_engine(
         dist_init_required=False,
     )
     return engine
+
+
+def _import_muon_uncompiled() -> None:
+    """Import DeepSpeed's Muon, as every engine does, without torch.compile, which it calls when it is imported.
+
+    That would import torch's compiler, in two seconds, for an optimizer that this suite does not use.
+    """
+    if "deepspeed.runtime.zero.muon.original_muon" not in sys.modules:
+        with mock.patch("deepspeed.runtime.compiler.compile", lambda *args, **kwargs: lambda function: function):
+            importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
 
 
 def frozen_engine(model: nn.Module, *, config: dict[str, Any]) -> deepspeed.DeepSpeedEngine:

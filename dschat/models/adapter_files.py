@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from dschat.distributed import collectives, watchdog
 from dschat.models.lora import HEADS
+from dschat.models.lora_layers import is_lora_layer
 from dschat.models.unfinished_folder import unfinished_folder
 from dschat.models.weights import ExportError, gathered, pretrained_model
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 PREFIX = "base_model.model."  # of PEFT's names in its files
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -26,14 +30,14 @@ def adapter_layers(module: nn.Module) -> dict[str, LoraLayer]:
         ValueError: there are none.
     """
     named = pretrained_model(module).named_modules()
-    layers = {name: layer for name, layer in named if isinstance(layer, LoraLayer)}
+    layers = {name: layer for name, layer in named if is_lora_layer(layer)}
     if not layers:
         raise ValueError("the model has no adapters: train with --lora_dim (step 3: --actor_lora_dim) to have some.")
     return layers
 
 
 def has_adapters(module: nn.Module) -> bool:
-    return any(isinstance(layer, LoraLayer) for layer in module.modules())
+    return any(is_lora_layer(layer) for layer in module.modules())
 
 
 def adapter_config(module: nn.Module, *, base_model: str | None = None) -> LoraConfig:
@@ -42,6 +46,8 @@ def adapter_config(module: nn.Module, *, base_model: str | None = None) -> LoraC
     Args:
         base_model: folder or hub name of the model that they belong to.
     """
+    from peft import LoraConfig  # see lora_layers
+
     layers = adapter_layers(module)
     layer = next(iter(layers.values()))
     (adapter,) = layer.active_adapters

@@ -8,16 +8,18 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from dschat.models.lora_layers import is_lora_layer
 from dschat.models.weights import full_shape, pretrained_model
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ def add_lora(
 
     Source: Hu et al. 2021, eq. 3 (arXiv:2106.09685).
     """
+    from peft import LoraConfig, inject_adapter_in_model  # see lora_layers
+
     if dim < 1:
         raise ValueError(f"--lora_dim {dim}: the rank of an adapter must be at least 1; 0 trains without LoRA.")
     model = pretrained_model(module)
@@ -169,7 +173,7 @@ def _share_adapters(model: PreTrainedModel) -> None:
     """Share one adapter between layers with tied weights, since it is folded into a single weight."""
     first: dict[int, LoraLayer] = {}
     for layer in model.modules():
-        if isinstance(layer, LoraLayer):
+        if is_lora_layer(layer):
             owner = first.setdefault(id(layer.get_base_layer().weight), layer)
             layer.lora_A, layer.lora_B = owner.lora_A, owner.lora_B
 
@@ -179,7 +183,7 @@ def _seed_adapters(model: PreTrainedModel) -> None:
     """Initialise A uniformly in ±1/√in as PEFT does, but from torch's initial seed, whatever was drawn before."""
     generator = torch.Generator().manual_seed(torch.initial_seed())
     for layer in model.modules():
-        if isinstance(layer, LoraLayer):
+        if is_lora_layer(layer):
             for a in layer.lora_A.values():
                 bound = a.in_features**-0.5
                 a.weight.copy_((2 * torch.rand(a.weight.shape, generator=generator) - 1) * bound)
@@ -192,7 +196,7 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
     The adapter layers still run, so that ZeRO-3 gathers the same parameters in the same order; W x + 0 · B A x equals
     W x bit for bit.
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
+    layers = [layer for layer in module.modules() if is_lora_layer(layer)]
     scalings = [dict(layer.scaling) for layer in layers]
     try:
         for layer in layers:

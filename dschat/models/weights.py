@@ -8,17 +8,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from dschat.distributed import failpoint, watchdog
+from dschat.models.lora_layers import is_lora_layer
 from dschat.models.unfinished_folder import unfinished_folder
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 
 def is_partitioned(parameter: Tensor) -> bool:
@@ -183,7 +187,7 @@ def _lora_layer(model: PreTrainedModel, path: str) -> LoraLayer | None:
     if not path.endswith(".base_layer"):
         return None
     layer = model.get_submodule(path.removesuffix(".base_layer"))
-    folds = isinstance(layer, LoraLayer) and not layer.merged and not layer.disable_adapters
+    folds = is_lora_layer(layer) and not layer.merged and not layer.disable_adapters
     return layer if folds else None
 
 
