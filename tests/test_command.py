@@ -94,4 +94,4 @@ def test_the_public_interface_is_complete_and_its_names_are_those_of_their_modul
     for name in dschat.__all__:
         assert getattr(dschat, name) is not None
     with pytest.raises(AttributeError, match="no_such_name"):
-        dschat.no_such_name
+        dschat.no_such_name  # noqa: B018

@@ -57,7 +57,8 @@ class SuiteParser(HfArgumentParser):
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         values = super()._get_values(action, arg_strings)
         # An invalid choice has been reported; the code that follows needs a valid one.
-        return action.default if action.choices and values not in action.choices else values
+        chosen = values if isinstance(values, list) else [values]
+        return action.default if action.choices and not set(chosen) <= set(action.choices) else values
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:

@@ -82,11 +82,16 @@ def without_effect(groups: Sequence[Any]) -> list[str]:
     for field in (field for group in groups for field in _flags_of(group)):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         alternatives = [need.partition("=") for need in field.metadata["needs"] if need.partition("=")[0] in values]
-        satisfied = any(str(values[name]) == value if value else values[name] for name, _, value in alternatives)
+        satisfied = any(_has(values[name], value) if value else values[name] for name, _, value in alternatives)
         if alternatives and values[field.name] != default and not satisfied:
             ways = " or ".join(f"--{name} {value}".rstrip() for name, _, value in alternatives)
             lines.append(f"--{field.name} {values[field.name]} has no effect without {ways}")
     return lines
+
+
+def _has(value: Any, choice: str) -> bool:
+    """Whether a flag has this value, or contains it."""
+    return choice in value if isinstance(value, list) else str(value) == choice
 
 
 def resume_policies(settings: Any) -> dict[str, ResumePolicy]:

@@ -93,7 +93,9 @@ HABITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("packing_samples",), ("remove_padding", "packing")),
     **dict.fromkeys(("use_vllm", "vllm_mode"), ("rollout_engine",)),
     **dict.fromkeys(("use_liger_kernel", "use_liger"), ("kernels",)),
-    **dict.fromkeys(("report_to", "use_wandb", "use_tensorboard"), ("enable_tensorboard",)),
+    **dict.fromkeys(("use_wandb", "use_tensorboard", "use_mlflow", "use_swanlab", "logger"), ("report_to",)),
+    **dict.fromkeys(("log_interval", "logging_interval", "print_every"), ("logging_steps",)),
+    **dict.fromkeys(("experiment_name", "wandb_run_name"), ("run_name",)),
 }  # fmt: skip
 
 

@@ -8,6 +8,8 @@ from typing import ClassVar, Literal
 
 from dschat.arguments.flags import flag
 
+# Of --report_to: the names in accelerate.tracking, which are those of the packages.
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "comet_ml", "aim", "clearml", "dvclive", "swanlab")
 MAX_TIMEOUT = 1e8  # seconds, 3 years; system timers overflow above it
 
 
@@ -85,13 +87,26 @@ class RunArguments:
         on_resume="apply",
     )
     resume_anyway: bool = flag(False, "Resume even if flags that identify the run have changed.", on_resume="ignore")
-    enable_tensorboard: bool = flag(False, "Write TensorBoard event files.", on_resume="apply")
-    tensorboard_path: str | None = flag(
-        None,
-        "Folder of the event files. Default: OUTPUT_DIR/tensorboard.",
-        needs=["enable_tensorboard"],
-        on_resume="apply",
+    logging_steps: int = flag(
+        1, "Without a terminal: print training metrics every N steps (of step 3: iterations).",
+        at_least=1, on_resume="apply",
+    )  # fmt: skip
+    report_to: list[str] = flag(
+        ["tensorboard"],
+        f"Experiment trackers, besides metrics.jsonl: {', '.join(TRACKERS)}; none: no tracker. Those other than "
+        "tensorboard must be installed, and are configured by their own environment variables.",
+        choices=(*TRACKERS, "none"), on_resume="apply",
+    )  # fmt: skip
+    run_name: str | None = flag(
+        None, "Name of the run in trackers. Default: the name of OUTPUT_DIR.", on_resume="apply"
     )
+    enable_tensorboard: bool = flag(
+        False, "Adds tensorboard to --report_to, whose default has it.", on_resume="apply"
+    )
+    tensorboard_path: str | None = flag(
+        None, "Folder of TensorBoard's event files. Default: OUTPUT_DIR/tensorboard.",
+        needs=["report_to=tensorboard", "enable_tensorboard"], on_resume="apply",
+    )  # fmt: skip
     local_rank: int = flag(
         -1, "Passed by the deepspeed launcher and ignored: the rank is read from the environment.", on_resume="ignore"
     )
@@ -100,8 +115,20 @@ class RunArguments:
         problems = []
         if self.resume not in ("auto", "never") and not Path(self.resume).is_dir():
             problems.append(f"--resume {self.resume}: must be auto, never, or the folder of a checkpoint")
+        if "none" in self.report_to and len(self.report_to) > 1:
+            problems.append(f"--report_to {' '.join(self.report_to)}: none excludes the other trackers: remove it")
+        problems += [
+            f"--report_to {name}: the package {name} is not installed: pip install {name.replace('_', '-')}"
+            for name in self.trackers if find_spec(name) is None
+        ]  # fmt: skip
         problems += unwritable("--output_dir", self.output_dir)
         return problems + unwritable("--tensorboard_path", self.tensorboard_path)
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers of --report_to and --enable_tensorboard, each once."""
+        names = [name for name in self.report_to if name != "none"]
+        return list(dict.fromkeys([*names, "tensorboard"] if self.enable_tensorboard else names))
 
 
 def unwritable(flag: str, folder: str | None) -> list[str]:

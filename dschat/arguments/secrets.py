@@ -47,8 +47,12 @@ def _redacted_address(address: str) -> str:
     return before + mark + _PARAMETER.sub(_redacted_parameter, query)
 
 
+def is_secret_name(name: str) -> bool:
+    """Whether a parameter or variable is named like a secret, by whole words: max_tokens and tokenizer are not."""
+    words = {word.lower() for word in _WORDS.findall(name)}
+    return bool(words & _SECRET_WORDS)
+
+
 def _redacted_parameter(match: re.Match[str]) -> str:
-    # Whole words: max_tokens and tokenizer are not secret.
-    name_words = {word.lower() for word in _WORDS.findall(unquote(match["name"]))}
-    secret = match["value"] and (name_words & _SECRET_WORDS or _OPAQUE.search(match["value"]))
+    secret = match["value"] and (is_secret_name(unquote(match["name"])) or _OPAQUE.search(match["value"]))
     return f"{match['name']}={HIDDEN if secret else match['value']}"

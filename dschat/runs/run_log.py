@@ -1,4 +1,4 @@
-"""Logging of a run: console with progress and ETA, metrics.jsonl, samples.jsonl, run.json, TensorBoard.
+"""Logging of a run: console, metrics.jsonl, samples.jsonl, run.json, experiment trackers.
 
 Only the main rank writes; on other ranks every method is a no-op. A failed write (a full disk, say) drops the entry and
 warns once per record; it does not end the run.
@@ -7,24 +7,17 @@ warns once per record; it does not end the run.
 import json
 import math
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-from torch.utils.tensorboard import SummaryWriter
-
-from dschat.arguments.secrets import redacted, redacted_values
 from dschat.distributed import collectives, failpoint
-from dschat.distributed.terminal import printable
-
-PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "peft", "accelerate")
+from dschat.runs.console import Console
+from dschat.runs.run_description import description, earlier_description, ended
+from dschat.runs.trackers import Tracker
 
 
 class RunLog:
@@ -35,40 +28,46 @@ class RunLog:
         name: the step's name, for the console and run.json.
         arguments: flag → value, written to run.json with passwords and keys redacted.
         total_steps: for the ETA.
-        tensorboard: folder for event files, or None.
+        logging_steps: interval of console lines where there is no terminal.
+        report_to: names of trackers, see dschat.runs.trackers.
+        tensorboard: folder for event files. Default: OUTPUT_DIR/tensorboard.
+        run_name: for trackers. Default: the name of the output folder.
         finished_steps: number of finished steps of a resumed run; entries of later steps are removed from the files.
             None: a new run, all entries are removed.
     """
 
     def __init__(self, output_dir: str, *, name: str, arguments: Mapping[str, Any], total_steps: int,
-                 tensorboard: str | None = None, finished_steps: int | None = None):  # fmt: skip
-        self.name, self.total_steps, self.first_step = name, total_steps, finished_steps or 0
-        self.started = time.monotonic()
+                 logging_steps: int = 1, report_to: Sequence[str] = (), tensorboard: str | None = None,
+                 run_name: str | None = None, finished_steps: int | None = None):  # fmt: skip
+        self.name, self.started = name, time.monotonic()
         self.writes = collectives.is_main()
-        self.writer, self.metadata = None, {}
+        self.trackers: list[Tracker] = []
+        self.metadata: dict[str, Any] = {}  # of run.json, what identifies the run: for checkpoints
         self._failed: set[str] = set()
         if not self.writes:
             return
         self.folder = Path(output_dir)
-        until = -1 if finished_steps is None else finished_steps
+        self.console = Console(
+            name, total_steps=total_steps, first_step=finished_steps or 0, logging_steps=logging_steps
+        )
+        resumed = finished_steps is not None
         for file in ("metrics.jsonl", "samples.jsonl"):
-            self._attempt(file, lambda file=file: _keep_until(self.folder / file, until))
-        if tensorboard is not None:
-            purge = None if finished_steps is None else finished_steps + 1
-            self._attempt("TensorBoard", lambda: setattr(self, "writer", SummaryWriter(tensorboard, purge_step=purge)))
-        self.metadata = {
-            "name": name,
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "arguments": redacted_values(arguments),
-            "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
-            "devices": {"accelerator": get_accelerator().device_name(), "processes": collectives.world_size(),
-                        "name": get_accelerator().current_device_name()},
-        }  # fmt: skip
-        content = json.dumps(self.metadata, indent=1).encode()
-        self._attempt("run.json", lambda: _replace(self.folder / "run.json", content))
+            until = finished_steps if resumed else -1
+            self._attempt(file, lambda file=file, until=until: _keep_until(self.folder / file, until))
+        earlier = earlier_description(self.folder / "run.json") if resumed else None
+        self.run = description(name, arguments, earlier=earlier, first_step=finished_steps or 0)
+        self.metadata = {key: self.run[key] for key in ("name", "started", "arguments", "versions", "devices")}
+        self._write_run()
+        for tracker in report_to:
+            folder = Path(tensorboard or self.folder / "tensorboard") if tracker == "tensorboard" else self.folder
+            start = lambda tracker=tracker, folder=folder: Tracker(  # noqa: E731
+                tracker, folder=folder, run_name=run_name or self.folder.resolve().name,
+                arguments=self.run["arguments"], purge_step=finished_steps + 1 if resumed else None,
+            )  # fmt: skip
+            self._attempt(tracker, lambda start=start: self.trackers.append(start()), errors=Exception)
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
-        """Log metrics: a line of metrics.jsonl, a TensorBoard scalar for each, and a console line."""
+        """Log metrics: a line of metrics.jsonl, a scalar for each in the trackers, and the console."""
         if not self.writes:
             return
         seconds = time.monotonic() - self.started
@@ -76,48 +75,56 @@ class RunLog:
         # JSON has no NaN or infinity: they are written as null.
         line |= {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._attempt("metrics.jsonl", lambda: _append(self.folder / "metrics.jsonl", json.dumps(line) + "\n"))
-        if self.writer is not None:
-            self._attempt("TensorBoard", lambda: self._add_scalars(step, values, phase))
-        numbers = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
-        self.info(f"{phase} {step}/{self.total_steps}  {numbers}{self._remaining(step, seconds)}")
+        self._track(lambda tracker: tracker.metrics(step, values, phase=phase))
+        self._attempt("console", lambda: self.console.metrics(step, values, phase=phase, seconds=seconds))
 
     def samples(self, step: int, rows: Iterable[Mapping[str, Any]], *, phase: str = "train") -> None:
         """Append rollouts to samples.jsonl: mappings with at least prompt, response and score."""
-        if self.writes:
-            lines = (json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows)
-            self._attempt("samples.jsonl", lambda: _append(self.folder / "samples.jsonl", "".join(lines)))
+        if not self.writes:
+            return
+        rows = list(rows)
+        lines = (json.dumps({"step": step, "phase": phase, **row}, ensure_ascii=False) + "\n" for row in rows)
+        self._attempt("samples.jsonl", lambda: _append(self.folder / "samples.jsonl", "".join(lines)))
+        self._track(lambda tracker: tracker.samples(step, rows, phase=phase))
 
     def info(self, text: str) -> None:
         if self.writes:
-            self._attempt("console", lambda: print(printable(redacted(f"[{self.name}] {text}")), flush=True))
+            self._attempt("console", lambda: self.console.print(text))
 
-    def close(self) -> None:
-        if self.writer is not None:
-            self._attempt("TensorBoard", self.writer.close)
+    def close(self, outcome: str = "finished") -> None:
+        """Close the trackers, and write the run's duration and outcome to run.json."""
+        if not self.writes:
+            return
+        self._attempt("console", self.console.close)
+        self._track(Tracker.close)
+        self.run = ended(self.run, outcome=outcome, seconds=time.monotonic() - self.started)
+        self._write_run()
 
-    def _attempt(self, record: str, write: Callable[[], object]) -> None:
-        """Write to a record; on OSError drop the entry, and warn once per record."""
+    def _write_run(self) -> None:
+        content = json.dumps(self.run, indent=1).encode()
+        self._attempt("run.json", lambda: _replace(self.folder / "run.json", content))
+
+    def _track(self, log: Callable[[Tracker], None]) -> None:
+        """Call every tracker; one that fails is warned about and dropped, as its thread or connection has ended."""
+        for tracker in tuple(self.trackers):
+            if not self._attempt(tracker.name, lambda tracker=tracker: log(tracker), errors=Exception):
+                self.trackers.remove(tracker)
+
+    def _attempt(
+        self, record: str, write: Callable[[], object], *, errors: type[Exception] = OSError
+    ) -> bool:
+        """Write to a record; on an error drop the entry, and warn once per record. Returns whether it was written."""
         try:
             failpoint.reached(f"log_{record}")
             write()
-        except OSError as error:
-            if record == "TensorBoard":
-                self.writer = None  # its writer thread has ended, later writes would fail too
+        except errors as error:
             if record not in self._failed:
                 self._failed.add(record)
                 with suppress(OSError):
                     print(f"warning: {record} cannot be written ({error}): the run continues, and its "
                           "entries are dropped until it can be written again", file=sys.stderr, flush=True)  # fmt: skip
-
-    def _add_scalars(self, step: int, values: Mapping[str, float], phase: str) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(f"{phase}/{name}", value, step)
-
-    def _remaining(self, step: int, seconds: float) -> str:
-        done = step - self.first_step
-        if not done > 0 or step >= self.total_steps:
-            return ""
-        return f"  ETA {timedelta(seconds=round(seconds / done * (self.total_steps - step)))}"
+            return False
+        return True
 
 
 def _append(path: Path, text: str) -> None:

@@ -85,10 +85,10 @@ class TrainingSession:
         with as_settings_errors():
             self.resumed_state, changed = resume.load(engines, settings)
         self.first_step = self.resumed_state.get("step", 0)
-        tensorboard = self.run.tensorboard_path or str(Path(self.run.output_dir, "tensorboard"))
         self.log = RunLog(
             self.run.output_dir, name=name, arguments=flag_values(settings), total_steps=total_steps,
-            tensorboard=tensorboard if self.run.enable_tensorboard else None,
+            logging_steps=self.run.logging_steps, report_to=self.run.trackers, tensorboard=self.run.tensorboard_path,
+            run_name=self.run.run_name,
             finished_steps=self.first_step if resume.checkpoint else None,
         )  # fmt: skip
         if resume.checkpoint:
@@ -109,8 +109,7 @@ class TrainingSession:
         if error is None:
             self.saver.finish()
         self._stack.__exit__(kind, error, trace)
-        if error is None:
-            self.log.close()
+        self.log.close("finished" if error is None else f"ended by {kind.__name__}: {error}".rstrip(": "))
 
     @property
     def evaluates_first(self) -> bool:

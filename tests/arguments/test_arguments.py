@@ -148,11 +148,11 @@ def test_correction_flags_without_effect_warn(tmp_path, capsys):
 
 def test_adapter_flags_without_adapters_warn(tmp_path, capsys):
     argv = ["--model_name_or_path", "m", "--lora_learning_rate", "1e-3", "--tensorboard_path", "t"]
-    argv += ["--data_path", "d", "--output_dir", str(tmp_path)]
+    argv += ["--data_path", "d", "--output_dir", str(tmp_path), "--report_to", "none"]
     parse(STEPS["sft"], argv, description="")
     stderr = capsys.readouterr().err
     assert "--lora_learning_rate 0.001 has no effect without --lora_dim\n" in stderr
-    assert "--tensorboard_path t has no effect without --enable_tensorboard\n" in stderr
+    assert "--tensorboard_path t has no effect without --report_to tensorboard or --enable_tensorboard\n" in stderr
     parse(STEPS["sft"], [*argv, "--lora_dim", "2", "--enable_tensorboard"], description="")
     assert capsys.readouterr().err == ""
     with pytest.raises(SettingsError, match="--zero_stage 4: choose one of 0, 1, 2, 3"):

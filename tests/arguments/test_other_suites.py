@@ -65,7 +65,7 @@ def test_flags_that_a_step_has_are_never_translated():
 
 HABIT_CASES = {
     "sft": {"lr": "learning_rate", "model": "model_name_or_path", "dataset": "data_path", "max_length": "max_seq_len",
-            "lora_r": "lora_dim", "report_to": "enable_tensorboard", "bf16": "dtype"},
+            "lora_r": "lora_dim", "use_wandb": "report_to", "bf16": "dtype"},
     "ppo": {"lr": "actor_learning_rate", "model": "actor_model_name_or_path", "num_generations":
             "num_samples_per_prompt", "beta": "kl_coef", "max_completion_length": "max_answer_seq_len",
             "reward_funcs": "reward", "remote_rm_url": "reward", "eps_clip": "clip_range", "use_vllm":

@@ -40,7 +40,7 @@ def test_every_call_appends_a_line_and_the_console_shows_progress(tmp_path, caps
     assert records[1]["accuracy"] == 0.25
     assert 0 <= records[0]["time"] <= records[1]["time"] <= records[2]["time"] < 60
     eval_line, first, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("[paint] train 1/10  loss 3  accuracy 0.25") and "ETA" in first
+    assert first.startswith("[paint] train 1/10  loss 3  accuracy 0.25  ETA") and "ETA" in first
     assert "ETA" not in last and "ETA" not in eval_line
 
 
@@ -90,7 +90,7 @@ def test_samples_keep_non_ascii_text(tmp_path):
 
 
 def test_tensorboard_has_a_curve_for_every_metric_and_phase(tmp_path):
-    log = log_of(tmp_path, tensorboard=str(tmp_path / "events"))
+    log = log_of(tmp_path, report_to=["tensorboard"], tensorboard=str(tmp_path / "events"))
     log.metrics(1, {"loss": 3.0})
     log.metrics(2, {"loss": 2.5})
     log.metrics(2, {"loss": 2.75}, phase="eval")
@@ -100,7 +100,50 @@ def test_tensorboard_has_a_curve_for_every_metric_and_phase(tmp_path):
     assert [(point.step, point.value) for point in events.Scalars("eval/loss")] == [(2, 2.75)]
 
 
-def test_without_tensorboard_no_event_file_is_written(tmp_path):
+def test_tensorboard_shows_hyper_parameters_and_samples_as_plain_text(tmp_path):
+    log = log_of(tmp_path, report_to=["tensorboard"])
+    log.samples(3, [{"prompt": "<b>2 + 2</b>", "response": "# 4", "score": 1.0}])
+    log.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("train/samples/text_summary"))
+    assert "    <b>2 + 2</b>" in text and "    # 4" in text and "score 1.0" in text, "indented: shown as it is"
+    (parameters,) = (tmp_path / "tensorboard").glob("*/hparams.yml")
+    assert "colour: blue" in parameters.read_text()
+
+
+def test_run_json_has_each_process_with_command_duration_and_outcome(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["main.py", "--reward", "http://host/score?api_key=SECRET"])
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("HF_TOKEN", "SECRET")
+    log_of(tmp_path)  # killed
+    log_of(tmp_path, finished_steps=3).close("ended by ExitAfterSave: 75")
+    log_of(tmp_path, finished_steps=5).close()
+    text = (tmp_path / "run.json").read_text()
+    run = json.loads(text)
+    assert [session.get("outcome") for session in run["sessions"]] == [None, "ended by ExitAfterSave: 75", "finished"]
+    assert [session["first_step"] for session in run["sessions"]] == [0, 3, 5]
+    assert all(0 <= session["seconds"] < 60 for session in run["sessions"][1:])
+    assert run["command"].startswith("main.py --reward") and run["environment"]["NCCL_DEBUG"] == "INFO"
+    assert run["git"] is None or len(run["git"]["commit"]) == 40
+    assert "SECRET" not in text
+    log_of(tmp_path)
+    assert len(json.loads((tmp_path / "run.json").read_text())["sessions"]) == 1, "a new run"
+
+
+def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, capsys):
+    log = log_of(tmp_path, report_to=["tensorboard"])
+    (tracker,) = log.trackers
+    tracker.tracker.writer.close()
+    tracker.tracker.writer = None
+    for step in (1, 2):
+        log.metrics(step, {"loss": 3.0})
+    log.close()
+    assert capsys.readouterr().err.count("warning: tensorboard cannot be written") == 1
+    assert not log.trackers and len(lines(tmp_path / "metrics.jsonl")) == 2
+
+
+def test_without_trackers_no_event_file_is_written(tmp_path):
     log = log_of(tmp_path)
     log.metrics(1, {"loss": 3.0})
     log.close()
@@ -168,12 +211,12 @@ def test_a_resume_on_a_full_disk_keeps_the_metrics(tmp_path, capsys):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize("record", ["TensorBoard", "run.json"])
+@pytest.mark.parametrize("record", ["tensorboard", "run.json"])
 def test_other_records_that_cannot_be_written_do_not_end_the_run(record, tmp_path, monkeypatch, capfd):
     events = str(tmp_path / "events")
     monkeypatch.setenv(failpoint.VARIABLE, f"log_{record}:raise#1")
     monkeypatch.setattr(failpoint, "_calls", Counter())
-    log = log_of(tmp_path, tensorboard=events)
+    log = log_of(tmp_path, report_to=["tensorboard"], tensorboard=events)
     for step in (1, 2):
         log.metrics(step, {"loss": 3.0})
     log.close()
