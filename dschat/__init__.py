@@ -1,5 +1,6 @@
 """Post-training of language models: supervised fine-tuning, reward models, RLHF."""
 
+import logging
 import os
 
 from dschat.lazy_imports import lazy_exports
@@ -11,6 +12,10 @@ __version__ = "0.1.0"
 # wake. About 20 µs of spinning costs nothing measurable with twice as many threads as cores.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# DeepSpeed warns when it is imported, on every rank: one of them is enough.
+if os.environ.get("RANK", "0") != "0":
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
 
 # The public interface: `from dschat import gae`. A name's module is imported when the name is first read.
 _MODULES = {

@@ -22,6 +22,7 @@ from dschat.distributed import groups, termination, watchdog
 from dschat.distributed.build_locks import clear_stale_build_locks
 from dschat.distributed.collectives import barrier, is_main_of_node, rank, world_size
 from dschat.distributed.launch_environment import LaunchError, launch_variables
+from dschat.distributed.library_output import quiet_libraries
 from dschat.distributed.rendezvous import open_store
 from dschat.distributed.terminal import printable
 
@@ -38,6 +39,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         with termination.exit_on_signals():
             os.environ.update(launch_variables(os.environ))
+            quiet_libraries()
             main()
             watchdog.phase("end")
             barrier()

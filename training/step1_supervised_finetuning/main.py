@@ -22,6 +22,7 @@ from dschat.runs import signals
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import Batch, Objective, fit
 from dschat.runs.network_loading import load_network
+from dschat.runs.next_commands import print_next_commands
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import one_model_problems
 
@@ -74,6 +75,7 @@ def main() -> None:
             {"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag, lora=settings.lora,
             bases={"": settings.model.model_name_or_path},
         )  # fmt: skip
+        print_next_commands("sft", run.output_dir, [""])
 
 
 if __name__ == "__main__":

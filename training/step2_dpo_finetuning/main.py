@@ -18,6 +18,7 @@ from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
 from dschat.runs.fit import fit
 from dschat.runs.network_loading import load_network
+from dschat.runs.next_commands import print_next_commands
 from dschat.runs.output_conflicts import overwritten_models
 from dschat.runs.set_up import data_options, load_splits, start
 from dschat.runs.validation import model_problems, one_model_problems, vocabulary_problems
@@ -100,6 +101,7 @@ def main() -> None:
             {"": engine.module.model}, run.output_dir, tokenizer, signal_flag=signal_flag, lora=settings.lora,
             bases={"": settings.model.model_name_or_path},
         )  # fmt: skip
+        print_next_commands("dpo", run.output_dir, [""])
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dschat.rlhf.validation import check_reward_columns, reward_entries, rlhf_pr
 from dschat.runs import signals
 from dschat.runs.best_model import check_evaluation_rows
 from dschat.runs.exporting import export_run
+from dschat.runs.next_commands import print_next_commands
 from dschat.runs.set_up import data_options, load_splits, start
 
 
@@ -107,6 +108,7 @@ def main() -> None:
         export_run(
             exported, run.output_dir, tokenizer, signal_flag=signal_flag, lora=settings.lora, bases=bases
         )
+        print_next_commands("rlhf", run.output_dir, exported)
 
 
 if __name__ == "__main__":
