@@ -26,9 +26,9 @@ def kto_loss(
 
     Returns:
         loss: scalar.
-        metrics: desirable_reward, undesirable_reward (means of β·r over the rows of their kind), margin (their
-            difference), accuracy (share of rows with r on the correct side of kl, a tie counts half),
-            desirable_logprob, undesirable_logprob. kl is computed once per step, so the caller reports it.
+        metrics: rewards/chosen, rewards/rejected (means of β·r over the desirable and the undesirable rows),
+            rewards/margins (their difference), rewards/accuracies (share of rows with r on the correct side of kl, a
+            tie counts half), logps/chosen, logps/rejected. kl is computed once per step, so the caller reports it.
 
     Source: Ethayarajh et al. 2024, eq. 8 (arXiv:2402.01306).
     """
@@ -47,12 +47,12 @@ def kto_loss(
         logprob = [torch.where(d, logprobs, 0.0).sum() / count for d in (desirable, ~desirable)]
         d_share, u_share = (torch.where(s > 0, s, 1.0) for s in (share, 1 - share))
         metrics = {
-            "desirable_reward": reward[0] / d_share,
-            "undesirable_reward": reward[1] / u_share,
-            "margin": reward[0] / d_share - reward[1] / u_share,
-            "accuracy": torch.heaviside(signed_margin, signed_margin.new_tensor(0.5)).sum() / count,
-            "desirable_logprob": logprob[0] / d_share,
-            "undesirable_logprob": logprob[1] / u_share,
+            "rewards/chosen": reward[0] / d_share,
+            "rewards/rejected": reward[1] / u_share,
+            "rewards/margins": reward[0] / d_share - reward[1] / u_share,
+            "rewards/accuracies": torch.heaviside(signed_margin, signed_margin.new_tensor(0.5)).sum() / count,
+            "logps/chosen": logprob[0] / d_share,
+            "logps/rejected": logprob[1] / u_share,
         }
     return loss, metrics
 

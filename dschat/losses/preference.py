@@ -5,9 +5,9 @@ sums over response tokens (see sequence_logprobs), or means per token where docu
 `ref_rejected` are the same under the frozen reference. They are [B] float, and only the first two receive a gradient.
 
 Normaliser, metrics and precision follow dschat.losses.normalizer; the normaliser counts pairs. Every loss has the
-metrics chosen_reward, rejected_reward (the implicit rewards, for most β·(logprob − ref_logprob)), margin (mean of their
-difference), accuracy (share of pairs whose chosen reward is higher; a tie, as is every pair before the first update,
-counts half), chosen_logprob and rejected_logprob.
+metrics, named as in TRL: rewards/chosen, rewards/rejected (the implicit rewards, for most β·(logprob − ref_logprob)),
+rewards/margins (mean of their difference), rewards/accuracies (share of pairs whose chosen reward is higher; a tie, as
+is every pair before the first update, counts half), logps/chosen and logps/rejected.
 """
 
 from __future__ import annotations
@@ -186,12 +186,12 @@ def _loss_and_metrics(
     with torch.no_grad():
         difference = rewards[0] - rewards[1]
         metrics = {
-            "chosen_reward": rewards[0].sum() / count,
-            "rejected_reward": rewards[1].sum() / count,
-            "margin": difference.sum() / count,
-            "accuracy": torch.heaviside(difference, difference.new_tensor(0.5)).sum() / count,
-            "chosen_logprob": at_least_float32(logprobs[0]).sum() / count,
-            "rejected_logprob": at_least_float32(logprobs[1]).sum() / count,
+            "rewards/chosen": rewards[0].sum() / count,
+            "rewards/rejected": rewards[1].sum() / count,
+            "rewards/margins": difference.sum() / count,
+            "rewards/accuracies": torch.heaviside(difference, difference.new_tensor(0.5)).sum() / count,
+            "logps/chosen": at_least_float32(logprobs[0]).sum() / count,
+            "logps/rejected": at_least_float32(logprobs[1]).sum() / count,
         }
     return losses.sum() / count, metrics
 

@@ -17,7 +17,7 @@ from dschat.distributed.terminal import printable
 # The first four of these that a step has, and its tokens per second, are shown; metrics.jsonl has all metrics.
 MAIN_METRICS = (
     "score", "judge", "kl", "response_length", "entropy", "loss", "accuracy", "rewards/accuracies", "rewards/margins",
-    "margin", "token_accuracy", "grad_norm", "learning_rate",
+    "logps/chosen", "margin", "token_accuracy", "grad_norm", "learning_rate",
 )  # fmt: skip
 RATE = "tokens_per_second"
 BAR = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {rate_fmt} ETA {remaining}{postfix}"

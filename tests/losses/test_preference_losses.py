@@ -93,8 +93,8 @@ def test_pair_losses_by_hand():
         loss, metrics = function(*pair, beta=0.5, **settings)
         assert loss.item() == pytest.approx(expected, abs=1e-6), function
         assert {name: value.item() for name, value in metrics.items()} == {
-            "chosen_reward": 0.5, "rejected_reward": -1.0, "margin": 1.5, "accuracy": 1.0, "chosen_logprob": -2.0,
-            "rejected_logprob": -4.0,
+            "rewards/chosen": 0.5, "rewards/rejected": -1.0, "rewards/margins": 1.5, "rewards/accuracies": 1.0, "logps/chosen": -2.0,
+            "logps/rejected": -4.0,
         }  # fmt: skip
     swapped = [pair[1], pair[0], pair[3], pair[2]]
     assert hinge_loss(*swapped, beta=0.5)[0] == 2.5 and ipo_loss(*swapped, beta=0.5)[0] == 16
@@ -117,9 +117,9 @@ def test_metrics_are_sums_over_pairs_divided_by_the_pairs_of_the_step(name):
                for side, ref_side in zip((chosen, rejected), reference, strict=True)]  # fmt: skip
     margins = [a - b for a, b in zip(*rewards, strict=True)]
     assert {key: value.item() for key, value in metrics.items()} == pytest.approx({
-        "chosen_reward": sum(rewards[0]) / 10, "rejected_reward": sum(rewards[1]) / 10, "margin": sum(margins) / 10,
-        "accuracy": sum(margin > 0 for margin in margins) / 10, "chosen_logprob": sum(chosen) / 10,
-        "rejected_logprob": sum(rejected) / 10,
+        "rewards/chosen": sum(rewards[0]) / 10, "rewards/rejected": sum(rewards[1]) / 10, "rewards/margins": sum(margins) / 10,
+        "rewards/accuracies": sum(margin > 0 for margin in margins) / 10, "logps/chosen": sum(chosen) / 10,
+        "logps/rejected": sum(rejected) / 10,
     })  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def test_before_the_first_update_dpo_loss_is_ln_2_and_accuracy_one_half():
     for label_smoothing in (0.0, 0.25):
         loss, metrics = dpo_loss(policy, rejected, policy, rejected, beta=0.1, label_smoothing=label_smoothing)
         assert loss.item() == torch.tensor(2.0).log().item()
-        assert metrics["accuracy"] == 0.5 and metrics["margin"] == metrics["chosen_reward"] == 0
+        assert metrics["rewards/accuracies"] == 0.5 and metrics["rewards/margins"] == metrics["rewards/chosen"] == 0
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -220,13 +220,13 @@ def test_kto_equals_the_loop_over_its_rows():
     loss, metrics = kto_loss(**batch, kl=numbers(kl).sum(), **SETTINGS)
     assert loss.item() == pytest.approx(total / 7)
     means = {good: sum(values) / len(values) for good, values in rewards.items()}
-    assert metrics["desirable_reward"].item() == pytest.approx(means[True])
-    assert metrics["undesirable_reward"].item() == pytest.approx(means[False])
-    assert metrics["margin"].item() == pytest.approx(means[True] - means[False])
-    for good, key in ((True, "desirable_logprob"), (False, "undesirable_logprob")):
+    assert metrics["rewards/chosen"].item() == pytest.approx(means[True])
+    assert metrics["rewards/rejected"].item() == pytest.approx(means[False])
+    assert metrics["rewards/margins"].item() == pytest.approx(means[True] - means[False])
+    for good, key in ((True, "logps/chosen"), (False, "logps/rejected")):
         assert metrics[key].item() == pytest.approx(sum(logprobs[good]) / len(logprobs[good]))
     right = sum(r > 0.5 * kl for r in rewards[True]) + sum(r < 0.5 * kl for r in rewards[False])
-    assert metrics["accuracy"].item() == pytest.approx(right / 7)
+    assert metrics["rewards/accuracies"].item() == pytest.approx(right / 7)
 
 
 def test_kto_by_hand_and_its_gradient():
@@ -237,7 +237,7 @@ def test_kto_by_hand_and_its_gradient():
         "desirable": torch.tensor([True, False]),
     }
     loss, metrics = kto_loss(**batch, kl=torch.tensor(1.0), beta=1.0)
-    assert loss.item() == pytest.approx((0.2689414 + 0.7310586) / 2, abs=1e-6) and metrics["accuracy"] == 0.5
+    assert loss.item() == pytest.approx((0.2689414 + 0.7310586) / 2, abs=1e-6) and metrics["rewards/accuracies"] == 0.5
     # d/dr: −σ'(1) = −0.1966119 raises the desirable log-ratio, +0.1966119 lowers the other; ÷ 2
     gradient = gradient_of(
         lambda x: kto_loss(x, batch["ref_logprobs"], batch["desirable"], kl=torch.tensor(1.0), beta=1.0)[0],

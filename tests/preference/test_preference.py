@@ -64,7 +64,7 @@ def test_every_loss_trains_equally_on_one_and_two_processes(loss, run, tmp_path)
     assert [line["phase"] for line in one] == ["eval", "train", "train", "eval"]
     for line, expected_line in zip(two, one, strict=True):
         assert_same_line(line, expected_line, loss)
-    assert one[-1]["eval_loss"] < one[0]["eval_loss"] and one[-1]["margin"] > one[0]["margin"]
+    assert one[-1]["eval_loss"] < one[0]["eval_loss"] and one[-1]["rewards/margins"] > one[0]["rewards/margins"]
     assert_loads_with_plain_transformers("sft", tmp_path / "two")
 
 
@@ -90,7 +90,7 @@ def test_before_the_first_update_policy_and_reference_agree_bit_for_bit(processe
     for line in before, first:
         loss = line.get("eval_loss", line.get("loss"))
         assert loss == pytest.approx(INITIAL_LOSS[settings.get("preference_loss", "dpo")], rel=2e-7)
-        assert line["margin"] == 0 and line["accuracy"] == 0.5 and line.get("kl", 0.0) == 0
+        assert line["rewards/margins"] == 0 and line["rewards/accuracies"] == 0.5 and line.get("kl", 0.0) == 0
 
 
 def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_damaged_file(run, materials, tmp_path):
@@ -120,7 +120,7 @@ def test_the_reference_is_scored_once_and_again_for_other_weights_rows_or_a_dama
     torch.nn.init.normal_(model.lm_head.weight, std=0.2)
     model.save_pretrained(other)
     assert scored("other reference", ref_model_name_or_path=other)
-    assert metrics_of(tmp_path / "other reference")[0]["margin"] != 0
+    assert metrics_of(tmp_path / "other reference")[0]["rewards/margins"] != 0
     assert scored("other rows", eval_data_path=materials / "held_out.jsonl")
     assert not list((tmp_path / "arrow").glob("*.unfinished"))
 
@@ -143,7 +143,7 @@ def test_every_row_has_a_reference_in_later_epochs(run, tmp_path):
     run("run", num_train_epochs=2, max_steps=None, learning_rate=1e-7)
     train = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert len(train) == 12 and all(None not in line.values() for line in train)
-    assert all(abs(line["margin"]) < 0.01 for line in train), "a row with another row's reference would be far off"
+    assert all(abs(line["rewards/margins"]) < 0.01 for line in train), "a row with another row's reference would be far off"
 
 
 def response_logprob(model, tokenizer, prompt: str, response: str) -> float:
@@ -179,8 +179,8 @@ def test_evaluation_is_the_dpo_loss_of_plain_transformers(run, materials, tmp_pa
     last = metrics_of(tmp_path / "run")[-1]
     z = [0.3 * (log_ratio(row["prompt"], row["chosen"]) - log_ratio(row["prompt"], row["rejected"])) for row in PAIRS]
     assert last["eval_loss"] == pytest.approx(sum(math.log(1 + math.exp(-x)) for x in z) / 7, rel=1e-4)
-    assert last["margin"] == pytest.approx(sum(z) / 7, rel=1e-3) and last["pairs"] == 7
-    assert last["accuracy"] == sum(x > 0 for x in z) / 7 and abs(sum(z) / 7) > 0.05
+    assert last["rewards/margins"] == pytest.approx(sum(z) / 7, rel=1e-3) and last["pairs"] == 7
+    assert last["rewards/accuracies"] == sum(x > 0 for x in z) / 7 and abs(sum(z) / 7) > 0.05
 
 
 def test_evaluation_is_the_kto_loss_of_plain_transformers(run, materials, tmp_path, log_ratio):
@@ -209,7 +209,7 @@ def test_unpaired_rows_train_kto(run, tmp_path):
     file = write_rows(tmp_path / "rows.jsonl", rows)
     run("run", preference_loss="kto", data_path=file, eval_data_path=file, max_steps=8)
     last = metrics_of(tmp_path / "run")[-1]
-    assert last["desirable_reward"] > last["undesirable_reward"] and last["rows"] == 40
+    assert last["rewards/chosen"] > last["rewards/rejected"] and last["rows"] == 40
 
 
 @pytest.mark.parametrize("loss", ["dpo", "kto"])
@@ -242,14 +242,14 @@ def test_only_ipo_averages_log_probs_by_default_and_length_normalized_overrides_
     arguments = PreferenceArguments(preference_loss=loss, beta=0.5, **settings)
     actual, metrics = configured_pair_loss(arguments)(lambda *_: logprobs, batch, 1.0)
     assert actual.item() == pytest.approx(expected, abs=1e-6)
-    assert metrics["chosen_logprob"].item() == (-1 if arguments.uses_mean_logprobs else -2)
+    assert metrics["logps/chosen"].item() == (-1 if arguments.uses_mean_logprobs else -2)
 
 
 def test_the_sft_term_raises_the_probability_of_chosen_responses(run, tmp_path):
     for name, coef in (("without", 0.0), ("with", 1.0)):
         run(name, sft_coef=coef, learning_rate=1e-2)
     without, with_ = (metrics_of(tmp_path / name)[-1] for name in ("without", "with"))
-    assert with_["chosen_logprob"] > without["chosen_logprob"] + 1 and "sft_loss" not in without
+    assert with_["logps/chosen"] > without["logps/chosen"] + 1 and "sft_loss" not in without
 
 
 def test_contradictory_flags_are_reported_together(run, materials):

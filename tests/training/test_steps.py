@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 METRICS = {
     "sft": {"loss", "grad_norm", "learning_rate"},
     "reward": {"loss", "accuracy", "grad_norm", "learning_rate"},
-    "dpo": {"loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "grad_norm", "learning_rate"},
+    "dpo": {"loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "grad_norm", "learning_rate"},
     "ppo": {
         "score", "reward", "kl", "entropy", "response_length", "ended_by_eos", "policy_loss", "value_loss",
         "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",
@@ -179,7 +179,7 @@ def test_a_killed_and_resumed_run_equals_the_unbroken_one(step, settings, run, t
     assert not list(checkpoints.glob(".step*"))
 
 
-@pytest.mark.parametrize("step, metric, mode", [("sft", "eval_loss", "min"), ("dpo", "accuracy", "max")])
+@pytest.mark.parametrize("step, metric, mode", [("sft", "eval_loss", "min"), ("dpo", "rewards/accuracies", "max")])
 def test_the_best_model_of_steps_1_and_2_survives_a_kill(step, metric, mode, run, tmp_path):
     settings = {"best_metric": metric, "best_mode": mode, "eval_interval": 1, "eval_fraction": 0.2}
     whole = run(step, "whole", **settings)
