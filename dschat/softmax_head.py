@@ -90,8 +90,8 @@ class SoftmaxHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, transform: LogitTransform,
         with_entropy: bool, block_size: int,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-        """[N] log-probs and [N] entropies (or None), in at least float32."""
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """[N] log-probs and [N] entropies (or None), in at least float32; [N] bool, True if no logit is larger."""
         blocks = LogitBlocks(hidden.to(weight.dtype), weight, bias, labels, transform, block_size)
         dtype = torch.promote_types(weight.dtype, torch.float32)
         m = hidden.new_full((hidden.shape[0], 1), torch.finfo(dtype).min, dtype=dtype)  # [N, 1]
@@ -111,11 +111,13 @@ class SoftmaxHead(torch.autograd.Function):
         ctx.transform, ctx.block_size = transform, block_size
         # The difference of the logits first: added to a large m, the logarithm would lose its digits.
         logprobs = z_label - m - log_Z
-        return logprobs.squeeze(1), entropy.squeeze(1) if with_entropy else None
+        is_top = (z_label >= m).squeeze(1)
+        ctx.mark_non_differentiable(is_top)
+        return logprobs.squeeze(1), entropy.squeeze(1) if with_entropy else None, is_top
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprobs: Tensor, d_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         """Gradients of hidden, weight and bias, as far as they are needed."""
         hidden, weight, bias, labels, m, Z, entropy = ctx.saved_tensors
         blocks = LogitBlocks(hidden.to(weight.dtype), weight, bias, labels, ctx.transform, ctx.block_size)

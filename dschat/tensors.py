@@ -119,7 +119,8 @@ def linear_logprobs(
     chunk_size: int | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    with_top: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Log-probs of labels (and entropies) from hidden states, with a few copies of one block of logits in memory.
 
     logits = scale·(h·Wᵀ + b), then softcap·tanh(logits / softcap) if softcap is given, then ÷ temperature; the
@@ -139,9 +140,11 @@ def linear_logprobs(
             LOGIT_BLOCK_BYTES (of the device, in float32).
         scale: multiplies the logits (a model's logit_scale, or 1 / logits_scaling).
         softcap: the model's final_logit_softcapping; None: no softcapping.
+        with_top: also return whether each label has the largest logit (ties count as True).
 
     Returns:
-        logprobs [N], or (logprobs [N], entropy [N]): float32 (float64 for float64), in nats.
+        logprobs [N], or a tuple of logprobs [N], if wanted entropy [N], and if wanted is_top [N] bool: float32 (float64
+        for float64), in nats.
 
     Raises:
         ValueError: temperature or chunk_size out of range.
@@ -160,8 +163,9 @@ def linear_logprobs(
     else:
         block_size = chunk_size * weight.shape[0]
     transform = LogitTransform(temperature=temperature, scale=scale, softcap=softcap)
-    logprobs, entropy = SoftmaxHead.apply(hidden, weight, bias, labels, transform, with_entropy, block_size)
-    return (logprobs, entropy) if with_entropy else logprobs
+    logprobs, entropy, is_top = SoftmaxHead.apply(hidden, weight, bias, labels, transform, with_entropy, block_size)
+    outputs = (logprobs, *([entropy] if with_entropy else []), *([is_top] if with_top else []))
+    return outputs if len(outputs) > 1 else logprobs
 
 
 _WORD = 0xFFFFFFFF

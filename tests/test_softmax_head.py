@@ -37,7 +37,7 @@ def test_gradients_are_the_derivatives(transform, with_entropy, block_size):
 
     def outputs(*floats: Tensor) -> tuple[Tensor, ...]:
         results = SoftmaxHead.apply(*floats, labels, TRANSFORMS[transform], with_entropy, block_size)
-        return tuple(result for result in results if result is not None)
+        return tuple(result for result in results[:2] if result is not None)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
@@ -73,10 +73,11 @@ def test_large_logits_lose_no_digits(block_size):
     """Logits 30000, 29999, 29998, the largest last: log(e⁻² + e⁻¹ + 1) = 0.40760596."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[29998.0], [29999.0], [30000.0]])
     labels = torch.tensor([2, 0])
-    logprobs, entropy = SoftmaxHead.apply(hidden, weight, None, labels, LogitTransform(), True, block_size)
+    logprobs, entropy, is_top = SoftmaxHead.apply(hidden, weight, None, labels, LogitTransform(), True, block_size)
     torch.testing.assert_close(logprobs, torch.tensor([-0.40760596, -2.40760596]), rtol=1e-6, atol=0)
     # 0.40760596 + (2·e⁻² + e⁻¹) / (e⁻² + e⁻¹ + 1)
     torch.testing.assert_close(entropy, torch.tensor([0.83239556, 0.83239556]), rtol=1e-6, atol=0)
+    assert is_top.tolist() == [True, False]
 
 
 def test_gradients_of_a_half_precision_head_are_rounded_once_however_small_the_blocks():

@@ -189,6 +189,25 @@ def test_linear_logprobs_and_entropy_equal_softmax_over_full_logits_forward_and_
     torch.testing.assert_close(gradients, torch.autograd.grad(reference, leaves))
 
 
+@pytest.mark.parametrize("chunk_size", [1, 3, 64])
+def test_the_most_likely_label_is_that_of_the_full_logits(chunk_size):
+    """Labels: the argmax of even rows, another column in odd ones; a tie of the maximum counts as most likely."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(9, 6, generator=generator), torch.randn(20, 6, generator=generator)
+    weight[11] = weight[(hidden @ weight.T).argmax(1)[8]]
+    best = (hidden @ weight.T).argmax(1)
+    labels = torch.where(torch.arange(9) % 2 == 0, best, (best + 1) % 20)
+    labels[8] = 11
+    logprobs, is_top = linear_logprobs(
+        hidden, weight, labels, chunk_size=chunk_size, with_top=True, temperature=0.7, softcap=3.0
+    )
+    assert is_top.tolist() == [True, False] * 4 + [True]
+    alone = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size, temperature=0.7, softcap=3.0)
+    assert torch.equal(alone, logprobs)
+    *_, entropy, with_both = linear_logprobs(hidden, weight, labels, with_entropy=True, with_top=True)
+    assert entropy.shape == (9,) and with_both.dtype == torch.bool
+
+
 def test_linear_logprobs_without_entropy_returns_one_tensor_with_the_same_gradient():
     inputs = head()
     leaves = [inputs["hidden"], inputs["weight"]]

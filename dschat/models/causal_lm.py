@@ -94,9 +94,9 @@ class LogprobHead(nn.Module):
         self.softcap = softcap
 
     def forward(
-        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """hidden [N, H], labels [N] → logprobs [N] float32, or (logprobs, entropy)."""
+        self, hidden: Tensor, labels: Tensor, temperature: float, with_entropy: bool, with_top: bool
+    ) -> Tensor | tuple[Tensor, ...]:
+        """hidden [N, H], labels [N] → logprobs [N] float32, or a tuple; see linear_logprobs."""
         return linear_logprobs(
             hidden,
             self.weight,
@@ -104,6 +104,7 @@ class LogprobHead(nn.Module):
             bias=self.bias,
             temperature=temperature,
             with_entropy=with_entropy,
+            with_top=with_top,
             scale=self.scale,
             softcap=self.softcap,
         )
@@ -152,7 +153,8 @@ class TokenLogprobs(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         packed_positions: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        with_top: bool = False,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Log p(token i | tokens < i) for the tokens selected by loss_mask.
 
         Tokens before the first selected one of a row are its prompt: rows with the same prompt may share it.
@@ -166,9 +168,11 @@ class TokenLogprobs(nn.Module):
             with_entropy: also return the entropy of the distribution that predicts each token.
             packed_positions: [B, S] long, for rows of several conversations: restarts at 0 with each, 0 on padding
                 (which is on the right). loss_mask must be False on the first token of each conversation.
+            with_top: also return whether each token was the most likely one.
 
         Returns:
-            logprobs [B, S] float32 in nats, zero for tokens not selected; or (logprobs, entropy [B, S]).
+            logprobs [B, S] float32 in nats, zero for tokens not selected; or a tuple of logprobs, if wanted entropy
+            [B, S], and if wanted is_top [B, S] bool, False for tokens not selected.
         """
         hidden, source = self.backbone(
             input_ids, attention_mask, prompt_lengths=prompt_lengths_of(loss_mask, attention_mask),
@@ -179,12 +183,13 @@ class TokenLogprobs(nn.Module):
         tokens = selected.flatten().nonzero().squeeze(1)  # [n]
         labels = input_ids.flatten()[tokens]
         # tokens - 1: the hidden state one column earlier predicts a token; same row, since column 0 is excluded.
-        outputs = self.head(hidden.index_select(0, source[tokens - 1]), labels, temperature, with_entropy)  # [n]
+        predicting = hidden.index_select(0, source[tokens - 1])
+        outputs = self.head(predicting, labels, temperature, with_entropy, with_top)  # [n]
 
         def scatter(values: Tensor) -> Tensor:
             return values.new_zeros(selected.numel()).index_copy(0, tokens, values).view_as(selected)  # [B, S]
 
-        return (scatter(outputs[0]), scatter(outputs[1])) if with_entropy else scatter(outputs)
+        return tuple(map(scatter, outputs)) if with_entropy or with_top else scatter(outputs)
 
 
 def head_transform(model: PreTrainedModel) -> tuple[float, float | None]:

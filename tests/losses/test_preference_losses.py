@@ -93,8 +93,8 @@ def test_pair_losses_by_hand():
         loss, metrics = function(*pair, beta=0.5, **settings)
         assert loss.item() == pytest.approx(expected, abs=1e-6), function
         assert {name: value.item() for name, value in metrics.items()} == {
-            "rewards/chosen": 0.5, "rewards/rejected": -1.0, "rewards/margins": 1.5, "rewards/accuracies": 1.0, "logps/chosen": -2.0,
-            "logps/rejected": -4.0,
+            "rewards/chosen": 0.5, "rewards/rejected": -1.0, "rewards/margins": 1.5, "rewards/accuracies": 1.0,
+            "logps/chosen": -2.0, "logps/rejected": -4.0,
         }  # fmt: skip
     swapped = [pair[1], pair[0], pair[3], pair[2]]
     assert hinge_loss(*swapped, beta=0.5)[0] == 2.5 and ipo_loss(*swapped, beta=0.5)[0] == 16
@@ -117,7 +117,8 @@ def test_metrics_are_sums_over_pairs_divided_by_the_pairs_of_the_step(name):
                for side, ref_side in zip((chosen, rejected), reference, strict=True)]  # fmt: skip
     margins = [a - b for a, b in zip(*rewards, strict=True)]
     assert {key: value.item() for key, value in metrics.items()} == pytest.approx({
-        "rewards/chosen": sum(rewards[0]) / 10, "rewards/rejected": sum(rewards[1]) / 10, "rewards/margins": sum(margins) / 10,
+        "rewards/chosen": sum(rewards[0]) / 10, "rewards/rejected": sum(rewards[1]) / 10,
+        "rewards/margins": sum(margins) / 10,
         "rewards/accuracies": sum(margin > 0 for margin in margins) / 10, "logps/chosen": sum(chosen) / 10,
         "logps/rejected": sum(rejected) / 10,
     })  # fmt: skip

@@ -143,7 +143,8 @@ def test_every_row_has_a_reference_in_later_epochs(run, tmp_path):
     run("run", num_train_epochs=2, max_steps=None, learning_rate=1e-7)
     train = [line for line in metrics_of(tmp_path / "run") if line["phase"] == "train"]
     assert len(train) == 12 and all(None not in line.values() for line in train)
-    assert all(abs(line["rewards/margins"]) < 0.01 for line in train), "a row with another row's reference would be far off"
+    margins = [line["rewards/margins"] for line in train]
+    assert max(map(abs, margins)) < 0.01, "a row with another row's reference would be far off"
 
 
 def response_logprob(model, tokenizer, prompt: str, response: str) -> float:

@@ -23,9 +23,12 @@ from step_materials import (
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 METRICS = {
-    "sft": {"loss", "grad_norm", "learning_rate"},
+    "sft": {"loss", "token_accuracy", "grad_norm", "learning_rate"},
     "reward": {"loss", "accuracy", "grad_norm", "learning_rate"},
-    "dpo": {"loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "grad_norm", "learning_rate"},
+    "dpo": {
+        "loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected", "grad_norm",
+        "learning_rate",
+    },
     "ppo": {
         "score", "reward", "kl", "entropy", "response_length", "ended_by_eos", "policy_loss", "value_loss",
         "clip_fraction", "explained_variance", "actor_grad_norm", "critic_grad_norm",

@@ -29,16 +29,21 @@ from dschat.runs.validation import one_model_problems
 
 def loss_of(engine: deepspeed.DeepSpeedEngine, batch: Batch, tokens: float) -> tuple[torch.Tensor, Metrics]:
     """Negative log-likelihood of the trained tokens, divided by their number in the whole step."""
-    logprobs = engine(
-        batch["input_ids"], batch["attention_mask"], batch["loss_mask"], packed_positions=batch.get("packed_positions")
+    mask = batch["loss_mask"]
+    logprobs, is_top = engine(
+        batch["input_ids"], batch["attention_mask"], mask, packed_positions=batch.get("packed_positions"), with_top=True
     )  # [B, S]
-    loss, _ = sft_loss(logprobs, batch["loss_mask"], normalizer=tokens)
-    return loss, {}
+    loss, _ = sft_loss(logprobs, mask, normalizer=tokens)
+    return loss, {"token_accuracy": is_top.sum() / tokens}
 
 
 def evaluation(sums: Mapping[str, float]) -> dict[str, float]:
-    nll = sums["loss"] / sums["count"]
-    return {"eval_loss": nll, "perplexity": math.exp(min(nll, 700.0)), "tokens": sums["count"]}
+    tokens = sums["count"]
+    nll = sums["loss"] / tokens
+    return {
+        "eval_loss": nll, "perplexity": math.exp(min(nll, 700.0)), "token_accuracy": sums["token_accuracy"] / tokens,
+        "tokens": tokens,
+    }  # fmt: skip
 
 
 def main() -> None:
