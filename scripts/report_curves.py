@@ -105,6 +105,9 @@ def metric_of(name: str) -> Metric:
     """The catalogue's entry; for other metrics a title made of the name."""
     if name in CATALOGUE:
         return CATALOGUE[name]
+    source = name.removeprefix("reward_")
+    if source != name and not name.endswith("_missing"):
+        return Metric(f"Score by {source}", "mean per response, before its weight", "higher")
     return Metric(
         name.replace("_", " ").capitalize(), better="higher" if name.startswith(("mean@", "pass@", "maj@")) else "",
         magnitude=name.endswith("grad_norm"), schedule=name.endswith("learning_rate"),

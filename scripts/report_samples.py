@@ -169,5 +169,6 @@ def best_and_worst_list(samples: Sequence[dict]) -> str:
             f'{html.escape(abridged(sample["response"]))}</div><div class="numbers">{sample_numbers(sample)}</div></li>'
             for sample in part
         )
-        columns.append(f'<div><h4>{title} {len(part)} of the last samples, by score</h4><ul class="cards">{items}</ul></div>')
+        heading = f"<h4>{title} {len(part)} of the last samples, by score</h4>"
+        columns.append(f'<div>{heading}<ul class="cards">{items}</ul></div>')
     return "".join(columns)

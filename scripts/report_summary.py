@@ -171,7 +171,7 @@ def verdict_list(rows: Iterable[dict[str, Any]]) -> str:
         parts = [f"{format_number(row['first'])} → {format_number(row['last'])}"]
         if row["change"] is not None:
             mean, error, prompts = row["change"]
-            parts.append(f"change {mean:+.3g} ± {error:.2g} over {prompts} prompts")
+            parts.append(f"change {mean:+.3g}, standard error {error:.2g} over {prompts} prompts")
         if row["best"] is not None and not math.isclose(row["best"][1], row["last"]):
             parts.append(f"best {format_number(row['best'][1])} at step {row['best'][0]:g}")
         phase = "evaluation" if row["phase"] == "eval" else "training, tenth of the steps"

@@ -18,6 +18,14 @@ function formatNumber(value) {
   return String(Number(value.toPrecision(size >= 1000 ? 4 : 3)));
 }
 
+// Labels of an axis, with as many decimals as their distance needs.
+function tickLabels(splits) {
+  const shown = splits.filter(v => v !== null && v !== undefined), gap = Math.abs(shown[1] - shown[0]);
+  const plain = shown.every(v => v === 0 || (Math.abs(v) < 1e5 && Math.abs(v) >= 1e-3)) && gap >= 1e-6;
+  const decimals = Math.min(8, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9)));
+  return splits.map(v => (v === null || v === undefined ? "" : plain ? v.toFixed(decimals) : formatNumber(v)));
+}
+
 // The colour of a CSS variable as rgb(): a canvas knows neither variables nor light-dark().
 function colourOf(name) {
   const probe = element("span", { style: `color: var(${name})` }, document.body);
@@ -107,7 +115,7 @@ function seriesOf(line) {
 
 function axisOptions(dim, grid, size, extra) {
   return { stroke: dim, grid: { stroke: grid, width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif", size,
-           values: (u, splits) => splits.map(v => (v === null || v === undefined ? "" : formatNumber(v))), ...extra };
+           values: (u, splits) => tickLabels(splits), ...extra };
 }
 
 // A uPlot chart. lines: {xs, ys, mean, phase, colour, visible}; options: log, range, limits of x, height, and the
@@ -118,11 +126,13 @@ function drawChart(parent, lines, options) {
   const yScale = options.log
     ? { distr: 3, range: (u, low, high) => (low > 0 && high > 0 ? uPlot.rangeLog(low, high, 10, false) : [1, 10]) }
     : { range: (u, low, high) => linearLimits(low, high, options.range) };
+  const labels = splits => splits.map(v => (v === null || v === undefined ? "" : formatNumber(v)));
+  const yAxis = options.log ? { space: 20, values: (u, splits) => labels(splits) } : { space: 28 };
   return new uPlot({
     width: Math.max(120, parent.clientWidth), height: options.height, legend: { show: false },
     scales: { x: { time: false, range: () => options.limits() }, y: yScale },
     series: [{}, ...lines.flatMap(seriesOf)],
-    axes: [axisOptions(dim, grid, 28, { space: 55 }), axisOptions(dim, grid, 50, { space: options.log ? 20 : 28 })],
+    axes: [axisOptions(dim, grid, 28, { space: 55 }), axisOptions(dim, grid, 54, yAxis)],
     cursor: {
       y: false, points: { show: false }, drag: { x: true, y: false, setScale: false },
       sync: { key: options.syncKey, filters: { pub: type => type === "mousemove" || type === "mouseleave" } },
