@@ -17,6 +17,7 @@ import json
 import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,8 @@ def write_report(folders: list[Path], output: Path, *, samples: int, refresh: fl
     except OSError as error:  # on a full disk the error has no file name
         raise ValueError(f"--output {output}: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
     print(f"wrote {output}", flush=True)
     return True
 

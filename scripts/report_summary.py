@@ -144,7 +144,7 @@ def cost(run: Run, curves: dict[str, Curves]) -> list[tuple[str, str]]:
         ("Duration", format_seconds(max(seconds)) if seconds else UNKNOWN),
         ("Steps", f"{max(steps):,.0f}" if steps else UNKNOWN),
         tokens_of(run),
-        ("Peak memory", f"{max(memory):.2f} GiB per device" if memory else UNKNOWN),
+        ("Peak memory", f"{max(memory):.2f} GiB, main process" if memory else UNKNOWN),
         ("Devices", f"{processes if processes is not None else '?'} × {device}" if device else UNKNOWN),
         ("Started", started if isinstance(started, str) else UNKNOWN),
     ]

@@ -22,7 +22,7 @@ TIMEOUT = 60.0  # seconds
 
 
 class Tab:
-    """A tab of the browser.
+    """A tab of the browser; `renew` replaces it by another one without history and storage.
 
     Attributes:
         errors: texts of exceptions and of console errors of the page, refusals by its security policy among them.
@@ -31,6 +31,13 @@ class Tab:
     def __init__(self, requests: int, replies: int) -> None:
         self.requests, self.replies = requests, replies
         self.buffer, self.number, self.session, self.errors = b"", 0, None, []
+
+    def renew(self) -> None:
+        self.session, self.errors = None, []
+        target = self.command("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self.command(f"{domain}.enable")
 
     def command(self, method: str, **parameters: Any) -> dict:
         """Send a command of the DevTools protocol and wait for its result. Raises RuntimeError if it fails."""
@@ -87,10 +94,11 @@ class Tab:
         text, _, self.buffer = self.buffer.partition(b"\0")
         message = json.loads(text)
         event, parameters = message.get("method"), message.get("params", {})
-        if event == "Runtime.exceptionThrown":
-            self.errors.append(str(parameters["exceptionDetails"]))
-        elif event == "Log.entryAdded" and parameters["entry"]["level"] == "error":
-            self.errors.append(parameters["entry"]["text"])
+        if message.get("sessionId") == self.session:
+            if event == "Runtime.exceptionThrown":
+                self.errors.append(str(parameters["exceptionDetails"]))
+            elif event == "Log.entryAdded" and parameters["entry"]["level"] == "error":
+                self.errors.append(parameters["entry"]["text"])
         return message
 
 
@@ -110,17 +118,11 @@ def open_tab(profile: Path) -> Iterator[Tab]:
     for end in (request_end, reply_end, *ends):
         os.close(end)
     try:
-        yield _attached(Tab(requests, replies))
+        tab = Tab(requests, replies)
+        tab.renew()
+        yield tab
     finally:
         process.terminate()
         process.wait(TIMEOUT)
         os.close(requests)
         os.close(replies)
-
-
-def _attached(tab: Tab) -> Tab:
-    target = tab.command("Target.createTarget", url="about:blank")["targetId"]
-    tab.session = tab.command("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-    for domain in ("Page", "Runtime", "Log"):
-        tab.command(f"{domain}.enable")
-    return tab
