@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ class Run:
         info: content of run.json.
         metrics, samples: lines of metrics.jsonl and samples.jsonl.
         notes: what is missing or invalid.
+        label: the shortest end of the path that no other run on the page has.
     """
 
     folder: Path
@@ -24,10 +27,46 @@ class Run:
     metrics: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        self.label = self.label or self.folder.resolve().name
 
     @property
     def name(self) -> str:
         return str(self.info.get("name") or self.folder.resolve().name)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Flag → value; empty if run.json has none."""
+        arguments = self.info.get("arguments")
+        return arguments if isinstance(arguments, dict) else {}
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """The runs in these folders, each folder once, with labels that differ."""
+    different: dict[Path, Path] = {}
+    for folder in folders:
+        different.setdefault(folder.resolve(), folder)
+    runs = [read_run(folder) for folder in different.values()]
+    for run, label in zip(runs, distinct_labels(list(different)), strict=True):
+        run.label = label
+    return runs
+
+
+def distinct_labels(paths: Sequence[Path]) -> list[str]:
+    """A name for each of these different absolute paths: as few last parts as no other path ends with.
+
+    Of more than three parts the inner ones become "…", if the names still differ.
+    """
+    full = []
+    for path in paths:
+        others = [other.parts for other in paths if other != path]
+        depths = range(1, len(path.parts) + 1)
+        depth = next((n for n in depths if all(other[-n:] != path.parts[-n:] for other in others)), len(path.parts))
+        full.append(path.parts[-depth:])
+    short = [(parts[0], "…", parts[-1]) if len(parts) > 3 else parts for parts in full]
+    return ["/".join(s if short.count(s) == 1 else f) for s, f in zip(short, full, strict=True)]
 
 
 def read_run(folder: Path) -> Run:
@@ -41,6 +80,29 @@ def read_run(folder: Path) -> Run:
     if samples.exists() or not run.name.startswith(("step1", "step2")):  # these steps write no samples
         run.samples = read_jsonl(samples, run.notes)
     return run
+
+
+def number_of(value: Any) -> float | None:
+    """The value as a float if it is a finite number (and not a bool), else None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer too large for float
+        return None
+
+
+def elapsed_seconds(metrics: Sequence[dict]) -> list[float | None]:
+    """Seconds of training at each line; `time` starts at 0 again when a run is resumed."""
+    finished, previous, elapsed = 0.0, 0.0, []
+    for row in metrics:
+        seconds = number_of(row.get("time"))
+        if seconds is not None:
+            if seconds < previous:
+                finished += previous
+            previous = seconds
+        elapsed.append(None if seconds is None else finished + seconds)
+    return elapsed
 
 
 def read_info(path: Path, notes: list[str]) -> dict[str, Any]:
@@ -89,22 +151,3 @@ def object_of(line: bytes) -> tuple[dict | None, str]:
     except ValueError as error:
         return None, str(error)
     return (row, "") if isinstance(row, dict) else (None, "not a JSON object")
-
-
-def before_and_after(samples: list[dict], *, limit: int) -> list[tuple[dict, dict | None]]:
-    """Pairs (first, last) of samples with the same prompt, evaluation samples preferred.
-
-    If a prompt was sampled at one step only, the second member is None; such pairs come last.
-    """
-    usable = [s for s in samples if isinstance(s.get("prompt"), str) and isinstance(s.get("response"), str)]
-    chosen = [s for s in usable if s.get("phase") == "eval"] or usable
-    first: dict[str, dict] = {}
-    last: dict[str, dict] = {}
-    for sample in chosen:
-        first.setdefault(sample["prompt"], sample)
-        if sample.get("step") != first[sample["prompt"]].get("step") and (
-            sample["prompt"] not in last or sample.get("step") != last[sample["prompt"]].get("step")
-        ):
-            last[sample["prompt"]] = sample
-    pairs = [(sample, last.get(prompt)) for prompt, sample in first.items()]
-    return sorted(pairs, key=lambda pair: pair[1] is None)[:limit]

@@ -1,7 +1,9 @@
-"""Throughput of training for the log: real tokens per second, model FLOP utilisation, share of padding."""
+"""Throughput and memory of training for the log: tokens per second, FLOP utilisation, padding, peak memory."""
 
 from __future__ import annotations
 
+import resource
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -64,7 +66,7 @@ def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedMod
 
 
 def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, prefix: str = "") -> dict[str, float]:
-    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu.
+    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu; this rank's peak memory.
 
     Args:
         work: of the updates of all ranks.
@@ -77,8 +79,17 @@ def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, p
         return {}
     metrics = {
         f"{prefix}tokens_per_second": work.tokens / seconds, "padding": 1 - work.needed / max(work.columns, 1.0),
+        "peak_memory_gib": peak_memory_gib(engine.device),
     }  # fmt: skip
     peak = peak_flops(engine.device, engine.module.model.dtype)
     if peak and work.flops:
         metrics["mfu"] = work.flops / (seconds * peak * collectives.world_size())
     return metrics
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Largest memory so far, in GiB: of this process's tensors on a CUDA device, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    units = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units / 2**30
