@@ -128,7 +128,7 @@ def fit(
             failpoint.reached("update")
             done = step + 1
             metrics = train_step(engine, objective, splits.train, share(lengths, batches.step(step), limit), trained)
-            session.log.metrics(done, metrics)
+            session.log.metrics(done, metrics | {"epoch": done / len(batches)})
             session.health.check_metrics(done, metrics, skipped=["skipped_updates" in metrics])
             if session.evaluation_is_due(done):
                 evaluate(done)
@@ -175,9 +175,11 @@ def train_step(
     batches = list(objective.prepare(engine, parts))
     counted = sum(objective.count(batch) for batch in batches)
     local = sum((model.work(sequences_of(batch, model.limit)) for batch in batches), Work()).tensor(engine.device)
-    count, *work = collectives.sum_over_ranks(torch.cat([counted.double().view(1), local])).tolist()
+    count, *sums = collectives.sum_over_ranks(torch.cat([counted.double().view(1), local])).tolist()
     metrics = optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
-    return metrics | throughput_metrics(Work(*work), seconds=time.perf_counter() - start, engine=engine)
+    work = Work(*sums)
+    metrics["sequence_length"] = work.tokens / max(work.sequences, 1.0)
+    return metrics | throughput_metrics(work, seconds=time.perf_counter() - start, engine=engine)
 
 
 def sequences_of(batch: Batch, limit: MicroBatchLimit) -> StepRows:

@@ -6,6 +6,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
+import psutil
 import torch
 from deepspeed import DeepSpeedEngine
 
@@ -19,19 +20,21 @@ class Work:
     """What this rank's passes of some updates took.
 
     Attributes:
+        sequences: number of them (of a pair both).
         tokens: real tokens, a prompt counted in each of its sequences.
         columns: tokens that were computed, padding included.
         needed: of these, those that are not padding.
         flops: of forward and backward passes, without padding.
     """
 
+    sequences: float = 0.0
     tokens: float = 0.0
     columns: float = 0.0
     needed: float = 0.0
     flops: float = 0.0
 
     def tensor(self, device: torch.device) -> torch.Tensor:
-        """[4] float64, to sum over ranks; Work(*values) is the inverse."""
+        """[5] float64, to sum over ranks; Work(*values) is the inverse."""
         return torch.tensor(list(vars(self).values()), dtype=torch.float64, device=device)
 
     def __add__(self, other: Work) -> Work:
@@ -55,7 +58,7 @@ class TrainedModel:
         flops = 0.0
         if self.shape is not None:
             flops = forward_flops(self.shape, rows.lengths) - forward_flops(self.shape, repeated)
-        return Work(tokens, columns if self.limit.padded else needed, needed, TRAINING_FACTOR * flops)
+        return Work(len(rows.lengths), tokens, columns if self.limit.padded else needed, needed, TRAINING_FACTOR * flops)
 
 
 def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedModel:
@@ -66,7 +69,9 @@ def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedMod
 
 
 def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, prefix: str = "") -> dict[str, float]:
-    """Metrics of all ranks: PREFIXtokens_per_second, padding (share of computed tokens), mfu; this rank's peak memory.
+    """Metrics of all ranks: tokens and samples per second, padding, mfu; and memory of this rank.
+
+    The first two have the prefix. padding is its share of the computed tokens; samples are sequences.
 
     Args:
         work: of the updates of all ranks.
@@ -78,13 +83,21 @@ def throughput_metrics(work: Work, *, seconds: float, engine: DeepSpeedEngine, p
     if not seconds:
         return {}
     metrics = {
-        f"{prefix}tokens_per_second": work.tokens / seconds, "padding": 1 - work.needed / max(work.columns, 1.0),
+        f"{prefix}tokens_per_second": work.tokens / seconds, f"{prefix}samples_per_second": work.sequences / seconds,
+        "padding": 1 - work.needed / max(work.columns, 1.0), "memory_gib": memory_gib(engine.device),
         "peak_memory_gib": peak_memory_gib(engine.device),
     }  # fmt: skip
     peak = peak_flops(engine.device, engine.module.model.dtype)
     if peak and work.flops:
         metrics["mfu"] = work.flops / (seconds * peak * collectives.world_size())
     return metrics
+
+
+def memory_gib(device: torch.device) -> float:
+    """Memory in use now, in GiB: of this process's tensors on a CUDA device, of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**30
+    return psutil.Process().memory_info().rss / 2**30
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -139,7 +139,10 @@ def train_rlhf(inputs: Inputs, output: Path, processes: int) -> None:
 def lines_of(folder: Path) -> list[dict]:
     """The lines of a run's metrics.jsonl without times, rates and memory."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    unstable = ("seconds_", "time", "tokens_per_second", "update_tokens_per_second", "mfu", "padding", "peak_memory")
+    unstable = (
+        "seconds_", "time", "tokens_per_second", "samples_per_second", "update_tokens_per_second",
+        "update_samples_per_second", "mfu", "padding", "memory_gib", "peak_memory",
+    )  # fmt: skip
     return [{name: value for name, value in line.items() if not name.startswith(unstable)} for line in lines]
 
 

@@ -109,7 +109,7 @@ def record_gradients(engine: deepspeed.DeepSpeedEngine) -> dict[str, torch.Tenso
     return gradients
 
 
-THROUGHPUT = ("tokens_per_second", "padding", "mfu", "peak_memory_gib")
+THROUGHPUT = ("tokens_per_second", "samples_per_second", "padding", "mfu", "memory_gib", "peak_memory_gib")
 
 
 def one_model_steps(root: Path, option: dict[str, Any], ways: dict[str, tuple], *, remove_padding: bool) -> dict:

@@ -128,7 +128,8 @@ def flags(step: str, materials: Path, output: Path, *, processes: int = 1, zero:
 def metrics_of(output: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times, rates and memory."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    timings = ("time", "mfu", "peak_memory_gib", "tokens_per_second", "update_tokens_per_second")
+    timings = ("time", "mfu", "memory_gib", "peak_memory_gib", "tokens_per_second", "update_tokens_per_second",
+               "samples_per_second", "update_samples_per_second")  # fmt: skip
     return [
         {name: value for name, value in line.items() if name not in timings and not name.startswith("seconds_")}
         for line in lines
