@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
+from types import FrameType
 from typing import TextIO
 
 from streamed_text import Answer
@@ -113,8 +117,8 @@ def stream_columns(
     rule = "-+-".join("-" * columns.width for _ in titles)
     out.write(f"{columns.joined(titles)}\n{rule}\n")
     pieces = {column: iter(answer) for column, answer in enumerate(answers) if answer is not None}
-    try:
-        while pieces:
+    with interrupts_as_flag() as interrupted:
+        while pieces and not interrupted.is_set():
             for column in list(pieces):
                 if columns.lead(column, list(pieces)) >= columns.height // 2:
                     continue
@@ -123,7 +127,28 @@ def stream_columns(
                 else:
                     columns.set_text(column, answers[column].text)
             columns.draw(list(pieces))
-    except KeyboardInterrupt:
-        for column in pieces:
-            columns.set_text(column, answers[column].text + " [interrupted]")
-    columns.draw([])
+        if interrupted.is_set():
+            out.write("\r\x1b[K")  # the terminal's echo, ^C
+            for column in pieces:
+                columns.set_text(column, answers[column].text + " [interrupted]")
+        columns.draw([])
+
+
+@contextmanager
+def interrupts_as_flag() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event instead of raising: rows that are half written could not be found again.
+
+    A second Ctrl-C raises KeyboardInterrupt, as without this. Main thread only.
+    """
+    interrupted = threading.Event()
+
+    def note_interrupt(number: int, frame: FrameType | None) -> None:
+        if interrupted.is_set():
+            signal.default_int_handler(number, frame)
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, note_interrupt)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

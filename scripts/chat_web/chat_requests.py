@@ -20,9 +20,9 @@ from dschat.distributed.terminal import quoted
 
 from .ratings import CHOICES, preference_row
 
-# name → (type, bounds), as for the flags
+# name → (type, bounds); the largest values are below those of the flags
 NUMBERS = {
-    "temperature": (float, Bounds(at_least=0, at_most=1e12)),
+    "temperature": (float, Bounds(at_least=0, at_most=100)),
     "top_p": (float, Bounds(above=0, at_most=1)),
     "top_k": (int, Bounds(at_least=0, at_most=2**31 - 1)),
     "max_new_tokens": (int, Bounds(at_least=1, at_most=65536)),

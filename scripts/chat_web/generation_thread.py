@@ -98,6 +98,9 @@ class GenerationThread:
         """Run one step; False if the job has ended."""
         try:
             event = next(steps, END)
+        except ValueError as error:  # a setting that the model does not allow
+            job.events.put({"error": str(error)})
+            event = END
         except Exception as error:  # of model or device, such as out of memory: the next answer may succeed
             logger.exception("an answer could not be generated")
             job.events.put({"error": f"generation failed ({type(error).__name__}: {error})"})

@@ -4,6 +4,7 @@ import io
 import os
 import random
 import re
+import signal
 import sys
 
 import pytest
@@ -41,22 +42,24 @@ class Screen(io.StringIO):
 
 
 class SpokenText:
-    """An answer whose pieces are given; an exception among them is raised."""
+    """An answer whose pieces are given; None among them is Ctrl-C."""
 
     def __init__(self, pieces):
         self.pieces, self.text, self.read = pieces, "", 0
 
     def __iter__(self):
         for piece in self.pieces:
-            if isinstance(piece, type):
-                raise piece
+            if piece is None:
+                os.kill(os.getpid(), signal.SIGINT)
+                piece = ""
             self.read += 1
             self.text += piece
             yield piece
 
 
 def words(rng, count):
-    return [rng.choice(["a ", "word ", "rather-long-word ", "\n", "x" * rng.randint(1, 70) + " "]) for _ in range(count)]
+    long = "x" * rng.randint(1, 70) + " "
+    return [rng.choice(["a ", "word ", "rather-long-word ", "\n", long]) for _ in range(count)]
 
 
 def side_by_side(texts, width):
@@ -96,12 +99,19 @@ def test_both_columns_grow_together():
     assert max(ahead) == 5, "half of the 10 rows that can be rewritten"
 
 
-def test_ctrl_c_stops_both_and_the_texts_stay():
-    answers = [SpokenText(["one ", KeyboardInterrupt]), SpokenText(["two ", "three "])]
-    screen = Screen(20)
+def test_ctrl_c_stops_both_between_two_tokens_and_the_texts_stay():
+    answers = [SpokenText(["one ", None, "never "]), SpokenText(["two ", "three ", "never "])]
+    screen, before = Screen(20), signal.getsignal(signal.SIGINT)
     stream_columns(answers, headings=["A", "B"], size=os.terminal_size((100, 20)), out=screen)
-    assert screen.rows()[2] == f"{'one  [interrupted]':<48}{SEPARATOR}two  [interrupted]"
-    assert [answer.text for answer in answers] == ["one ", "two "]
+    assert screen.rows()[2:] == [f"{'one  [interrupted]':<48}{SEPARATOR}two three  [interrupted]", ""]
+    assert [answer.text for answer in answers] == ["one ", "two three "]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_second_ctrl_c_ends_the_program_as_everywhere():
+    with pytest.raises(KeyboardInterrupt):
+        stream_columns([SpokenText([None, "a"]), SpokenText([None, "b"])], headings=["A", "B"],
+                       size=os.terminal_size((100, 20)), out=Screen(20))  # fmt: skip
 
 
 def test_a_model_without_an_answer_leaves_its_column_empty():
