@@ -31,26 +31,30 @@ def _cells_of(character: str) -> int:
     return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
-def wrapped(text: str, width: int) -> list[str]:
-    """Rows of at most `width` cells, broken at spaces where possible; at least one row."""
-    return [row for line in text.split("\n") for row in _wrapped_line(line.expandtabs(4), width)]
+def wrapped(text: str, width: int) -> Iterator[tuple[int, str]]:
+    """(index of its first character in the text, row): rows of at most `width` cells, at least one.
 
-
-def _wrapped_line(line: str, width: int) -> list[str]:
-    rows, row, used = [], "", 0
-    for character in line:
+    Rows break at spaces where possible. Text that is appended changes no row but the last.
+    """
+    start, row, used = 0, "", 0
+    for index, character in enumerate(text):
+        if character == "\n":
+            yield start, row
+            start, row, used = index + 1, "", 0
+            continue
         if used + _cells_of(character) > width:
             cut = row.rfind(" ") + 1
             if character == " " or not row[:cut].strip():
                 cut = len(row)  # the row ends with a word, or is one word
-            rows.append(row[:cut].rstrip())
-            row = row[cut:]
+            yield start, row[:cut].rstrip()
+            start, row = start + cut, row[cut:]
             used = cells(row)
             if character == " " and not row:
+                start += 1
                 continue
         row += character
         used += _cells_of(character)
-    return [*rows, row]
+    yield start, row
 
 
 def clipped(text: str, width: int) -> str:
@@ -74,11 +78,17 @@ class LiveColumns:
         self.height = max(size.lines - 2, 2)
         self.out = out
         self._rows: list[list[str]] = [[""] for _ in range(count)]
+        self._last_rows = [0] * count  # where the last row of each text begins
         self._final = 0  # rows of the texts that will not change
         self._drawn: list[str] = []  # the rows below these, as they are on the screen
 
     def set_text(self, column: int, text: str) -> None:
-        self._rows[column] = wrapped(printable(text.strip()), self.width)
+        """Replace a text by one that it is the beginning of."""
+        begin = self._last_rows[column]
+        rest = printable(text.strip()).replace("\t", "    ")[begin:]
+        starts, rows = zip(*wrapped(rest, self.width), strict=True)
+        self._rows[column][-1:] = rows
+        self._last_rows[column] = begin + starts[-1]
 
     def lead(self, column: int, columns: Sequence[int]) -> int:
         """How many rows this column is ahead of the shortest of these."""
@@ -86,7 +96,8 @@ class LiveColumns:
 
     def draw(self, growing: Sequence[int]) -> None:
         """Write the rows that have changed. growing: the columns that are not complete."""
-        rows = [self.joined(parts) for parts in zip_longest(*self._rows, fillvalue="")][self._final :]
+        live = [rows[self._final :] for rows in self._rows]
+        rows = [self.joined(parts) for parts in zip_longest(*live, fillvalue="")]
         rows += [""] * (len(self._drawn) - len(rows))
         pairs = enumerate(zip_longest(rows, self._drawn))
         changed = next((number for number, (new, old) in pairs if new != old), None)
@@ -130,7 +141,7 @@ def stream_columns(
         if interrupted.is_set():
             out.write("\r\x1b[K")  # the terminal's echo, ^C
             for column in pieces:
-                columns.set_text(column, answers[column].text + " [interrupted]")
+                columns.set_text(column, answers[column].text.rstrip() + " [interrupted]")
         columns.draw([])
 
 

@@ -38,8 +38,8 @@ class Job:
 class GenerationThread:
     """Runs the jobs of several models in turns, step by step, in one thread.
 
-    A thread for each model would record steps (CUDA graphs) while the other uses the device, which fails.
-    Use it as a context manager.
+    With a thread for each model one would use the device while the other records a step as CUDA graph, which CUDA does
+    not allow. Use it as a context manager.
 
     Args:
         max_waiting: jobs that wait for one model.

@@ -12,7 +12,8 @@ from repository import SCRIPTS
 
 sys.path.insert(0, str(SCRIPTS))
 
-from chat_columns import SEPARATOR, cells, clipped, stream_columns, wrapped  # noqa: E402
+import chat_columns  # noqa: E402
+from chat_columns import SEPARATOR, cells, clipped, stream_columns  # noqa: E402
 
 
 class Screen(io.StringIO):
@@ -55,6 +56,10 @@ class SpokenText:
             self.read += 1
             self.text += piece
             yield piece
+
+
+def wrapped(text, width):
+    return [row for _, row in chat_columns.wrapped(text, width)]
 
 
 def words(rng, count):
@@ -103,7 +108,7 @@ def test_ctrl_c_stops_both_between_two_tokens_and_the_texts_stay():
     answers = [SpokenText(["one ", None, "never "]), SpokenText(["two ", "three ", "never "])]
     screen, before = Screen(20), signal.getsignal(signal.SIGINT)
     stream_columns(answers, headings=["A", "B"], size=os.terminal_size((100, 20)), out=screen)
-    assert screen.rows()[2:] == [f"{'one  [interrupted]':<48}{SEPARATOR}two three  [interrupted]", ""]
+    assert screen.rows()[2:] == [f"{'one [interrupted]':<48}{SEPARATOR}two three [interrupted]", ""]
     assert [answer.text for answer in answers] == ["one ", "two three "]
     assert signal.getsignal(signal.SIGINT) == before
 
@@ -142,6 +147,12 @@ def test_rows_before_the_last_do_not_change_when_a_text_grows():
     for end in range(1, len(text)):
         rows = wrapped(text[:end].strip(), 20)
         assert rows[:-1] == final[: len(rows) - 1]
+
+
+def test_a_row_begins_where_its_index_says():
+    text = "".join(words(random.Random(2), 200)).strip()
+    for start, row in chat_columns.wrapped(text, 20):
+        assert text[start:].startswith(row)
 
 
 def test_a_long_heading_shows_its_end():
