@@ -82,6 +82,9 @@ def run(options: argparse.Namespace) -> int:
     except ValueError as error:
         print(printable(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # while models are loaded, or a second one
+        print(file=sys.stderr)
+        return 130
 
 
 def run_terminal(options: argparse.Namespace, settings: ChatSettings) -> int:

@@ -14,6 +14,7 @@ import errno
 import itertools
 import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -78,7 +79,9 @@ class ChatServer(ThreadingHTTPServer):
             self._connections.release()
 
     def handle_error(self, request: socket.socket, client_address: tuple) -> None:
-        """Errors of connections are of no interest: the browser has closed them."""
+        """Print the traceback, except of a connection that the browser has closed."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
 
     def submit(self, model: int, job: Job) -> tuple[int, int]:
         """Queue a job; returns its number and how many are before it. Raises QueueFull."""

@@ -156,6 +156,7 @@ def test_an_error_of_the_server_is_shown_with_what_to_do(page):
     assert "shorten it, or lower" in page.evaluate("document.querySelector('.answer .error').textContent")
     page.evaluate("document.getElementById('stop').hidden || stop()")
     page.wait_for("document.getElementById('stop').hidden")
+    assert page.evaluate(RATABLE) == 0, "only one model has answered"
     setting(page, "top_p", 7)
     page.type("hello\n")
     assert page.evaluate("document.getElementById('panel').open && turns.length == 1"), "nothing is sent"

@@ -60,10 +60,16 @@ class Chromium:
         return reply["result"].get("value")
 
     def wait_for(self, script: str) -> None:
-        """Evaluate an expression until its value is true."""
+        """Evaluate an expression until its value is true. While a page loads it may also fail."""
         deadline = time.monotonic() + TIMEOUT
-        while not self.evaluate(f"Boolean({script})"):
-            assert time.monotonic() < deadline, f"{script}\n{self.evaluate('document.body.innerText')}"
+        while True:
+            try:
+                if self.evaluate(f"Boolean({script})"):
+                    return
+                problem = script
+            except AssertionError as error:
+                problem = f"{script}\n{error}"
+            assert time.monotonic() < deadline, f"{problem}\n{self.evaluate('document.body?.innerText')}"
             time.sleep(0.02)
 
     def click(self, selector: str) -> None:
