@@ -1,116 +1,38 @@
-"""Interactive chat with an exported model in the terminal.
+"""Chat with an exported model, or with two side by side, in the terminal or on a local web page.
 
     python scripts/chat.py OUTPUT_DIR [--temperature 0.7] [--system "Be brief."]
+    python scripts/chat.py OUTPUT_DIR OTHER_DIR
+    python scripts/chat.py OUTPUT_DIR OTHER_DIR --web [--ratings output/chat_ratings.jsonl]
 
 Ctrl-C interrupts the current answer, Ctrl-C at the prompt exits. /reset clears the conversation, /quit exits. Lines may
-be piped in: each is one turn.
+be piped in: each is one turn. On the page of --web, ratings of two answers are appended to a file of preference pairs
+for step 2; Ctrl-C in the terminal ends it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import os
 import sys
-from collections.abc import Iterator
-from typing import Any, TextIO
+from pathlib import Path
 
-import torch
-from conversation import Conversation
-from deepspeed.accelerator import get_accelerator
-from streamed_text import StreamedText
-from transformers import PreTrainedTokenizerBase
+from chat_model import DTYPES, ChatSettings, load_chat_models
+from chat_terminal import HELP, chat, lines_of
+from chat_web.access import TOKEN_VARIABLE, host_problems
+from chat_web.ratings import RatingsFile
+from chat_web.server import bound_server, serve_chat
 
 from dschat.arguments.models import TRUST_HELP
-from dschat.arguments.script_inputs import SEEDS, exit_on_mistake, number_type, unicode_text
-from dschat.data.chat_template import stop_token_ids
+from dschat.arguments.script_inputs import PORTS, SEEDS, exit_on_mistake, new_file, number_type, unicode_text
 from dschat.distributed.terminal import printable
-from dschat.generation import HybridEngine, SamplingParams
-from dschat.models.causal_lm import load_causal_lm, load_tokenizer
-from dschat.models.positions import position_limit
-from dschat.models.tokenizer import id_limit
-from dschat.runs.validation import model_problems
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HELP = "/reset clears the conversation, /quit exits, Ctrl-C interrupts an answer."
-
-
-def write_answer(tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, stops: list[int], out: TextIO) -> str:
-    """Stream an answer to the terminal and return it; Ctrl-C stops it and keeps the printed part."""
-    streamed, answer = StreamedText(tokenizer), ""
-
-    def write(piece: str) -> None:
-        nonlocal answer
-        piece = piece if answer else piece.lstrip()
-        answer += piece
-        out.write(printable(piece))
-        out.flush()
-
-    try:
-        for token in tokens:
-            if token not in stops:
-                write(streamed.add(token))
-        write(streamed.finish())
-    except KeyboardInterrupt:
-        out.write(" [interrupted]")
-    out.write("\n")
-    out.flush()
-    return answer
-
-
-def lines_of(source: TextIO, *, out: TextIO) -> Iterator[str]:
-    """Lines until end of input, /quit, or Ctrl-C at the prompt; prompts only on a terminal."""
-    interactive = source.isatty()
-    if interactive:
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (line editing and history for input(); absent on some systems)
-    while True:
-        try:
-            line = input("\nyou> ") if interactive else source.readline()
-        except (EOFError, KeyboardInterrupt):
-            out.write("\n")
-            return
-        if (not interactive and not line) or line.strip() == "/quit":
-            return
-        if line.strip():
-            yield line.strip()
-
-
-def chat(
-    engine: HybridEngine,
-    conversation: Conversation,
-    lines: Iterator[str],
-    *,
-    stops: list[int],
-    sampling: dict[str, Any],
-    out: TextIO,
-) -> None:
-    """Answer every input line. `sampling`: keywords of HybridEngine.stream."""
-    tokenizer = conversation.tokenizer
-    with engine.generation():
-        for line in lines:
-            if line == "/reset":
-                conversation.reset()
-                out.write("[conversation cleared]\n")
-                continue
-            if line.startswith("/"):
-                out.write(printable(f"[unknown command {line.split()[0]}: {HELP}]\n"))
-                continue
-            try:
-                ids, max_new_tokens, dropped = conversation.add_user_message(line)
-            except ValueError as error:
-                out.write(printable(f"[{error}]\n"))
-                continue
-            if dropped:
-                out.write(f"[{dropped} oldest turn(s) dropped: the conversation exceeds the model's positions]\n")
-            tokens = engine.stream(
-                ids, max_new_tokens=max_new_tokens, eos_token_ids=stops, iteration=conversation.count, **sampling
-            )
-            conversation.add_answer(write_answer(tokens, tokenizer, stops=stops, out=out))
+WEB_DEFAULTS = {"host": "127.0.0.1", "port": 8080, "token": None, "ratings": Path("output/chat_ratings.jsonl")}
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=HELP)
     parser.add_argument("model", help="folder of an exported model, or a hub name")
+    parser.add_argument("other_model", nargs="?", help="a second model, which answers the same prompts")
     parser.add_argument("--max_new_tokens", type=number_type(int, at_least=1), default=256,
                         help="longest answer, in tokens")  # fmt: skip
     parser.add_argument("--temperature", type=number_type(float, at_least=0), default=0.7,
@@ -126,7 +48,21 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
                         "(such as <|im_end|>) in a line as control tokens; default: as plain text")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, help="default: bf16 on a GPU, fp32 on CPU")
     parser.add_argument("--trust_remote_code", action="store_true", help=TRUST_HELP)
+    add_web_flags(parser)
     return parser.parse_args(arguments)
+
+
+def add_web_flags(parser: argparse.ArgumentParser) -> None:
+    web = parser.add_argument_group("web page")
+    web.add_argument("--web", action="store_true", help="serve a page for the browser instead of the terminal chat")
+    web.add_argument("--ratings", type=new_file, metavar="FILE", help="jsonl file that ratings are appended to, for "
+                     f"--data_path of step 2; default: {WEB_DEFAULTS['ratings']}")  # fmt: skip
+    web.add_argument("--host", type=unicode_text, help="address to listen on; default: 127.0.0.1, which only this "
+                     "machine reaches; others need --token")  # fmt: skip
+    web.add_argument("--port", type=number_type(int, **PORTS),
+                     help=f"port to listen on; 0: any; default: {WEB_DEFAULTS['port']}")  # fmt: skip
+    web.add_argument("--token", type=unicode_text, help="secret that every request must carry; also read from the "
+                     f"environment variable {TOKEN_VARIABLE}, which others cannot list")  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,39 +74,46 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Load the model and chat until the input ends; returns the exit status."""
-    accelerator = get_accelerator()
-    on_cpu = accelerator.device_name() == "cpu"
+    """Load the models and chat until the input ends; returns the exit status."""
+    names = list(vars(ChatSettings()))
+    settings = ChatSettings(**{name: value for name, value in vars(options).items() if name in names})
     try:
-        if mistakes := model_problems(
-            "MODEL", options.model, tokens=0, lengths="", trust_remote_code=options.trust_remote_code, causal=True
-        ):
-            raise ValueError("\n".join(mistakes))
-        tokenizer = load_tokenizer(options.model, trust_remote_code=options.trust_remote_code)
-        dtype = DTYPES[options.dtype or ("fp32" if on_cpu else "bf16")]
-        model = load_causal_lm(
-            options.model, dtype=dtype, tokenizer=tokenizer, trust_remote_code=options.trust_remote_code
-        ).to(accelerator.device_name()).eval()
+        return run_web(options, settings) if options.web else run_terminal(options, settings)
     except ValueError as error:
         print(printable(error), file=sys.stderr)
         return 2
-    positions, _ = position_limit(model.config)
-    conversation = Conversation(
-        tokenizer, system=options.system, positions=positions, max_new_tokens=options.max_new_tokens,
-        parse_special_tokens=options.parse_special_tokens,
-    )  # fmt: skip
-    stops = stop_token_ids(tokenizer, model.generation_config.eos_token_id)
+    except KeyboardInterrupt:  # while models are loaded, or a second one
+        print(file=sys.stderr)
+        return 130
+
+
+def run_terminal(options: argparse.Namespace, settings: ChatSettings) -> int:
+    for name in WEB_DEFAULTS:
+        if vars(options)[name] is not None:
+            print(f"warning: --{name} has an effect only with --web", file=sys.stderr)
+    models = load_chat_models(paths_of(options), dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     if sys.stdin.isatty():
-        print(f"{options.model}, {model.num_parameters() / 1e6:.1f}M parameters. {HELP}")
-    try:
-        params = SamplingParams(options.temperature, options.top_k, options.top_p, vocabulary_size=id_limit(tokenizer))
-        lines = lines_of(sys.stdin, out=sys.stdout)
-        chat(HybridEngine(model), conversation, lines, stops=stops, sampling={"sampling": params, "seed": options.seed},
-             out=sys.stdout)  # fmt: skip
-    except ValueError as error:
-        print(printable(error), file=sys.stderr)
-        return 2
+        for model in models:
+            print(printable(f"{model.name}, {model.parameters / 1e6:.1f}M parameters."))
+        print(HELP)
+    chat(models, lines_of(sys.stdin, out=sys.stdout), settings=settings, out=sys.stdout)
     return 0
+
+
+def run_web(options: argparse.Namespace, settings: ChatSettings) -> int:
+    given = {name: value for name in WEB_DEFAULTS if (value := vars(options)[name]) is not None}
+    web = argparse.Namespace(**(WEB_DEFAULTS | {"token": os.environ.get(TOKEN_VARIABLE)} | given))
+    if problems := host_problems(web.host, token=web.token):
+        raise ValueError("\n".join(problems))
+    ratings = RatingsFile(web.ratings)
+    with bound_server(web.host, web.port, token=web.token) as server:  # before the models load
+        models = load_chat_models(paths_of(options), dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+        serve_chat(server, models, settings=settings, ratings=ratings)
+    return 0
+
+
+def paths_of(options: argparse.Namespace) -> list[str]:
+    return [options.model] if options.other_model is None else [options.model, options.other_model]
 
 
 if __name__ == "__main__":

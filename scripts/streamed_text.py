@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from transformers import PreTrainedTokenizerBase
 
 
@@ -40,3 +42,36 @@ class StreamedText:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class Answer:
+    """An answer while it is generated: iterating runs the model, and yields the text that each token completes.
+
+    Attributes:
+        ids: the tokens so far, without the stop token.
+        text: of these tokens, as far as their characters are complete.
+        ended: whether a stop token ended the answer; False while it is generated, interrupted or at the length limit.
+    """
+
+    def __init__(self, tokens: Iterator[int], tokenizer: PreTrainedTokenizerBase, *, stops: Collection[int]) -> None:
+        self._tokens, self._stops = tokens, stops
+        self._streamed = StreamedText(tokenizer)
+        self.text = ""
+        self.ended = False
+
+    @property
+    def ids(self) -> list[int]:
+        return self._streamed.ids
+
+    def __iter__(self) -> Iterator[str]:
+        """A piece for each token, which may be empty, so that the caller can stop between any two tokens."""
+        for token in self._tokens:
+            if token in self._stops:
+                self.ended = True
+            else:
+                yield self._append(self._streamed.add(token))
+        yield self._append(self._streamed.finish())
+
+    def _append(self, piece: str) -> str:
+        self.text += piece
+        return piece

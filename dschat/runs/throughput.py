@@ -58,7 +58,8 @@ class TrainedModel:
         flops = 0.0
         if self.shape is not None:
             flops = forward_flops(self.shape, rows.lengths) - forward_flops(self.shape, repeated)
-        return Work(len(rows.lengths), tokens, columns if self.limit.padded else needed, needed, TRAINING_FACTOR * flops)
+        columns = columns if self.limit.padded else needed
+        return Work(len(rows.lengths), tokens, columns, needed, TRAINING_FACTOR * flops)
 
 
 def trained_model(engine: DeepSpeedEngine, limit: MicroBatchLimit) -> TrainedModel:

@@ -15,14 +15,14 @@ sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "quickstart")]
 
 import arithmetic_chats  # noqa: E402
 import chat  # noqa: E402
+import chat_terminal  # noqa: E402
 import make_model  # noqa: E402
+from chat_model import ChatModel, ChatSettings  # noqa: E402
 from conversation import Conversation  # noqa: E402
-from streamed_text import StreamedText  # noqa: E402
+from streamed_text import Answer, StreamedText  # noqa: E402
 
 from dschat.data.chat_template import encode_prompt, stop_token_ids  # noqa: E402
-from dschat.generation import HybridEngine, SamplingParams  # noqa: E402
-
-GREEDY = {"sampling": SamplingParams(0)}
+from dschat.generation import HybridEngine  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -114,16 +114,19 @@ def test_a_message_longer_than_the_positions_is_an_error_and_is_not_added(tokeni
     assert conversation.turns == []
 
 
-def converse(model, tokenizer, lines, *, positions=256, max_new_tokens=8):
+def chat_model(model, tokenizer, *, name="model", positions=256):
+    return ChatModel(name, HybridEngine(model), tokenizer, stop_token_ids(tokenizer), positions, model.num_parameters())
+
+
+def converse(models, lines, **settings):
     out = io.StringIO()
-    conversation = Conversation(tokenizer, positions=positions, max_new_tokens=max_new_tokens)
-    stops = stop_token_ids(tokenizer)
-    chat.chat(HybridEngine(model), conversation, iter(lines), stops=stops, sampling=GREEDY, out=out)
-    return out.getvalue(), conversation
+    settings = {"temperature": 0, "max_new_tokens": 8} | settings
+    chat_terminal.chat(models, iter(lines), settings=ChatSettings(**settings), out=out)
+    return out.getvalue()
 
 
 def test_answer_is_what_transformers_generates(model, tokenizer):
-    text, _ = converse(model, tokenizer, ["What is 3 + 4?"])
+    text = converse([chat_model(model, tokenizer)], ["What is 3 + 4?"])
     prompt = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": "What is 3 + 4?"}])])
     greedy = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False,
@@ -134,9 +137,27 @@ def test_answer_is_what_transformers_generates(model, tokenizer):
 
 
 def test_reset_clears_the_conversation_and_unknown_commands_are_named(model, tokenizer):
-    text, conversation = converse(model, tokenizer, ["hello", "/reset", "/dance now"])
-    assert "[conversation cleared]" in text and "unknown command /dance" in text
-    assert conversation.turns == []
+    speaker = chat_model(model, tokenizer)
+    first, again = (converse([speaker], lines) for lines in (["hello"], ["hello", "/reset", "hello", "/dance now"]))
+    assert again.split("[conversation cleared]\n")[1].startswith(first), "the second answer has no history"
+    assert "unknown command /dance" in again
+
+
+def test_each_of_two_models_answers_as_it_would_alone(model, tokenizer):
+    models = [chat_model(model, tokenizer, name="one"), chat_model(make_model.tiny_llama(tokenizer, seed=1).eval(),
+                                                                   tokenizer, name="two")]  # fmt: skip
+    lines, settings = ["hello", "and then?"], {"temperature": 1.0, "seed": 3}
+    alone = [converse([single], lines, **settings).splitlines() for single in models]
+    together = converse(models, lines, **settings).splitlines()
+    assert alone[0] != alone[1] and len(alone[0]) == 2, "texts of one line, for the comparison below"
+    expected = [["A: one", first, "", "B: two", second] for first, second in zip(*alone, strict=True)]
+    assert together == expected[0] + expected[1]
+
+
+def test_a_message_that_one_of_two_models_cannot_take_is_answered_by_the_other(model, tokenizer):
+    models = [chat_model(model, tokenizer, positions=24), chat_model(model, tokenizer)]
+    text = converse(models, ["word " * 20])
+    assert "[A: this message makes a prompt of" in text and "B: model\n" in text and "A: model" not in text
 
 
 def test_ctrl_c_interrupts_the_answer_and_keeps_its_text(tokenizer):
@@ -144,9 +165,17 @@ def test_ctrl_c_interrupts_the_answer_and_keeps_its_text(tokenizer):
         yield from tokenizer("It is").input_ids
         raise KeyboardInterrupt
 
-    out = io.StringIO()
-    assert chat.write_answer(interrupted(), tokenizer, stops=[], out=out) == "It is"
+    out, answer = io.StringIO(), Answer(interrupted(), tokenizer, stops=[])
+    chat_terminal.write_answer(answer, out=out)
+    assert (answer.text, answer.ended) == ("It is", False)
     assert out.getvalue() == "It is [interrupted]\n"
+
+
+def test_an_answer_has_ended_only_if_a_stop_token_was_generated(tokenizer):
+    ids = tokenizer("It is 7.").input_ids
+    cut, ended = (Answer(iter(tokens), tokenizer, stops=[9]) for tokens in (ids, [*ids, 9]))
+    assert ["".join(cut), "".join(ended)] == ["It is 7."] * 2
+    assert (cut.ended, ended.ended) == (False, True) and cut.ids == ended.ids == ids
 
 
 class Terminal(io.StringIO):
@@ -161,10 +190,10 @@ def test_escape_sequences_of_the_model_are_printed_as_text(tokenizer):
         def decode(self, ids, **_) -> str:
             return "".join(["\x1b", "[2J\n"][i] for i in ids)
 
-    out = io.StringIO()
-    answer = chat.write_answer(iter([0, 1]), EscapeTokenizer(), stops=[], out=out)
+    out, answer = io.StringIO(), Answer(iter([0, 1]), EscapeTokenizer(), stops=[])
+    chat_terminal.write_answer(answer, out=out)
     assert out.getvalue() == "\\x1b[2J\n\n"
-    assert answer == "\x1b[2J\n", "the history keeps the model's own text"
+    assert answer.text == "\x1b[2J\n", "the history keeps the model's own text"
 
 
 def test_ctrl_c_at_the_prompt_exits(monkeypatch):
@@ -177,12 +206,12 @@ def test_ctrl_c_at_the_prompt_exits(monkeypatch):
         return line
 
     monkeypatch.setattr("builtins.input", typed)
-    assert list(chat.lines_of(Terminal(), out=io.StringIO())) == ["hello"]
+    assert list(chat_terminal.lines_of(Terminal(), out=io.StringIO())) == ["hello"]
 
 
 def test_quit_and_the_end_of_piped_lines_end_the_chat():
-    assert list(chat.lines_of(io.StringIO("a\n\n b \n/quit\nc\n"), out=io.StringIO())) == ["a", "b"]
-    assert list(chat.lines_of(io.StringIO("a"), out=io.StringIO())) == ["a"]
+    assert list(chat_terminal.lines_of(io.StringIO("a\n\n b \n/quit\nc\n"), out=io.StringIO())) == ["a", "b"]
+    assert list(chat_terminal.lines_of(io.StringIO("a"), out=io.StringIO())) == ["a"]
 
 
 @pytest.fixture(scope="module")

@@ -53,12 +53,41 @@ class Tab:
                     raise RuntimeError(f"{method}: {reply['error']}")
                 return reply["result"]
 
-    def open(self, path: Path) -> None:
-        self.command("Page.navigate", url=path.resolve().as_uri())
+    def open(self, address: Path | str) -> None:
+        """Load a file or URL, to the end of its scripts."""
+        self.errors.clear()
+        url = address.resolve().as_uri() if isinstance(address, Path) else address
+        self.command("Page.navigate", url=url)
+        base = json.dumps(url.partition("?")[0])
+        self.wait_for(f"location.href.startsWith({base}) && document.readyState == 'complete'")
+
+    def wait_for(self, expression: str) -> None:
+        """Evaluate an expression until its value is true. While a page loads it may also fail."""
         deadline = time.monotonic() + TIMEOUT
-        while self.evaluate("document.readyState") != "complete" or self.evaluate("location.protocol") != "file:":
-            assert time.monotonic() < deadline, f"{path} was not loaded within {TIMEOUT} s"
-            time.sleep(0.05)
+        while True:
+            try:
+                if self.evaluate(f"Boolean({expression})"):
+                    return
+                problem = expression
+            except RuntimeError as error:
+                problem = f"{expression}\n{error}"
+            assert time.monotonic() < deadline, f"{problem}\n{self.evaluate('document.body?.innerText')}"
+            time.sleep(0.02)
+
+    def click(self, selector: str) -> None:
+        self.evaluate(f"document.querySelector({json.dumps(selector)}).click()")
+
+    def type(self, text: str) -> None:
+        """Type into the focused element; a newline is the Enter key."""
+        for part in text.splitlines(keepends=True):
+            self.command("Input.insertText", text=part.rstrip("\n"))
+            if part.endswith("\n"):
+                self.press("Enter", 13, text="\r")
+
+    def press(self, key: str, code: int, *, text: str = "") -> None:
+        """Press a key with this name and Windows key code; text: what it enters."""
+        for kind in ("keyDown", "keyUp"):
+            self.command("Input.dispatchKeyEvent", type=kind, key=key, windowsVirtualKeyCode=code, text=text)
 
     def resize(self, width: int, height: int = 900, *, mobile: bool = False, dark: bool = False) -> None:
         """Set size in CSS pixels and colour scheme; mobile: with a phone's viewport and touch."""
