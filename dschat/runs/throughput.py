@@ -94,5 +94,5 @@ def peak_memory_gib(device: torch.device) -> float:
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
         return int(status.partition("VmHWM:")[2].split()[0]) / 2**20  # KiB
-    except (OSError, IndexError):  # not Linux. There it is not used, since it starts with the peak of the parent process
+    except (OSError, IndexError):  # not Linux, where ru_maxrss starts with the peak of the parent process
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
