@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import resource
-import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -105,5 +105,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Largest memory so far, in GiB: of this process's tensors on a CUDA device, of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    units = 1 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * units / 2**30
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return int(status.partition("VmHWM:")[2].split()[0]) / 2**20  # KiB
+    except (OSError, IndexError):  # not Linux, where ru_maxrss starts with the peak of the parent process
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # bytes on macOS
