@@ -34,7 +34,7 @@ def changed_settings(program: str, arguments: Mapping[str, Any]) -> dict[str, An
         arguments: flag → value; flags that the program no longer has are kept.
     """
     defaults = _defaults(program, arguments)
-    values = flag_values(defaults)
+    values = flag_values(defaults) | {name: flag_values(SETTINGS[program]())[name] for name in _chosen(arguments)}
     hidden = {*FOLDERS, *(name for name, policy in resume_policies(defaults).items() if policy == "ignore")}
     missing = object()
     changed = {
@@ -45,15 +45,16 @@ def changed_settings(program: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 def _defaults(program: str, arguments: Mapping[str, Any]) -> Any:
     settings = SETTINGS[program]
-    if settings is not RLHFSettings:
-        return settings()
-    # The defaults of step 3 depend on the algorithm and on its loss.
-    chosen = {name: arguments[name] for name in ("algorithm", "policy_loss") if name in arguments}
-    return RLHFSettings(ppo=PPOArguments(**chosen))
+    return RLHFSettings(ppo=PPOArguments(**_chosen(arguments))) if settings is RLHFSettings else settings()
+
+
+def _chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of step 3 that other defaults depend on."""
+    return {name: arguments[name] for name in ("algorithm", "policy_loss") if name in arguments}
 
 
 def portable(text: str) -> str:
-    """The text, with only the last two parts of an absolute path: "/home/ann/data/a.jsonl:0.5" → "…/data/a.jsonl:0.5"."""
+    """The text, with the last two parts of an absolute path: "/home/ann/data/a.jsonl:0.5" → "…/data/a.jsonl:0.5"."""
     return re.sub(r"(^|=)(?:~|/)[^=]*?([^/=]+/[^/=]+)/?(?=$|=)", r"\1…/\2", text)
 
 

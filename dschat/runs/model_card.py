@@ -26,7 +26,7 @@ from dschat.runs.card_sources import base_metadata, hub_data_sets, hub_name, met
 FILE = "README.md"
 MARK = "<!-- Written by dschat. The next export replaces this file, unless this line is removed. -->"
 # Metrics of time and hardware, which say nothing about the model.
-ABOUT_SPEED = re.compile(r"seconds_.*|.*_seconds|tokens_per_second|mfu|padding|(.*_)?learning_rate|time|step")
+ABOUT_SPEED = re.compile(r"seconds_.*|.*_seconds|.*tokens_per_second|mfu|padding|(.*_)?learning_rate|time|step")
 
 
 def write_model_card(folder: str | Path, *, run_folder: str | Path, name: str) -> None:
