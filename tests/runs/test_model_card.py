@@ -37,11 +37,12 @@ def materials(tmp_path_factory, tiny_tokenizer) -> Path:
 def outputs(programs, materials, tmp_path_factory) -> dict[str, Path]:
     """A short run of each step; the adapters of step 3 are exported beside its models."""
     root = tmp_path_factory.mktemp("runs")
+    beside, only = ({"only_optimize_lora": True, "export_adapters": where} for where in ("beside", "only"))
     settings = {
-        "sft": {"best_metric": "eval_loss", "best_mode": "min", "lora_dim": 2, "only_optimize_lora": "true", "export_adapters": "only"},
+        "sft": only | {"lora_dim": 2, "best_metric": "eval_loss", "best_mode": "min"},
         "reward": {},
         "dpo": {"preference_loss": "ipo"},
-        "ppo": {"enable_ema": True, "actor_lora_dim": 2, "critic_lora_dim": 2, "only_optimize_lora": "true", "export_adapters": "beside"},
+        "ppo": beside | {"enable_ema": True, "actor_lora_dim": 2, "critic_lora_dim": 2},
     }
     for step, others in settings.items():
         argv = flags(step, materials, root / step, max_steps=1, zero=0, **others)
