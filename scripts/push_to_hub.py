@@ -1,4 +1,4 @@
-"""Upload an exported model, or its adapters, to the Hugging Face hub: the files of the model and its card, nothing else.
+"""Upload an exported model or its adapters to the Hugging Face hub: the files of the model and its card, nothing else.
 
     python scripts/push_to_hub.py FOLDER REPO [--private] [--revision BRANCH] [--dry_run]
 
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 
-import httpx
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
@@ -137,7 +136,7 @@ def upload(options: argparse.Namespace, files: Sequence[Path]) -> str:
     Weights of an earlier upload that these files do not replace are deleted in the same commit.
 
     Raises:
-        httpx.HTTPError: the hub refused a request, or could not be reached.
+        HfHubHTTPError: the hub refused a request.
     """
     api = HfApi()
     # Whether a repository that exists is private is not changed.
@@ -170,7 +169,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         try:
             print(f"uploaded to {target}: {upload(options, files)}")
-        except httpx.HTTPError as error:
+        except Exception as error:  # also of the HTTP library, which depends on the version of huggingface_hub
             reason = re.sub(r"\s+", " ", str(error)) or type(error).__name__
             raise ValueError(f"{target}: the upload failed: {redacted(reason)}") from error
     return 0
