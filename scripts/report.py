@@ -16,6 +16,7 @@ import html
 import json
 import os
 import re
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -138,7 +139,8 @@ def write_report(folders: list[Path], output: Path, *, samples: int, refresh: fl
 
 
 def watch(folders: list[Path], output: Path, *, samples: int, seconds: float) -> int:
-    """Write the page whenever files of the runs have changed, until Ctrl-C; the last one does not load itself again."""
+    """Write the page whenever files of the runs have changed, until Ctrl-C or SIGTERM; the last one never refreshes."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     written = None
     try:
         while True:

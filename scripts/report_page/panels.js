@@ -173,6 +173,7 @@ function panelHeader(card, panel, lines) {
   const header = element("header", {}, card), title = element("div", {}, header);
   element("b", { title: panel.metric }, title, panel.title);
   element("span", { class: "unit" }, title, panel.unit);
+  if (lines.some(line => line.run !== lines[0].run)) return;  // the values of several runs are under the plot
   const { ys } = lines.find(line => line.phase === "eval") || lines[0];
   const span = formatNumber(ys[0]) + (ys.length > 1 ? " → " + formatNumber(ys[ys.length - 1]) : "");
   element("span", { class: "span" }, header, span);

@@ -22,7 +22,8 @@ function formatNumber(value) {
 function tickLabels(splits) {
   const shown = splits.filter(v => v !== null && v !== undefined), gap = Math.abs(shown[1] - shown[0]);
   const plain = shown.every(v => v === 0 || (Math.abs(v) < 1e5 && Math.abs(v) >= 1e-3)) && gap >= 1e-6;
-  const decimals = Math.min(8, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-9)));
+  const isWhole = x => Math.abs(x - Math.round(x)) < 1e-6;
+  const decimals = [0, 1, 2, 3, 4, 5, 6, 7].find(d => isWhole(gap * 10 ** d)) ?? 8;
   return splits.map(v => (v === null || v === undefined ? "" : plain ? v.toFixed(decimals) : formatNumber(v)));
 }
 

@@ -198,7 +198,8 @@ def wait_for(condition, process):
         time.sleep(0.1)
 
 
-def test_watch_waits_for_metrics_follows_them_and_leaves_a_page_that_stays(tmp_path):
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_watch_waits_for_metrics_follows_them_and_leaves_a_page_that_stays(ending, tmp_path):
     folder, target = tmp_path / "run", tmp_path / "run" / "report.html"
     process = subprocess.Popen(
         [sys.executable, SCRIPTS / "report.py", folder, "--watch", "1"], stdout=subprocess.PIPE, text=True,
@@ -212,7 +213,7 @@ def test_watch_waits_for_metrics_follows_them_and_leaves_a_page_that_stays(tmp_p
         with (folder / "metrics.jsonl").open("a") as file:
             file.write('{"step": 7, "time": 9.0, "phase": "train", "loss": 1.5}\n')
         wait_for(lambda: 7 in embedded(target.read_text())["sections"][0]["axes"][0]["train"]["step"], process)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(ending)
         assert process.wait(30) == 0
     finally:
         process.kill()

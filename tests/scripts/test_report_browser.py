@@ -148,6 +148,12 @@ def test_straight_lines_and_single_peaks_keep_their_place_when_smoothed(tab):
     assert tab.evaluate("smooth([1e308, 1e308, -1e308, 1e308], 1)") is not None
 
 
+def test_labels_of_an_axis_have_the_decimals_of_their_distance(tab):
+    assert tab.evaluate("tickLabels([0, 0.0025, 0.005])") == ["0.0000", "0.0025", "0.0050"]
+    assert tab.evaluate("tickLabels([null, 20, 30])") == ["", "20", "30"]
+    assert tab.evaluate("tickLabels([0, 2e5, 4e5])") == ["0", "2.0e5", "4.0e5"]
+
+
 def test_noise_is_smoothed_and_schedules_are_not(tab):
     has_mean = "c => [c.card.dataset.metric, c.lines.map(line => line.mean !== null)]"
     means = f"Object.fromEntries(sections[0].charts.map({has_mean}))"
