@@ -2,9 +2,9 @@
 
     python scripts/benchmark/first_minutes.py --checkout OTHER [--turns 5] [--json FILE]
 
-"start" is the time from the call of step 3 on the quickstart's tiny model to the first finished iteration (rollout, scoring
-and update), without evaluation. Every measurement is a process of its own; the checkouts alternate within each turn, and
-the first turn of each is a warm-up. Reported are medians, of wall-clock and of processor time.
+"start" is the time from the call of step 3 on the quickstart's tiny model to the first finished iteration (rollout,
+scoring and update), without evaluation. Every measurement is a process of its own; the checkouts alternate within each
+turn, and the first turn of each is a warm-up. Reported are medians, of wall-clock and of processor time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ POLL = 0.02  # seconds
 PATIENCE = 600.0  # seconds
 
 
-def seconds_of(command: Sequence[str | Path], checkout: Path, *, until: Callable[[], bool] | None = None) -> list[float]:
+def seconds_of(
+    command: Sequence[str | Path], checkout: Path, *, until: Callable[[], bool] | None = None
+) -> list[float]:
     """Wall-clock and processor seconds of a command in a checkout, to its end or until a condition holds.
 
     Raises: RuntimeError if it fails.
@@ -119,7 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
                     turns[checkout].append(measure(checkouts[checkout]))
             for checkout, values in turns.items():
                 wall, processor = (statistics.median(column) for column in zip(*values[1:], strict=True))
-                rows.append({"measurement": name, "checkout": checkout, "seconds": wall, "processor_seconds": processor})
+                row = {"measurement": name, "checkout": checkout, "seconds": wall, "processor_seconds": processor}
+                rows.append(row)
                 print(f"{name:34} {checkout:6} {wall:6.2f} s  {processor:6.2f} s of processor", flush=True)
             if len(checkouts) == 2:
                 this, other = rows[-2:]
