@@ -2,8 +2,8 @@
 
     bin=$(bash scripts/install.sh docs) && "$bin/python" scripts/docs/build.py
 
-writes HTML to output/docs; open index.html there. No network is needed. A warning, such as a link that leads nowhere,
-is an error.
+writes HTML to output/docs; open index.html there (its search needs a web server, such as `python -m http.server`). No
+network is needed. A warning, such as a link that leads nowhere, is an error.
 """
 
 from __future__ import annotations
