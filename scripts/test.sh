@@ -5,7 +5,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-extras=(test reasoning) tests=("not slow" -n "${TEST_WORKERS:-2}" --dist worksteal)
+extras=(test reasoning docs) tests=("not slow" -n "${TEST_WORKERS:-2}" --dist worksteal)
 if [[ ${1:-} == --vllm ]]; then
     shift
     extras=(test vllm) tests=(vllm)  # one after the other: an engine uses all cores

@@ -92,6 +92,52 @@ def test_metrics_are_logged(path):
     assert {name for name in metrics if not is_logged(name)} == set()
 
 
+def sections_of(text: str) -> list[tuple[str, str]]:
+    """Each section, from its heading to the next: its whole text, and that without blocks of code."""
+    sections, in_code = [["", ""]], False
+    for line in text.splitlines(keepends=True):
+        is_fence = line.startswith("```")
+        in_code = in_code != is_fence
+        if not in_code and re.match("#+ ", line):
+            sections.append(["", ""])
+        sections[-1][0] += line
+        sections[-1][1] += "" if in_code or is_fence else line
+    return [(whole, prose) for whole, prose in sections]
+
+
+def tables_of(prose: str) -> list[list[str]]:
+    """Cells of the body of each table, without the first column."""
+    tables = []
+    for block in re.findall(r"(?:^\|.*\n)+", prose, re.MULTILINE):
+        rows = [re.split(r"(?<!\\)\|", line.strip().strip("|")) for line in block.splitlines()[2:]]
+        tables.append([cell.strip() for row in rows for cell in row[1:]])
+    return tables
+
+
+def is_measured(cells: list[str]) -> bool:
+    """Whether most cells are results: decimals, or numbers with thousands separators."""
+    numbers = [cell for cell in cells if re.fullmatch(r"[-\d.,; →]*\d[.,]\d[-\d.,; →]*", cell)]
+    return len(numbers) > len(cells) / 2
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_tables_of_measured_numbers_name_their_command_and_their_rows(path):
+    if path.parent.name == "results":
+        return  # their .jsonl files lie beside them
+    for section, prose in sections_of(path.read_text(encoding="utf-8")):
+        if any(map(is_measured, tables_of(prose))):
+            title = section.partition("\n")[0]
+            links = re.findall(r"\]\(([^)\s]*results/[\w.-]+)\)", prose)
+            rows = [(path.parent / link).with_suffix(".jsonl") for link in links]
+            assert rows and all(file.is_file() for file in rows), f"{title}: link the rows of the table"
+            assert re.search(r"(scripts|training)/[\w/]+\.(py|sh)", section), f"{title}: name the command"
+
+
+def test_the_check_of_tables_recognises_measured_numbers():
+    assert is_measured(["0.33 → 0.65", "0.39 → 0.33"]) and is_measured(["6,807", "8,652", "0.1"])
+    assert not is_measured(["a folder", "0.2, 0.2"]) and not is_measured(["2 N", "18", "see below"])
+
+
 def test_the_soak_test_starts_as_documented():
     """It runs outside pytest, which puts tests/support on the path."""
     completed = subprocess.run([sys.executable, ROOT / "tests" / "soak.py", "--help"], capture_output=True, text=True)

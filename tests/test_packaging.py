@@ -39,7 +39,8 @@ def test_every_requirement_has_one_tested_version_inside_its_range(python):
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_the_extras_are_pinned_too(python):
-    assert {"pytest", "pytest-xdist", "ruff", "gguf", "reasoning-gym", "lm-eval"} <= pins_for(python).keys()
+    extras = {"pytest", "pytest-xdist", "ruff", "gguf", "reasoning-gym", "lm-eval"}
+    assert extras | {"mkdocs-material", "mkdocstrings-python", "latex2mathml"} <= pins_for(python).keys()
 
 
 def test_an_installed_wheel_would_hold_every_module_of_dschat():

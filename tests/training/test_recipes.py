@@ -83,46 +83,10 @@ def test_recipe_parses_and_its_batches_divide(path, folder):
 def test_recipe_fits_its_gpus(path, folder):
     command = recipe(path, folder=folder)
     flags = command.flags()
-    needed = bytes_of_step_3(flags, command.processes) if command.step == STEP3 else bytes_of(flags, command.processes)
+    ranks = [rank for name, rank in flags.items() if name.endswith("lora_dim")]
+    assert any(ranks) == flags["only_optimize_lora"]
+    needed = memory.peak(memory.memory_parts(flags, command.processes))
     assert needed <= USABLE * LARGER_GPU_BYTES.get(named(path), GPU_BYTES), f"{needed / 1e9:.1f} GB"
-
-
-def bytes_of(flags: dict, gpus: int) -> float:
-    """Step 1; step 2 too, whose sequences are twice the pairs. DPO's reference is freed before the policy is loaded."""
-    path = flags["model_name_or_path"].removesuffix("/sft")  # DPO starts from the output of step 1
-    shape = memory.SHAPES[path.rsplit("/", 1)[-1].lower()]
-    sequences = flags["per_device_train_batch_size"] * (2 if {"centering_coef", "beta"} & flags.keys() else 1)
-    assert bool(flags["lora_dim"]) == flags["only_optimize_lora"]
-    return memory.trained(
-        shape, stage=flags["zero_stage"], gpus=gpus, lora=flags["lora_dim"], offload=flags["offload"]
-    ) + memory.activations(
-        shape, sequences=sequences, tokens=flags["max_seq_len"], checkpointing=flags["gradient_checkpointing"]
-    )
-
-
-def bytes_of_step_3(flags: dict, gpus: int) -> float:
-    actor, critic = (
-        memory.SHAPES[flags[name].split("/")[1]] for name in ("actor_model_name_or_path", "reward_model_name_or_path")
-    )
-    assert bool(flags["actor_lora_dim"] or flags["critic_lora_dim"]) == flags["only_optimize_lora"]
-    always = sum(
-        memory.trained(shape, stage=flags[f"{name}_zero_stage"], gpus=gpus, lora=flags[f"{name}_lora_dim"],
-                       offload=flags["offload"])
-        for name, shape in (("actor", actor), ("critic", critic))
-    )  # fmt: skip
-    ref = memory.frozen(actor, stage=flags["actor_zero_stage"], gpus=gpus, offload=flags["offload_reference_model"])
-    reward = memory.frozen(critic, stage=flags["critic_zero_stage"], gpus=gpus, offload=flags["offload_reward_model"])
-    tokens = flags["max_prompt_seq_len"] + flags["max_answer_seq_len"]
-    rolling = memory.rollout(
-        actor, sequences=flags["per_device_generation_batch_size"], tokens=tokens, stage=flags["actor_zero_stage"],
-        lora=flags["actor_lora_dim"],
-    )  # fmt: skip
-    updating = max(
-        memory.activations(shape, sequences=flags["per_device_training_batch_size"], tokens=tokens,
-                           checkpointing=flags["gradient_checkpointing"])
-        for shape in (actor, critic)
-    )  # fmt: skip
-    return always + ref + reward + max(rolling, updating)
 
 
 @pytest.mark.parametrize("name", memory.SHAPES)
@@ -136,14 +100,19 @@ def test_memory_by_hand():
     """OPT-13b on 8 GPUs, ZeRO-3: 12.9e9 parameters x 18 bytes / 8; frozen and whole 2 bytes; LoRA 2 and a little."""
     shape = memory.SHAPES["opt-13b"]
     assert shape.parameters == 40 * (4 * 5120**2 + 2 * 5120 * 20480) + 50272 * 5120
-    sharded = memory.trained(shape, stage=3, gpus=8, lora=0, offload=False)
-    assert sharded == shape.parameters * 18 / 8
-    assert memory.trained(shape, stage=2, gpus=8, lora=0, offload=False) == shape.parameters * (2 + 16 / 8)
-    assert memory.frozen(shape, stage=2, gpus=8, offload=False) == shape.parameters * 2
+    total = lambda parts: sum(part.bytes for part in parts)  # noqa: E731
+    sharded = memory.trained("", shape, stage=3, gpus=8, lora=0, offload=False)
+    assert total(sharded) == pytest.approx(shape.parameters * 18 / 8)
+    whole_weights = memory.trained("", shape, stage=2, gpus=8, lora=0, offload=False)
+    assert total(whole_weights) == shape.parameters * (2 + 16 / 8)
+    assert total(memory.frozen("", shape, stage=2, gpus=8, offload=False)) == shape.parameters * 2
     adapters = 40 * 64 * (4 * 2 * 5120 + 2 * 5 * 5120)
-    assert memory.trained(shape, stage=2, gpus=1, lora=64, offload=False) == shape.parameters * 2 + adapters * 18
-    cache = memory.rollout(shape, sequences=8, tokens=512, stage=2, lora=0)
-    assert cache == 8 * 512 * 40 * 2 * 5120 * 2
+    with_adapters = memory.trained("", shape, stage=2, gpus=1, lora=64, offload=False)
+    assert total(with_adapters) == shape.parameters * 2 + adapters * 18
+    assert total(memory.rollout(shape, sequences=8, tokens=512, stage=2, lora=0)) == 8 * 512 * 40 * 2 * 5120 * 2
+    parts = [*memory.rollout(shape, sequences=8, tokens=512, stage=3, lora=0), memory.Part("", "", 5e9, "update"),
+             memory.Part("", "", 1e9)]  # fmt: skip
+    assert memory.peak(parts) == 1e9 + shape.parameters * 2 + 8 * 512 * 40 * 2 * 5120 * 2
 
 
 def test_recipes_start_from_output_folders_of_earlier_recipes(folder):
