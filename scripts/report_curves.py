@@ -38,8 +38,11 @@ RESULTS = {
     "reward": Metric("Reward", "mean per response, penalties included", "higher"),
     "loss": Metric("Loss", "mean over the step", "lower", magnitude=True),
     "perplexity": Metric("Perplexity", "per token", "lower", magnitude=True),
+    "token_accuracy": Metric("Token accuracy", "share of trained tokens", "higher"),
     "accuracy": Metric("Accuracy", "share of pairs", "higher"),
     "margin": Metric("Margin", "chosen − rejected", "higher"),
+    "rewards/accuracies": Metric("Accuracy", "share of pairs", "higher"),
+    "rewards/margins": Metric("Margin", "chosen − rejected", "higher"),
     "kl": Metric("KL to the reference", "nats per response"),
     "entropy": Metric("Entropy", "nats per token"),
     "response_length": Metric("Response length", "tokens"),
@@ -47,10 +50,10 @@ RESULTS = {
     "flat_groups": Metric("Groups of equal scores", "share"),
     "chosen_score": Metric("Score of chosen responses", "mean"),
     "rejected_score": Metric("Score of rejected responses", "mean"),
-    "chosen_reward": Metric("Implicit reward of chosen responses", "mean of β·Δ"),
-    "rejected_reward": Metric("Implicit reward of rejected responses", "mean of β·Δ"),
-    "chosen_logprob": Metric("Log-prob of chosen responses", "nats"),
-    "rejected_logprob": Metric("Log-prob of rejected responses", "nats"),
+    "rewards/chosen": Metric("Implicit reward of chosen responses", "mean of β·Δ"),
+    "rewards/rejected": Metric("Implicit reward of rejected responses", "mean of β·Δ"),
+    "logps/chosen": Metric("Log-prob of chosen responses", "nats"),
+    "logps/rejected": Metric("Log-prob of rejected responses", "nats"),
     "scored": Metric("With a score", "share of responses"),
     "trained": Metric("Trained on", "share of responses"),
 }
@@ -82,23 +85,31 @@ UPDATES = {
 }
 SPEED = {
     "tokens_per_second": Metric("Throughput", "tokens per second", "higher"),
+    "samples_per_second": Metric("Throughput", "sequences per second", "higher"),
     "update_tokens_per_second": Metric("Throughput of updates", "tokens per second", "higher"),
+    "update_samples_per_second": Metric("Throughput of updates", "sequences per second", "higher"),
+    "sequence_length": Metric("Sequence length", "tokens, mean of the step"),
     "mfu": Metric("Model FLOP utilisation", "share of the peak", "higher"),
     "padding": Metric("Padding", "share of computed tokens", "lower"),
     "seconds_rollout": Metric("Rollout", "seconds"),
     "seconds_scoring": Metric("Scoring", "seconds"),
     "seconds_update": Metric("Update", "seconds"),
+    "memory_gib": Metric("Memory in use", "GiB", "lower"),
     "peak_memory_gib": Metric("Peak memory", "GiB", "lower"),
 }
 GROUPS = {"Results": RESULTS, "Updates": UPDATES, "Speed and memory": SPEED}
 CATALOGUE = RESULTS | UPDATES | SPEED
 FORMER_NAMES = {  # of metrics, in the metrics.jsonl of earlier versions
+    "rejected_logprob": "logps/rejected",
+    "chosen_logprob": "logps/chosen",
+    "rejected_reward": "rewards/rejected",
+    "chosen_reward": "rewards/chosen",
     "rollout_gap": "rollout_logprob_mismatch_mean",
     "rollout_gap_mean": "rollout_logprob_mismatch_mean",
     "rollout_gap_max": "rollout_logprob_mismatch_max",
 }
 # Not plotted; those from tokens on are sizes, not results.
-NOT_METRICS = {"step", "time", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
+NOT_METRICS = {"step", "time", "epoch", "phase", "tokens", "pairs", "rows", "sequences", "responses", "updates"}
 
 
 def metric_of(name: str) -> Metric:

@@ -26,7 +26,10 @@ KINDS = {
     "step2_dpo_finetuning": "Preference training",
     "step3_rlhf_finetuning": "RLHF",
 }
-HEADLINES = ("perplexity", "accuracy", "margin", "judge", "score", "kl", "entropy", "response_length", "ended_by_eos")
+HEADLINES = (
+    "perplexity", "token_accuracy", "accuracy", "margin", "rewards/accuracies", "rewards/margins", "judge", "score",
+    "kl", "entropy", "response_length", "ended_by_eos",
+)  # fmt: skip
 MODEL_FLAGS = {  # flag: role in the summary
     "model_name_or_path": "from", "actor_model_name_or_path": "from", "critic_model_name_or_path": "critic",
     "ref_model_name_or_path": "reference", "reward_model_name_or_path": "reward model", "reward": "reward",

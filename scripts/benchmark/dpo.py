@@ -44,7 +44,8 @@ def row_of(settings: dict[str, float], model: Path, prompts: list[dict], seed: i
     figures, _ = evaluate(model, prompts, samples=4, seed=seed)
     log = read_json_lines(model / "metrics.jsonl", fields=["phase"])
     last = [row for row in log if row["phase"] == "eval"][-1]
-    pairs = {f"pair_{name}": round(last[name], 4) for name in ("accuracy", "chosen_logprob") if name in last}
+    names = {"pair_accuracy": "rewards/accuracies", "pair_chosen_logprob": "logps/chosen"}
+    pairs = {name: round(last[metric], 4) for name, metric in names.items() if metric in last}
     return {**settings, "seed": seed, **{name: round(value, 4) for name, value in figures.items()}, **pairs}
 
 

@@ -9,6 +9,7 @@ API = {
     "losses": ("dschat.losses", {
         "dschat.losses.normalizer": (), "dschat.losses.sft": (), "dschat.losses.reward_model": (),
         "dschat.losses.preference": (), "dschat.losses.kto": (), "dschat.losses.policy": (),
+        "dschat.losses.policy_table": ("PolicyLoss",),
         "dschat.losses.aggregation": (), "dschat.losses.value": (), "dschat.losses.regularization": (),
     }),
     "advantages": ("dschat.rlhf.advantages", {

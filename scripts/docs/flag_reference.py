@@ -74,7 +74,11 @@ def value_text(hint: Any, choices: tuple[str, ...], bounds: Any) -> str:
 
 def default_text(field: dataclasses.Field) -> str:
     value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    return "" if value in (None, "", []) else f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    if value in (None, "", []):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
 
 
 def _cell(text: str) -> str:
