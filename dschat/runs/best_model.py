@@ -96,7 +96,7 @@ class BestModel:
             if collectives.is_main():
                 try:
                     (unfinished / "best.json").write_text(json.dumps(description), encoding="utf-8")
-                    if is_foreign(folder / FILE):
+                    if (folder / FILE).is_file() and is_foreign(folder / FILE):
                         shutil.copy2(folder / FILE, unfinished / FILE)
                     else:
                         write_model_card(unfinished, run_folder=self.run.output_dir, name="best")

@@ -60,8 +60,8 @@ def write_model_card(folder: str | Path, *, run_folder: str | Path, name: str) -
 
 def is_foreign(path: Path) -> bool:
     """Whether there is a README.md that this suite did not write, or whose mark the user has removed."""
-    if not path.exists() and not path.is_symlink():
-        return False
+    if not path.is_file():
+        return path.exists() or path.is_symlink()
     return MARK not in path.read_text(encoding="utf-8", errors="replace")
 
 
