@@ -13,9 +13,14 @@ __version__ = "0.1.0"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
-# DeepSpeed warns when it is imported, on every rank: one of them is enough.
-if os.environ.get("RANK", "0") != "0":
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+def _is_worth_printing(record: logging.LogRecord) -> bool:
+    """DeepSpeed warns when it is imported: on every rank, and that it uses the CPU, which the programs print too."""
+    is_main = os.environ.get("RANK", "0") == "0"
+    return record.levelno >= logging.ERROR or (is_main and "Setting accelerator to CPU" not in record.getMessage())
+
+
+logging.getLogger("DeepSpeed").addFilter(_is_worth_printing)
 
 # The public interface: `from dschat import gae`. A name's module is imported when the name is first read.
 _MODULES = {

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping
 from datetime import timedelta
 
 from tqdm import tqdm
 
 from dschat.arguments.secrets import redacted
-from dschat.distributed.terminal import printable
+from dschat.distributed.terminal import fitted, is_terminal, printable
 
 # The first four of these that a step has, and its tokens per second, are shown; metrics.jsonl has all metrics.
 MAIN_METRICS = (
@@ -20,7 +19,13 @@ MAIN_METRICS = (
     "logps/chosen", "margin", "token_accuracy", "grad_norm", "learning_rate",
 )  # fmt: skip
 RATE = "tokens_per_second"
-BAR = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {rate_fmt} ETA {remaining}{postfix}"
+# On the live line, where space is scarce.
+SHORT = {
+    "response_length": "len", "token_accuracy": "acc", "accuracy": "acc", "rewards/accuracies": "acc",
+    "rewards/margins": "margin", "logps/chosen": "logp", "grad_norm": "grad", "learning_rate": "lr", RATE: "tok/s",
+}  # fmt: skip
+BAR, WIDE = "{desc} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}", 120  # columns from which on there is a bar
+WIDE_BAR = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {rate_fmt} ETA {remaining}"
 
 
 class Console:
@@ -35,9 +40,9 @@ class Console:
     def __init__(self, name: str, *, total_steps: int, first_step: int = 0, logging_steps: int = 1) -> None:
         self.name, self.total_steps, self.first_step, self.logging_steps = name, total_steps, first_step, logging_steps
         self._bar: tqdm | None = None
-        if sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        if is_terminal() and os.environ.get("TERM") != "dumb":
             self._bar = tqdm(
-                desc=name, total=total_steps, initial=first_step, unit="step", bar_format=BAR, dynamic_ncols=True,
+                desc=name.partition("_")[0], total=total_steps, initial=first_step, bar_format=BAR, dynamic_ncols=True,
                 file=sys.stdout, smoothing=0.1,
             )  # fmt: skip
 
@@ -50,8 +55,12 @@ class Console:
         if phase != "train":
             self.print(f"{phase} {step}/{self.total_steps}  {_numbers(values)}")
         elif self._bar is not None:
-            self._bar.set_postfix_str(_numbers(main_metrics(values)), refresh=False)
             self._bar.update(step - self._bar.n)
+            columns = shutil.get_terminal_size().columns
+            progress = WIDE_BAR if columns >= WIDE else BAR
+            self._bar.bar_format = progress
+            metrics = live_metrics(values, width=columns - len(str(self._bar)) - 1)
+            self._bar.bar_format = f"{progress} {metrics}"
             self._bar.refresh()
         elif step % self.logging_steps == 0 or step in (self.first_step + 1, self.total_steps):
             line = f"{phase} {step}/{self.total_steps}  {_numbers(main_metrics(values))}"
@@ -63,12 +72,7 @@ class Console:
         if self._bar is None:
             print(text, flush=True)
             return
-        width = shutil.get_terminal_size().columns
-        lines = (
-            textwrap.fill(line, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
-            for line in text.splitlines()
-        )
-        tqdm.write("\n".join(lines), file=sys.stdout)
+        tqdm.write(fitted(text), file=sys.stdout)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -86,6 +90,16 @@ def main_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """At most five metrics to watch; all of them if none is a usual one."""
     names = [name for name in MAIN_METRICS if name in values][:4] + [RATE] * (RATE in values)
     return {name: values[name] for name in names or list(values)[:5]}
+
+
+def live_metrics(values: Mapping[str, float], *, width: int) -> str:
+    """The main metrics with short names, as many as fit into this number of characters."""
+    line = ""
+    for name, value in main_metrics(values).items():
+        number = f"{value:,.0f}" if 1000 <= value < 1e9 else f"{value:.3g}"
+        longer = f"{line} {SHORT.get(name, name)} {number}".lstrip()
+        line = longer if len(longer) <= width else line
+    return line
 
 
 def _numbers(values: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from dschat.distributed import collectives
+from dschat.distributed.terminal import fitted_command
 
 # Step → purpose and command; MODEL is the exported folder.
 NEXT_COMMANDS: Mapping[str, tuple[tuple[str, str], ...]] = {
@@ -42,9 +43,7 @@ def next_commands(step: str, output_dir: str | Path, exported: Iterable[str]) ->
     folders = [str(Path(output_dir, name)) for name in exported if Path(output_dir, name, "config.json").is_file()]
     model = shlex.quote(folders[0] if folders else str(Path(output_dir)))
     report = ("curves and samples", f"dschat report {shlex.quote(str(output_dir))}")
-    rows = [(purpose, command.replace(" MODEL", f" {model}")) for purpose, command in (*NEXT_COMMANDS[step], report)]
-    width = max(len(purpose) for purpose, _ in rows)
-    return [
-        f"exported: {', '.join(folders) or 'adapters only'}",
-        *(f"  {purpose:<{width}}  {command}" for purpose, command in rows),
-    ]
+    lines = [f"exported: {', '.join(folders) or 'adapters only'}"]
+    for purpose, command in (*NEXT_COMMANDS[step], report):
+        lines += [f"  {purpose}:", fitted_command(command.replace(" MODEL", f" {model}"), indent="    ")]
+    return lines

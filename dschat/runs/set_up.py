@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedTokenizerBase
 
 from dschat.arguments import DataArguments, DeviceArguments, RunArguments
 from dschat.arguments.command_line import as_settings_errors, raise_mistakes
 from dschat.data.datasets import DataOptions, DataSplits, build_dataset
 from dschat.distributed import collectives, launch, watchdog
-from dschat.distributed.terminal import printable
+from dschat.distributed.terminal import fitted, printable
 from dschat.runs.output_folder import check_shared, lock_folder
 
 
@@ -69,7 +70,7 @@ def load_splits(kind: str, tokenizer: PreTrainedTokenizerBase, options: DataOpti
     problems = collectives.all_gather_objects(problem)  # all ranks raise together, or the others would hang
     raise_mistakes(sorted({problem for problem in problems if problem}))
     if collectives.is_main():
-        print(printable(splits.report.summary()), flush=True)
+        print(fitted(printable(splits.report.summary())), flush=True)
     return splits
 
 
@@ -83,6 +84,9 @@ def start(run: RunArguments, devices: DeviceArguments) -> torch.device:
         make_output_folder(run.output_dir)
         lock_folder(run.output_dir)
         check_shared(run.output_dir)
+    if collectives.is_main():
+        processes = collectives.world_size()
+        print(f"{processes} process{'es' * (processes > 1)} on {get_accelerator().current_device_name()}", flush=True)
     return device
 
 

@@ -11,14 +11,16 @@ import termios
 
 import pytest
 
-from dschat.runs.console import Console, main_metrics
+from dschat.runs.console import Console, live_metrics, main_metrics
 
 TRAIN = {"score": 1.5, "reward": 1.4, "kl": 0.02, "response_length": 11.0, "entropy": 1.2, "clip_fraction": 0.1,
          "actor_grad_norm": 0.5, "tokens_per_second": 4200.0, "padding": 0.0}  # fmt: skip
 PROGRAM = f"""
+import time
 from dschat.runs.console import Console
 console = Console("step3_rlhf_finetuning", total_steps=12, logging_steps=1)
 for step in range(1, 13):
+    time.sleep(0.15)
     console.metrics(step, {TRAIN!r}, phase="train", seconds=float(step))
     if step % 4 == 0:
         console.metrics(step, {TRAIN!r}, phase="eval", seconds=float(step))
@@ -51,7 +53,9 @@ def test_no_line_is_wider_than_the_terminal(columns):
     text = run_on_terminal(columns)
     drawn = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]", text)]
     assert max(map(len, drawn)) <= columns
-    assert any("12/12" in line and "score 1.5" in line for line in drawn), "the live line"
+    live = [line for line in drawn if "step3 12/12" in line][-1]
+    for part in ("score 1.5", "kl 0.02", "len 11", "entropy 1.2", "tok/s 4,200"):
+        assert part in live, "the live line has five metrics"
     assert sum("eval 4/12" in line for line in drawn) == 1
 
 
@@ -66,6 +70,13 @@ def test_a_file_gets_one_short_line_per_interval_and_every_evaluation(capsys):
         "[sft] train 4/10  score 1.5  kl 0.02  response_length 11  entropy 1.2  tokens_per_second 4200  ETA 0:00:12"
     )
     assert "clip_fraction 0.1" in evaluation and "padding 0" in evaluation
+
+
+def test_the_live_line_has_as_many_whole_metrics_as_fit():
+    values = {"loss": 5.6681, "grad_norm": 6.275, "learning_rate": 6.9e-9, "tokens_per_second": 3876.0}
+    assert live_metrics(values, width=100) == "loss 5.67 grad 6.28 lr 6.9e-09 tok/s 3,876"
+    assert live_metrics(values, width=25) == "loss 5.67 grad 6.28"
+    assert live_metrics(values, width=3) == ""
 
 
 def test_metrics_without_a_usual_one_are_shown_all_the_same():
