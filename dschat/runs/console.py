@@ -59,7 +59,7 @@ class Console:
             columns = shutil.get_terminal_size().columns
             progress = WIDE_BAR if columns >= WIDE else BAR
             self._bar.bar_format = progress
-            metrics = live_metrics(values, width=columns - len(str(self._bar)) - 1)
+            metrics = live_metrics(values, width=columns - len(str(self._bar)) - 2)
             self._bar.bar_format = f"{progress} {metrics}"
             self._bar.refresh()
         elif step % self.logging_steps == 0 or step in (self.first_step + 1, self.total_steps):

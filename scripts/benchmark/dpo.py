@@ -1,6 +1,6 @@
 """DPO on the quickstart's pairs with several strengths of the constraint and learning rates, judged by its gold reward.
 
-    python scripts/benchmark/dpo.py --quickstart output/quickstart --json results.jsonl
+    python scripts/benchmark/dpo.py output/quickstart --json results.jsonl
 
 The folder is that of `bash scripts/quickstart.sh`: its SFT model, pairs and held-out prompts are used. Gold reward and
 accuracy are those of scripts/quickstart/summarize.py, sampled at temperature 1 and greedy, and the metrics of held-out
@@ -51,7 +51,7 @@ def row_of(settings: dict[str, float], model: Path, prompts: list[dict], seed: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quickstart", type=existing_folder, required=True, help="its output folder")
+    parser.add_argument("quickstart", type=existing_folder, help="output folder of the quickstart")
     parser.add_argument("--output", type=Path, default=Path("output/dpo"), help="folder of the runs")
     parser.add_argument("--json", type=Path, help="file of the rows, one JSON object a line")
     parser.add_argument("--seed", type=int, default=1)
