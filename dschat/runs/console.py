@@ -21,7 +21,7 @@ MAIN_METRICS = (
 RATE = "tokens_per_second"
 # On the live line, where space is scarce.
 SHORT = {
-    "response_length": "len", "token_accuracy": "acc", "accuracy": "acc", "rewards/accuracies": "acc",
+    "response_length": "len", "entropy": "ent", "token_accuracy": "acc", "accuracy": "acc", "rewards/accuracies": "acc",
     "rewards/margins": "margin", "logps/chosen": "logp", "grad_norm": "grad", "learning_rate": "lr", RATE: "tok/s",
 }  # fmt: skip
 BAR, WIDE = "{desc} {n_fmt}/{total_fmt} {rate_fmt} ETA {remaining}", 120  # columns from which on there is a bar

@@ -54,7 +54,7 @@ def test_no_line_is_wider_than_the_terminal(columns):
     drawn = [re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", part) for part in re.split(r"[\r\n]", text)]
     assert max(map(len, drawn)) <= columns
     live = [line for line in drawn if "step3 12/12" in line][-1]
-    for part in ("score 1.5", "kl 0.02", "len 11", "entropy 1.2", "tok/s 4,200"):
+    for part in ("score 1.5", "kl 0.02", "len 11", "ent 1.2", "tok/s 4,200"):
         assert part in live, "the live line has five metrics"
     assert sum("eval 4/12" in line for line in drawn) == 1
 
