@@ -25,7 +25,7 @@ class Tracker:
 
     Args:
         name: as in --report_to.
-        folder: of TensorBoard's event files; other trackers that keep files put them into a subfolder of output_dir.
+        folder: of TensorBoard's event files; for others the run's, where those that keep files make a subfolder.
         run_name: shown by trackers that name runs.
         arguments: flag → value, the hyper-parameters of the run.
         purge_step: TensorBoard hides earlier entries from this step on; None: nothing is resumed.
@@ -40,6 +40,8 @@ class Tracker:
             options = {"logging_dir": folder, "purge_step": purge_step}
         elif kind.requires_logging_directory:
             options["logging_dir"] = folder
+        elif name == "wandb":
+            options["dir"] = folder
         self.name = name
         self.tracker: tracking.GeneralTracker = kind("" if name == "tensorboard" else PROJECT, **options)
         self.tracker.main_process_only = False
