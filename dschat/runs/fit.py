@@ -174,7 +174,9 @@ def train_step(
     parts = (collated(objective, rows, part, engine.device) for part in micro_batches)
     batches = list(objective.prepare(engine, parts))
     counted = sum(objective.count(batch) for batch in batches)
-    local = sum((model.work(sequences_of(batch, model.limit)) for batch in batches), Work()).tensor(engine.device)
+    # An empty part is a dummy micro-batch, which only keeps the ranks in step.
+    real = [batch for part, batch in zip(micro_batches, batches, strict=True) if part]
+    local = sum((model.work(sequences_of(batch, model.limit)) for batch in real), Work()).tensor(engine.device)
     count, *sums = collectives.sum_over_ranks(torch.cat([counted.double().view(1), local])).tolist()
     metrics = optimizer_step(engine, [partial(objective.loss_of, engine, batch, count) for batch in batches])
     work = Work(*sums)
