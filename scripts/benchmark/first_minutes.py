@@ -21,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from dschat.arguments.script_inputs import existing_folder, exit_on_mistake, new_file, number_type
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP_3 = Path("training", "step3_rlhf_finetuning", "main.py")
-MODULE_TESTS = Path("tests", "arguments", "test_arguments.py")
+TESTS = (Path("tests", "arguments", "test_arguments.py"), Path("tests", "training", "test_pair_settings.py"))
 POLL = 0.02  # seconds
 PATIENCE = 600.0  # seconds
 
@@ -91,11 +92,14 @@ def make_materials(folder: Path) -> None:
 
 def measurements(materials: Path) -> dict[str, Callable[[Path], list[float]]]:
     """Name → measurement in a checkout."""
-    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", MODULE_TESTS]
+
+    def measure_tests(checkout: Path, file: Path) -> list[float]:
+        return seconds_of([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file], checkout)
+
     return {
         "--help of step 3": lambda checkout: seconds_of([sys.executable, STEP_3, "--help"], checkout),
         "start of step 3": lambda checkout: measure_start(checkout, materials),
-        f"{MODULE_TESTS}": lambda checkout: seconds_of(tests, checkout),
+        **{str(file): partial(measure_tests, file=file) for file in TESTS},
     }
 
 

@@ -7,6 +7,7 @@ rank gets none, as with plain `python`). `Programs` is the client for tests; con
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -108,6 +109,8 @@ def _serve() -> None:
     import dschat.preference.reference_logprobs
     import dschat.rlhf.ppo_trainer
     import dschat.rlhf.rlhf_engine  # noqa: F401
+
+    gc.freeze()  # as launch.run does; collections in the children do not touch, and so copy, these objects
 
     for line in sys.stdin:
         request = json.loads(line)
