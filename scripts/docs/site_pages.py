@@ -22,6 +22,7 @@ PAGES = {
     "scripts/benchmark/results/cpu-2-cores.md": "benchmarks/cpu-2-cores.md",
     "scripts/benchmark/results/training-cpu-2-cores.md": "benchmarks/training-cpu-2-cores.md",
     "scripts/benchmark/results/vllm-cpu-2-cores.md": "benchmarks/vllm-cpu-2-cores.md",
+    "scripts/benchmark/results/first-minutes-cpu-2-cores.md": "benchmarks/first-minutes-cpu-2-cores.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
 } | {
