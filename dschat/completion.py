@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-from dschat import arguments
+from dschat.arguments import PROGRAM_SETTINGS
 from dschat.arguments.command_line import parser_of
+from dschat.command import PROGRAMS
 
+# Subcommand → settings, of the programs whose flags are dataclasses.
 SETTINGS = {
-    "sft": arguments.SFTSettings,
-    "reward": arguments.RewardModelSettings,
-    "preferences": arguments.PairSettings,
-    "dpo": arguments.PreferenceSettings,
-    "rlhf": arguments.RLHFSettings,
+    name: PROGRAM_SETTINGS[program]
+    for name, path in PROGRAMS.items()
+    if (program := Path(path).parent.name if Path(path).stem == "main" else Path(path).stem) in PROGRAM_SETTINGS
 }
 
 

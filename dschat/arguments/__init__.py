@@ -14,6 +14,7 @@ from dschat.arguments.rewards import RewardArguments
 from dschat.arguments.run import DeviceArguments, RunArguments
 from dschat.arguments.sampling import PairArguments, RolloutArguments, SamplingArguments
 from dschat.arguments.steps import (
+    PROGRAM_SETTINGS,
     OneModelSettings,
     PairSettings,
     PreferenceSettings,
@@ -25,6 +26,7 @@ from dschat.arguments.steps import (
 from dschat.arguments.vllm import VLLMArguments
 
 __all__ = [
+    "PROGRAM_SETTINGS",
     "DataArguments",
     "DeviceArguments",
     "EvaluationArguments",

@@ -80,6 +80,16 @@ class RLHFSettings:
     run: RunArguments = field(default_factory=RunArguments)
 
 
+# Program, by the name of its folder (as in run.json) or its own: its settings.
+PROGRAM_SETTINGS: dict[str, type] = {
+    "step1_supervised_finetuning": SFTSettings,
+    "step2_reward_model_finetuning": RewardModelSettings,
+    "make_preferences": PairSettings,
+    "step2_dpo_finetuning": PreferenceSettings,
+    "step3_rlhf_finetuning": RLHFSettings,
+}
+
+
 def flag_values(settings: Any) -> dict[str, Any]:
     """Flag → value, over all groups of a program's settings."""
     return {name: value for group in asdict(settings).values() for name, value in group.items()}

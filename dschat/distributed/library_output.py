@@ -9,7 +9,7 @@ import warnings
 import datasets
 import transformers
 
-LIBRARIES = ("DeepSpeed", "dschat", "torch", "transformers", "datasets", "peft", "accelerate", "py.warnings")
+LIBRARIES = ("DeepSpeed", "dschat", "torch", "transformers", "datasets", "peft", "accelerate")
 
 
 def quiet_libraries() -> None:
@@ -19,10 +19,4 @@ def quiet_libraries() -> None:
     if os.environ.get("RANK", "0") != "0":
         warnings.simplefilter("ignore")
         for name in LIBRARIES:
-            logging.getLogger(name).addFilter(is_error)
-            for handler in logging.getLogger(name).handlers:  # of loggers below it
-                handler.addFilter(is_error)
-
-
-def is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+            logging.getLogger(name).setLevel(logging.ERROR)  # loggers below it inherit it

@@ -6,23 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dschat.arguments import (
-    PPOArguments,
-    PreferenceSettings,
-    RewardModelSettings,
-    RLHFSettings,
-    SFTSettings,
-    flag_values,
-)
+from dschat.arguments import PROGRAM_SETTINGS, PPOArguments, RLHFSettings, flag_values
 from dschat.arguments.flags import resume_policies
 from dschat.arguments.secrets import redacted_values
 
-SETTINGS = {
-    "step1_supervised_finetuning": SFTSettings,
-    "step2_reward_model_finetuning": RewardModelSettings,
-    "step2_dpo_finetuning": PreferenceSettings,
-    "step3_rlhf_finetuning": RLHFSettings,
-}
 FOLDERS = ("output_dir", "data_output_path", "tensorboard_path")  # where files were written
 
 
@@ -34,7 +21,8 @@ def changed_settings(program: str, arguments: Mapping[str, Any]) -> dict[str, An
         arguments: flag → value; flags that the program no longer has are kept.
     """
     defaults = _defaults(program, arguments)
-    values = flag_values(defaults) | {name: flag_values(SETTINGS[program]())[name] for name in _chosen(arguments)}
+    plain = flag_values(PROGRAM_SETTINGS[program]())
+    values = flag_values(defaults) | {name: plain[name] for name in _chosen(arguments)}
     hidden = {*FOLDERS, *(name for name, policy in resume_policies(defaults).items() if policy == "ignore")}
     missing = object()
     changed = {
@@ -44,7 +32,7 @@ def changed_settings(program: str, arguments: Mapping[str, Any]) -> dict[str, An
 
 
 def _defaults(program: str, arguments: Mapping[str, Any]) -> Any:
-    settings = SETTINGS[program]
+    settings = PROGRAM_SETTINGS[program]
     return RLHFSettings(ppo=PPOArguments(**_chosen(arguments))) if settings is RLHFSettings else settings()
 
 

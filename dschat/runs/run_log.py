@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +59,13 @@ class RunLog:
         self.run = description(name, arguments, earlier=earlier, first_step=finished_steps or 0)
         self.metadata = {key: self.run[key] for key in ("name", "started", "arguments", "versions", "devices")}
         self._write_run()
+        started_with = {
+            "run_name": run_name or self.folder.resolve().name, "arguments": self.run["arguments"],
+            "purge_step": finished_steps + 1 if resumed else None,
+        }  # fmt: skip
         for tracker in report_to:
             folder = Path(tensorboard or self.folder / "tensorboard") if tracker == "tensorboard" else self.folder
-            start = lambda tracker=tracker, folder=folder: Tracker(  # noqa: E731
-                tracker, folder=folder, run_name=run_name or self.folder.resolve().name,
-                arguments=self.run["arguments"], purge_step=finished_steps + 1 if resumed else None,
-            )  # fmt: skip
+            start = partial(Tracker, tracker, folder=folder, **started_with)
             self._attempt(tracker, lambda start=start: self.trackers.append(start()), errors=Exception)
 
     def metrics(self, step: int, values: Mapping[str, float], *, phase: str = "train") -> None:
@@ -120,9 +122,10 @@ class RunLog:
         except errors as error:
             if record not in self._failed:
                 self._failed.add(record)
+                until = "" if errors is Exception else " until it can be written again"  # trackers are not tried again
                 with suppress(OSError):
                     print(f"warning: {record} cannot be written ({error}): the run continues, and its "
-                          "entries are dropped until it can be written again", file=sys.stderr, flush=True)  # fmt: skip
+                          f"entries are dropped{until}", file=sys.stderr, flush=True)  # fmt: skip
             return False
         return True
 

@@ -57,7 +57,7 @@ class Tracker:
         if self.name == "tensorboard":
             texts = (_markdown(row) for row in rows)
             self.tracker.log({f"{phase}/samples": "\n\n---\n\n".join(texts)}, step=step)
-        elif self.name in ("wandb", "trackio"):
+        elif hasattr(self.tracker, "log_table"):  # wandb and clearml have it
             table = [[str(row.get(column, "")) for column in ("prompt", "response", "score")] for row in rows]
             self.tracker.log_table(f"{phase}/samples", columns=["prompt", "response", "score"], data=table, step=step)
 

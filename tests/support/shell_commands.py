@@ -19,14 +19,6 @@ from dschat import arguments
 from dschat.arguments.command_line import parse
 
 PROGRAMS = ("main.py", "make_preferences.py")
-SETTINGS = {
-    "step1_supervised_finetuning": arguments.SFTSettings,
-    "step2_reward_model_finetuning": arguments.RewardModelSettings,
-    "step2_dpo_finetuning": arguments.PreferenceSettings,
-    "step3_rlhf_finetuning": arguments.RLHFSettings,
-    "make_preferences": arguments.PairSettings,
-}
-
 # Records its own name and arguments. scripts/install.sh and the pipelines use the output of `-c` and pip: 1 for the GPU
 # count, any number otherwise. The checksum has a pipe as input, which must be read.
 STUB = """#!/bin/bash
@@ -63,7 +55,7 @@ class Command:
     def parsed(self, *more: str) -> Any:
         """The parsed settings, with additional flags. Raises SettingsError like the program."""
         name = self.program.stem if self.program.stem == "make_preferences" else self.step
-        return parse(SETTINGS[name], [*self.arguments, *more], description="")
+        return parse(arguments.PROGRAM_SETTINGS[name], [*self.arguments, *more], description="")
 
     def flags(self) -> dict[str, object]:
         """Flag → value."""
