@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -43,7 +45,9 @@ def next_commands(step: str, output_dir: str | Path, exported: Iterable[str]) ->
     folders = [str(Path(output_dir, name)) for name in exported if Path(output_dir, name, "config.json").is_file()]
     model = shlex.quote(folders[0] if folders else str(Path(output_dir)))
     report = ("curves and samples", f"dschat report {shlex.quote(str(output_dir))}")
+    program = "dschat" if shutil.which("dschat") else f"{shlex.quote(sys.executable)} -m dschat"
     lines = [f"exported: {', '.join(folders) or 'adapters only'}"]
     for purpose, command in (*NEXT_COMMANDS[step], report):
-        lines += [f"  {purpose}:", fitted_command(command.replace(" MODEL", f" {model}"), indent="    ")]
+        command = command.replace("dschat ", f"{program} ").replace(" MODEL", f" {model}")
+        lines += [f"  {purpose}:", fitted_command(command, indent="    ")]
     return lines
